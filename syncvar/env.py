@@ -1,0 +1,119 @@
+"""The variables that the launcher hands to a worker: a contract, in one place.
+
+`RankEnvironment.from_mapping` is the only reader and `RankEnvironment.to_mapping` the only writer, so that both
+sides of the contract cannot drift apart. Knobs are not here: they are in `syncvar.config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["PREFIX", "RankEnvironment"]
+
+PREFIX = "SYNCVAR_"
+
+_INTEGERS = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "host_index": "HOST_INDEX",
+    "host_count": "HOST_COUNT",
+    "generation": "GENERATION",
+}
+_TEXTS = {"rendezvous": "RENDEZVOUS", "job_id": "JOB_ID", "role": "ROLE", "host": "HOST"}
+_PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """Who a worker is, and where it meets the others.
+
+    Args:
+        rank: 0-based identity in the world.
+        world_size: Ranks in the world.
+        local_rank: 0-based identity among the ranks of this host.
+        local_world_size: Ranks on this host.
+        host_index: 0-based index of this host.
+        host_count: Hosts of the job.
+        generation: Version of the membership, 0 at first.
+        rendezvous: ZeroMQ endpoint of the store in the launcher.
+        job_id: The job's random identity; frames of another job are refused.
+        role: "worker" (servers come with the parameter server strategy).
+        host: Name of this host, for messages.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host_index: int
+    host_count: int
+    generation: int
+    rendezvous: str
+    job_id: str
+    role: str = "worker"
+    host: str = "localhost"
+
+    @classmethod
+    def from_mapping(cls, environ: Mapping[str, str]) -> RankEnvironment | None:
+        """Read the contract from an environment.
+
+        Returns:
+            None when no launcher started this process (`SYNCVAR_RANK` is absent).
+
+        Raises:
+            ConfigError: The contract is incomplete or a value is not what it should be.
+
+        Example:
+            >>> RankEnvironment.from_mapping({"PATH": "/bin"}) is None
+            True
+        """
+        if PREFIX + "RANK" not in environ:
+            return None
+        values: dict[str, int | str] = {}
+        for field, name in _INTEGERS.items():
+            text = environ.get(PREFIX + name)
+            if text is None and field == "host_count":
+                text = "1"
+            if text is None:
+                raise ConfigError(
+                    f"{PREFIX}RANK is set but {PREFIX}{name} is not: start the script with syncvar-launch, "
+                    f"or unset {PREFIX}RANK to run it as a world of one"
+                )
+            if not text.isdigit():
+                raise ConfigError(f"{PREFIX}{name} must be a non-negative integer, not {text!r}")
+            values[field] = int(text)
+        for field, name in _TEXTS.items():
+            text = environ.get(PREFIX + name)
+            if text is None and field in ("rendezvous", "job_id"):
+                raise ConfigError(f"{PREFIX}{name} is not set: start the script with syncvar-launch")
+            if text is not None:
+                values[field] = text
+        result = cls(**values)  # type: ignore[arg-type]
+        if result.rank >= result.world_size:
+            raise ConfigError(f"{PREFIX}RANK={result.rank} is outside a world of {result.world_size}")
+        if result.local_rank >= result.local_world_size:
+            raise ConfigError(
+                f"{PREFIX}LOCAL_RANK={result.local_rank} is outside a host of {result.local_world_size} ranks"
+            )
+        return result
+
+    def to_mapping(self) -> dict[str, str]:
+        """Return the variables that state this contract, the plain names of torchrun included.
+
+        Example:
+            >>> me = RankEnvironment(1, 2, 1, 2, 0, 1, 0, "ipc:///x", "j")
+            >>> RankEnvironment.from_mapping(me.to_mapping()) == me
+            True
+        """
+        result = {PREFIX + name: str(getattr(self, field)) for field, name in (_INTEGERS | _TEXTS).items()}
+        for name in _PLAIN:
+            result[name] = result[PREFIX + name]
+        return result

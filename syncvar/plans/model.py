@@ -1,0 +1,116 @@
+"""The words in which an algorithm is written down: chunk, step, round, plan.
+
+An algorithm is data. It says which ranges of a flat buffer a rank sends, receives, reduces and copies, in which
+order; it knows neither dtypes nor sockets. `syncvar.plans.verify` runs plans on symbols, the executor of the runtime
+runs them on arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["Buffer", "Chunk", "Copy", "Plan", "Recv", "RecvReduce", "Reduce", "Round", "Send", "Step"]
+
+
+class Buffer(IntEnum):
+    """Where a chunk lies: the flat buffer of the collective, or room of the algorithm's own."""
+
+    WORK = 0
+    SCRATCH = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The elements [start, stop) of a buffer. May be empty."""
+
+    start: int
+    stop: int
+    buffer: Buffer = Buffer.WORK
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a chunk to a peer. An empty chunk is sent too: the peer waits for its header."""
+
+    peer: int
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive into a chunk, overwriting it."""
+
+    peer: int
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class RecvReduce:
+    """Receive and combine with what the chunk holds.
+
+    `incoming_left` says that the incoming value is the left operand: it is set exactly when the incoming value holds
+    the lower contributing rank, so that results do not depend on who happens to compute them.
+    """
+
+    peer: int
+    chunk: Chunk
+    incoming_left: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy one local chunk over another of the same count."""
+
+    source: Chunk
+    target: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combine a local chunk into another of the same count; `source_left` makes the source the left operand."""
+
+    source: Chunk
+    target: Chunk
+    source_left: bool
+
+
+Step = Send | Recv | RecvReduce | Copy | Reduce
+
+Round = tuple[Step, ...]
+"""Steps done together.
+
+The transfers (Send, Recv, RecvReduce) come first in the tuple and are posted together: a send reads what the chunk
+held when the round began. There is at most one transfer to each peer and one from each peer. No written range
+overlaps another written range or a sent one. When all transfers are complete the local steps (Copy, Reduce) run in
+the order given. A range that was sent in an earlier round may be written only by something that follows from the
+peer's having received it: the memory of a send is borrowed until then.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The rounds of one rank.
+
+    Args:
+        collective: For instance "all_reduce".
+        algorithm: For instance "ring".
+        rank: The rank whose rounds these are, in the group.
+        world_size: Ranks of the group.
+        work_count: Elements of the WORK buffer.
+        scratch_count: Elements of the SCRATCH buffer.
+        rounds: What to do.
+    """
+
+    collective: str
+    algorithm: str
+    rank: int
+    world_size: int
+    work_count: int
+    scratch_count: int
+    rounds: tuple[Round, ...]
