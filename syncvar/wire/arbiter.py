@@ -1,0 +1,183 @@
+"""Reports of long waits in, verdicts out: mismatch, certain deadlock, or keep waiting.
+
+A rank that waits longer than a moment reports where it stands. All collectives here share a property that the checker
+of the plans proves: no rank can finish a call before every rank of the group has entered it. Therefore
+
+* two ranks at the same call of the same group with different fingerprints can never agree: a mismatch;
+* a rank that waits waits for every member that has not entered its call. When these arrows form a cycle among ranks
+  that cannot move otherwise, nobody will ever move again. This is certain even though reports are of different times:
+  a rank blocked at its report stays blocked until the one it waits for enters, and that one was blocked later still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Report", "Verdict", "find_deadlock", "find_mismatch", "stalls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a waiting rank stands.
+
+    Args:
+        rank: Who reports, in the world.
+        group: Identity of the group.
+        members: Ranks of the group, in the world.
+        call: Call number within the group.
+        fingerprint: What the call is, as a number.
+        what: What the call is, in words.
+        site: file:line of the caller.
+        awaiting: Ranks whose frames are missing.
+        since: When the wait began, on the receiver's clock.
+        mismatch: The rank has seen a frame of another fingerprint.
+        may_move: Another thread of the rank could still make calls.
+        entered: For each group, the last call that the rank has entered.
+    """
+
+    rank: int
+    group: int
+    members: tuple[int, ...]
+    call: int
+    fingerprint: int
+    what: str
+    site: str
+    awaiting: tuple[int, ...]
+    since: float
+    mismatch: bool
+    may_move: bool
+    entered: dict[int, int]
+
+    def describe(self) -> str:
+        """Return the call in words, with its place."""
+        return f"{self.what} (call {self.call}) at {self.site}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One call of one group cannot succeed.
+
+    Args:
+        group: Identity of the group.
+        call: Call number.
+        members: Ranks that must hear of it.
+        text: Why, in a sentence.
+        table: What each rank does.
+    """
+
+    group: int
+    call: int
+    members: tuple[int, ...]
+    text: str
+    table: dict[int, str]
+
+
+def find_mismatch(reports: list[Report], now: float, patience_s: float = 0.3) -> list[Verdict]:
+    """Return a verdict for each call at which ranks disagree.
+
+    A verdict waits until all members have reported, or `patience_s` after the disagreement is known, so that the table
+    names as many ranks as possible.
+    """
+    calls: dict[tuple[int, int], list[Report]] = {}
+    for report in reports:
+        calls.setdefault((report.group, report.call), []).append(report)
+    verdicts = []
+    for (group, call), here in calls.items():
+        if len({report.fingerprint for report in here}) < 2 and not any(report.mismatch for report in here):
+            continue
+        members = here[0].members
+        if len({report.rank for report in here}) < len(members) and now - max(r.since for r in here) < patience_s:
+            continue
+        table = {report.rank: report.describe() for report in here}
+        for rank in members:
+            if rank not in table:
+                elsewhere = [report for report in reports if report.rank == rank]
+                table[rank] = elsewhere[0].describe() if elsewhere else "has not reported"
+        verdicts.append(Verdict(group, call, members, "the ranks do not make the same call", table))
+    return verdicts
+
+
+def find_deadlock(reports: list[Report]) -> list[Verdict]:
+    """Return a verdict for each call that lies on a cycle of ranks waiting for one another, if there is one."""
+    waiting: dict[int, Report] = {}
+    for report in reports:
+        if report.rank in waiting or report.may_move:
+            waiting.pop(report.rank, None)
+            continue
+        waiting[report.rank] = report
+    arrows = {
+        rank: [
+            other
+            for other in report.members
+            if other in waiting and other != rank and waiting[other].entered.get(report.group, -1) < report.call
+        ]
+        for rank, report in waiting.items()
+    }
+    cycle = _cycle(arrows)
+    if not cycle:
+        return []
+    table = {
+        rank: f"waits in {waiting[rank].describe()} for rank {cycle[(index + 1) % len(cycle)]}"
+        for index, rank in enumerate(cycle)
+    }
+    calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in cycle}
+    return [
+        Verdict(group, call, members, "deadlock: each of these ranks waits for the next one", table)
+        for (group, call), members in calls.items()
+    ]
+
+
+def _cycle(arrows: dict[int, list[int]]) -> list[int]:
+    done: set[int] = set()
+    for start in sorted(arrows):
+        path: list[int] = []
+        position: dict[int, int] = {}
+        stack: list[tuple[int, int]] = [(start, 0)]
+        while stack:
+            rank, index = stack.pop()
+            if index == 0:
+                if rank in done:
+                    continue
+                position[rank] = len(path)
+                path.append(rank)
+            targets = arrows[rank]
+            if index < len(targets):
+                stack.append((rank, index + 1))
+                target = targets[index]
+                if target in position:
+                    return path[position[target] :]
+                if target not in done:
+                    stack.append((target, 0))
+            else:
+                done.add(rank)
+                position.pop(rank)
+                path.pop()
+    return []
+
+
+def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tuple[int, int], str]]:
+    """Return ((group, call), sentence) for each call that has been waited for longer than `after_s` seconds."""
+    calls: dict[tuple[int, int], list[Report]] = {}
+    for report in reports:
+        if now - report.since >= after_s:
+            calls.setdefault((report.group, report.call), []).append(report)
+    result = []
+    for key, here in sorted(calls.items()):
+        from syncvar.wire.membership import rank_list
+
+        present = {report.rank for report in reports if report.entered.get(key[0], -1) >= key[1]}
+        late = [rank for rank in here[0].members if rank not in present] or sorted(
+            {rank for report in here for rank in report.awaiting}
+        )
+        others = []
+        for rank in late:
+            elsewhere = [report for report in reports if report.rank == rank]
+            if elsewhere:
+                others.append(f"rank {rank} waits in {elsewhere[0].describe()}")
+        verb = "waits" if len(here) == 1 else "wait"
+        sentence = (
+            f"{rank_list(r.rank for r in here)} {verb} since {now - min(r.since for r in here):.0f} s in "
+            f"{here[0].describe()} for {rank_list(late)}, not there yet"
+        )
+        result.append((key, sentence + ("; " + "; ".join(others) if others else "")))
+    return result

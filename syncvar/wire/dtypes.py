@@ -1,0 +1,53 @@
+"""The allow-list of dtypes: on the wire a dtype is an index into this table, never a text that NumPy would interpret."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import ConfigError, WireError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["DTYPE_NAMES", "dtype_from_index", "dtype_index"]
+
+DTYPE_NAMES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128", "bfloat16",
+)  # fmt: skip
+_INDEX = {name: index for index, name in enumerate(DTYPE_NAMES)}
+
+
+@lru_cache(maxsize=64)
+def dtype_index(dtype: np.dtype[Any]) -> int:
+    """Return the index of a dtype, which must be in native byte order.
+
+    Raises:
+        ConfigError: The dtype cannot travel; the message lists those that can.
+    """
+    index = _INDEX.get(dtype.name)
+    if index is None:
+        raise ConfigError(f"dtype {dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}")
+    return index
+
+
+@lru_cache(maxsize=64)
+def dtype_from_index(index: int) -> np.dtype[Any]:
+    """Return the dtype at an index.
+
+    Raises:
+        WireError: There is none.
+    """
+    import numpy as np
+
+    if not 0 <= index < len(DTYPE_NAMES):
+        raise WireError(f"unknown dtype index {index}")
+    name = DTYPE_NAMES[index]
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ConfigError("bfloat16 needs the package ml_dtypes: pip install 'syncvar[half]'") from None
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

@@ -1,0 +1,133 @@
+"""The roll call as a pure machine: who has joined, who is missing, and what to tell whom.
+
+A worker joins with its address; when all have joined, everyone gets the roll. Time comes in as `now` (seconds of any
+monotonic clock), so the machine runs in tests without a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Member", "RollCall", "rank_list"]
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ranks as people write them.
+
+    Example:
+        >>> rank_list([0, 1, 2, 5])
+        'ranks 0-2, 5'
+        >>> rank_list([3])
+        'rank 3'
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    parts = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans]
+    single = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return ("rank " if single else "ranks ") + ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank that has joined."""
+
+    rank: int
+    address: str
+    host: str
+    pid: int
+    about: dict[str, Any]
+
+
+@dataclass(slots=True)
+class RollCall:
+    """The meeting of one generation.
+
+    Args:
+        world_size: Ranks that must join.
+        generation: Version of the membership.
+        timeout_s: Longest time from the first join to the last, in seconds.
+        interval_s: How often the missing ranks are named, in seconds.
+    """
+
+    world_size: int
+    generation: int
+    timeout_s: float
+    interval_s: float
+    members: dict[int, Member] = field(default_factory=dict)
+    began: float | None = None
+    named: float = 0.0
+    failed: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has joined."""
+        return len(self.members) == self.world_size
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not joined."""
+        return [rank for rank in range(self.world_size) if rank not in self.members]
+
+    def join(self, member: Member, now: float) -> str:
+        """Take a rank in.
+
+        Returns:
+            An empty text, or the reason why the rank is refused.
+        """
+        if self.failed:
+            return self.failed
+        if not 0 <= member.rank < self.world_size:
+            return f"rank {member.rank} is outside a world of {self.world_size}"
+        present = self.members.get(member.rank)
+        if present is not None:
+            return f"rank {member.rank} is already taken by process {present.pid} on {present.host}"
+        for other in self.members.values():
+            for key in ("protocol", "byte_order"):
+                if other.about.get(key) != member.about.get(key):
+                    return (
+                        f"rank {member.rank} has {key} {member.about.get(key)!r}, "
+                        f"rank {other.rank} has {other.about.get(key)!r}: install the same syncvar everywhere"
+                    )
+        if self.began is None:
+            self.began = self.named = now
+        self.members[member.rank] = member
+        return ""
+
+    def tick(self, now: float) -> tuple[str, str]:
+        """Look at the clock.
+
+        Returns:
+            (sentence to show or "", reason of failure or "").
+        """
+        if self.began is None or self.is_complete or self.failed:
+            return "", ""
+        waited = now - self.began
+        absent = rank_list(self.missing())
+        if waited >= self.timeout_s:
+            self.failed = (
+                f"{absent} did not join within {waited:.0f} s (joined: {len(self.members)} of {self.world_size}); "
+                f"does every rank reach sv.init() or its first collective?"
+            )
+            return "", self.failed
+        if now - self.named >= self.interval_s:
+            self.named = now
+            return f"waiting for {absent} to join since {waited:.0f} s ({len(self.members)} of {self.world_size} are here)", ""
+        return "", ""
+
+    def ended(self, rank: int, how: str) -> str:
+        """Note that a rank ended before it joined.
+
+        Returns:
+            The reason of failure when others are waiting for it, else an empty text.
+        """
+        if rank in self.members or not self.members or self.failed:
+            return ""
+        self.failed = f"rank {rank} {how} without joining, while {rank_list(self.members)} waited for it"
+        return self.failed
