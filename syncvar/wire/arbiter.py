@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from syncvar.topology import rank_list
+
 __all__ = ["Report", "Verdict", "find_deadlock", "find_mismatch", "stalls"]
 
 
@@ -30,6 +32,7 @@ class Report:
         site: file:line of the caller.
         awaiting: Ranks whose frames are missing.
         since: When the wait began, on the receiver's clock.
+        received: When the report came, on the same clock.
         mismatch: The rank has seen a frame of another fingerprint.
         may_move: Another thread of the rank could still make calls.
         entered: For each group, the last call that the rank has entered.
@@ -44,6 +47,7 @@ class Report:
     site: str
     awaiting: tuple[int, ...]
     since: float
+    received: float
     mismatch: bool
     may_move: bool
     entered: dict[int, int]
@@ -86,7 +90,7 @@ def find_mismatch(reports: list[Report], now: float, patience_s: float = 0.3) ->
         if len({report.fingerprint for report in here}) < 2 and not any(report.mismatch for report in here):
             continue
         members = here[0].members
-        if len({report.rank for report in here}) < len(members) and now - max(r.since for r in here) < patience_s:
+        if len({report.rank for report in here}) < len(members) and now - max(r.received for r in here) < patience_s:
             continue
         table = {report.rank: report.describe() for report in here}
         for rank in members:
@@ -100,11 +104,12 @@ def find_mismatch(reports: list[Report], now: float, patience_s: float = 0.3) ->
 def find_deadlock(reports: list[Report]) -> list[Verdict]:
     """Return a verdict for each call that lies on a cycle of ranks waiting for one another, if there is one."""
     waiting: dict[int, Report] = {}
+    movable: set[int] = set()
     for report in reports:
         if report.rank in waiting or report.may_move:
-            waiting.pop(report.rank, None)
-            continue
+            movable.add(report.rank)
         waiting[report.rank] = report
+    waiting = {rank: report for rank, report in waiting.items() if rank not in movable}
     arrows = {
         rank: [
             other
@@ -163,8 +168,6 @@ def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tupl
             calls.setdefault((report.group, report.call), []).append(report)
     result = []
     for key, here in sorted(calls.items()):
-        from syncvar.wire.membership import rank_list
-
         present = {report.rank for report in reports if report.entered.get(key[0], -1) >= key[1]}
         late = [rank for rank in here[0].members if rank not in present] or sorted(
             {rank for report in here for rank in report.awaiting}

@@ -1,0 +1,47 @@
+"""Bytes in, events out: every message that crosses a process boundary, and every decision taken about it.
+
+* `frame`: the header of a data frame.
+* `control`: messages between a worker and the launcher, checked against a schema.
+* `membership`, `arbiter`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
+* `objects`, `dtypes`: plain Python objects and arrays as data; nothing is ever pickled.
+
+Nothing here opens a socket, starts a thread or reads a clock. NumPy is imported only when an array is met, so that
+the launcher can use this room without it.
+"""
+
+from __future__ import annotations
+
+from syncvar.wire.arbiter import Report, Verdict
+from syncvar.wire.control import CONTROL_NBYTES_MAX, Message, pack_message, parse_message
+from syncvar.wire.coordinator import Action, Coordinator, Fail, Say, Tell
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.wire.frame import HEADER_NBYTES, PROTOCOL_VERSION, Header, Kind, pack_header, parse_header
+from syncvar.wire.membership import Member, RollCall
+from syncvar.wire.objects import pack_object, unpack_object
+
+__all__ = [
+    "CONTROL_NBYTES_MAX",
+    "DTYPE_NAMES",
+    "HEADER_NBYTES",
+    "PROTOCOL_VERSION",
+    "Action",
+    "Coordinator",
+    "Fail",
+    "Header",
+    "Kind",
+    "Member",
+    "Message",
+    "Report",
+    "RollCall",
+    "Say",
+    "Tell",
+    "Verdict",
+    "dtype_from_index",
+    "dtype_index",
+    "pack_header",
+    "pack_message",
+    "pack_object",
+    "parse_header",
+    "parse_message",
+    "unpack_object",
+]

@@ -1,0 +1,266 @@
+"""What the launcher knows of a job, and what it tells the ranks: roll call, aborts, reports and verdicts.
+
+One pure machine serves the launcher (which adds a ZeroMQ socket and a clock) and the in-memory world of the tests.
+Every input returns the actions that follow from it, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncvar.errors import WireError
+from syncvar.topology import rank_list
+from syncvar.wire.arbiter import Report, Verdict, find_deadlock, find_mismatch, stalls
+from syncvar.wire.control import Message, pack_message
+from syncvar.wire.membership import Member, RollCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from syncvar.config import RuntimeConfig
+
+__all__ = ["Action", "Coordinator", "Fail", "Say", "Tell"]
+
+_REPEAT_STALL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a control message to a rank."""
+
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Show a sentence to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job cannot come together."""
+
+    error: str
+    reason: str
+
+
+Action = Tell | Say | Fail
+
+
+class Coordinator:
+    """The state of one generation.
+
+    Args:
+        world_size: Ranks of the job.
+        job_id: Its random identity.
+        config: Deadlines and intervals.
+        generation: Version of the membership.
+    """
+
+    def __init__(self, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0) -> None:
+        self.world_size = world_size
+        self.job_id = job_id
+        self.config = config
+        self.roll = RollCall(world_size, generation, config.rendezvous_timeout_s, config.roll_call_s)
+        self.left: dict[int, dict[int, int]] = {}
+        self.gone: dict[int, str] = {}
+        self.broken_by: tuple[int, str] | None = None
+        self._reports: dict[tuple[int, int, int], Report] = {}
+        self._said: dict[tuple[int, int], float] = {}
+
+    # -- messages of ranks ----------------------------------------------------------------------------------------
+
+    def join(self, message: Message, now: float) -> tuple[str, list[Action]]:
+        """Take a rank in.
+
+        Returns:
+            (reason of refusal or "", actions). A refused peer is no member: the caller answers it directly.
+        """
+        if message["job"] != self.job_id:
+            return "this is another job", []
+        member = Member(message["rank"], message["address"], message["host"], message["pid"], message["about"])
+        refused = self.roll.join(member, now)
+        if refused or not self.roll.is_complete:
+            return refused, []
+        data = pack_message(
+            "roll",
+            generation=self.roll.generation,
+            addresses={rank: one.address for rank, one in self.roll.members.items()},
+            hosts={rank: one.host for rank, one in self.roll.members.items()},
+        )
+        actions: list[Action] = [Tell(rank, data) for rank in range(self.world_size)]
+        for rank, reason in self.gone.items():
+            actions += self._abort(rank, reason)
+        return "", actions
+
+    def message(self, rank: int, message: Message, now: float) -> list[Action]:
+        """Handle a message of a rank that has joined."""
+        kind = message["kind"]
+        if kind == "report":
+            return self._report(rank, message, now)
+        if kind == "resumed":
+            self._reports.pop((rank, message["group"], message["call"]), None)
+            return []
+        if kind == "poison":
+            return self._poison(rank, message)
+        if kind == "left_run":
+            data = pack_message(
+                "verdict",
+                group=message["group"],
+                call=message["call"] + 1,
+                last_call=message["epoch_end"],
+                text=f"rank {rank} left strategy.run: {message['reason']}",
+                table={rank: message["reason"]},
+            )
+            return self._tell(message["members"], data, but=rank)
+        if kind == "broke":
+            self._drop_reports(rank)
+            if self.broken_by is None:
+                self.broken_by = (rank, message["reason"])
+            return self._tell_others(rank, self._abort_data(rank, message))
+        if kind == "leaving":
+            self._drop_reports(rank)
+            self.left[rank] = message["entered"]
+            return self._tell_others(rank, pack_message("left", rank=rank, entered=message["entered"]))
+        raise WireError(f"a worker may not send {kind!r}")
+
+    def ended(self, rank: int, reason: str, now: float) -> list[Action]:
+        """Note that a rank's process has ended badly, for instance with "signal 9"."""
+        del now
+        if rank in self.gone:
+            return []
+        self._drop_reports(rank)
+        self.gone[rank] = reason
+        return self._abort(rank, reason)
+
+    def finished(self, rank: int, now: float) -> list[Action]:
+        """Note that a rank's process ended in order."""
+        del now
+        failure = self.roll.ended(rank, "finished")
+        return self._rendezvous_failed(failure) if failure else []
+
+    def tick(self, now: float) -> list[Action]:
+        """Look at the clock: roll call, verdicts, stalls."""
+        actions: list[Action] = []
+        sentence, failure = self.roll.tick(now)
+        if sentence:
+            actions.append(Say(sentence))
+        if failure:
+            actions += self._rendezvous_failed(failure)
+        if self._reports:
+            actions += self._judge(now)
+            actions += self._warn(now)
+        return actions
+
+    # -- what others may ask --------------------------------------------------------------------------------------
+
+    def position(self, rank: int) -> str:
+        """Return what a rank is known to do, in words, for the failure block."""
+        for (reporter, _, _), report in self._reports.items():
+            if reporter == rank:
+                return f"waiting in {report.describe()}"
+        if rank in self.left:
+            return "finished"
+        if rank not in self.roll.members:
+            return "not joined yet"
+        return "not waiting in any call"
+
+    def host(self, rank: int) -> str:
+        """Return the host of a rank that has joined, else an empty text."""
+        member = self.roll.members.get(rank)
+        return member.host if member else ""
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _report(self, rank: int, message: Message, now: float) -> list[Action]:
+        report = Report(
+            rank=rank,
+            group=message["group"],
+            members=tuple(message["members"]),
+            call=message["call"],
+            fingerprint=message["fingerprint"],
+            what=message["what"][:400],
+            site=message["site"][:400],
+            awaiting=tuple(message["awaiting"]),
+            since=now - message["waited_s"],
+            received=now,
+            mismatch=message["mismatch"],
+            may_move=message["may_move"],
+            entered=message["entered"],
+        )
+        self._reports[rank, report.group, report.call] = report
+        return self._judge(now)
+
+    def _judge(self, now: float) -> list[Action]:
+        reports = list(self._reports.values())
+        verdicts = find_mismatch(reports, now) or find_deadlock(reports)
+        actions: list[Action] = []
+        for verdict in verdicts:
+            actions += self._announce(verdict)
+        return actions
+
+    def _announce(self, verdict: Verdict) -> list[Action]:
+        for key in [key for key in self._reports if key[1:] == (verdict.group, verdict.call)]:
+            del self._reports[key]
+        data = pack_message(
+            "verdict",
+            group=verdict.group,
+            call=verdict.call,
+            last_call=verdict.call,
+            text=verdict.text,
+            table=verdict.table,
+        )
+        return self._tell(verdict.members, data)
+
+    def _warn(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for key, sentence in stalls(list(self._reports.values()), now, self.config.stall_warning_s):
+            if now - self._said.get(key, -_REPEAT_STALL_S) >= _REPEAT_STALL_S:
+                self._said[key] = now
+                actions.append(Say(sentence))
+        return actions
+
+    def _poison(self, rank: int, message: Message) -> list[Action]:
+        group, call = message["group"], message["call"]
+        table = {rank: f"{message['what']}: {message['reason']}"}
+        for (other, other_group, other_call), report in self._reports.items():
+            if (other_group, other_call) == (group, call):
+                table[other] = report.describe()
+        data = pack_message(
+            "verdict", group=group, call=call, last_call=call, text=f"rank {rank} refused its own call", table=table
+        )
+        return self._tell(message["members"], data, but=rank)
+
+    def _rendezvous_failed(self, reason: str) -> list[Action]:
+        data = pack_message("refused", error="RendezvousError", reason=reason, missing=self.roll.missing())
+        return [Fail("RendezvousError", reason), *self._tell(self.roll.members, data)]
+
+    def _abort(self, rank: int, reason: str) -> list[Action]:
+        fields = {"kind_of_break": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
+        return self._tell_others(rank, self._abort_data(rank, fields))
+
+    def _abort_data(self, rank: int, fields: Message) -> bytes:
+        names = ("kind_of_break", "reason", "group", "call", "missing")
+        return pack_message("abort", rank=rank, host=self.host(rank), **{name: fields[name] for name in names})
+
+    def _tell_others(self, rank: int, data: bytes) -> list[Action]:
+        return self._tell(self.roll.members, data, but=rank)
+
+    def _tell(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
+        return [
+            Tell(rank, data)
+            for rank in sorted(ranks)
+            if rank != but and rank in self.roll.members and rank not in self.gone and rank not in self.left
+        ]
+
+    def _drop_reports(self, rank: int) -> None:
+        for key in [key for key in self._reports if key[0] == rank]:
+            del self._reports[key]
+
+    def summary(self) -> str:
+        """Return who is here and who is not, in words."""
+        return f"{rank_list(self.roll.members)} joined" if self.roll.members else "nobody joined"
