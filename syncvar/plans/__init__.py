@@ -1,0 +1,99 @@
+"""Algorithms as data. This room decides who sends what to whom, and touches neither a byte nor a socket.
+
+Goals, in order: a plan is correct, and proven so before it runs; a reader can see why; it is cheap to build.
+
+A **collective** is a contract (`contracts`): who holds what before, who must hold what after, who must have heard of
+whom. An **algorithm** is a generator of **rounds** for one rank (`ring`, `direct`, `tree`, `dissemination`,
+`reproducible`), a pure function of rank, world size and count. A **plan** is those rounds, with the buffer sizes they
+need. The words are defined in `model`.
+
+The checker (`verify`) runs the plans of all ranks on symbols. It keeps the order of operands, so it proves not only
+that no contribution is lost or counted twice, but that every rank ends with the same bytes even if the operation is
+not quite commutative (NaN payloads, -0.0) and not at all associative. It gives the plans no buffering to lean on, and
+treats sent memory as borrowed until its receipt is known. It is itself checked: every single change to a small plan
+must be rejected.
+
+Rules that shaped the algorithms:
+
+* The lower contributing rank is the left operand, so a result does not depend on who computes it.
+* A transfer is in the same round at both ends, and every rank yields every round, empty if need be: the round is part
+  of a message's name, and a figure shows one table per round.
+* An empty chunk is sent like any other: sizes never change who talks to whom.
+* A range that was sent is written only by what follows from its receipt. This is why the direct all-reduce sends a
+  copy: with one round there is nothing that could follow.
+
+One table (`select`) names the algorithms, chooses among them with a reason in words, and builds them. `show` writes
+plans as text; the figures in tests/golden are made by it.
+
+Example:
+    >>> from syncvar.plans import build_all, contract_of, verify
+    >>> plans = build_all("all_reduce", "ring", 5, count=7)
+    >>> verify(plans, contract_of("all_reduce", 5, count=7)).rounds
+    8
+"""
+
+from syncvar.plans.chunks import consecutive_chunks, even_chunks
+from syncvar.plans.contracts import (
+    Contract,
+    Expression,
+    Wanted,
+    all_gather_contract,
+    all_reduce_contract,
+    barrier_contract,
+    broadcast_contract,
+    contract_of,
+    tree_expression,
+)
+from syncvar.plans.direct import direct_all_gather, direct_all_reduce
+from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
+from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Round, Send, Step
+from syncvar.plans.reproducible import reproducible_all_reduce, tree_order
+from syncvar.plans.ring import ring_all_gather, ring_all_reduce
+from syncvar.plans.select import ALGORITHMS, Choice, build, build_all, choose
+from syncvar.plans.show import plan_text, step_text
+from syncvar.plans.tree import binomial_all_reduce, binomial_broadcast, binomial_reduce
+from syncvar.plans.verify import Report, verify
+
+__all__ = [
+    "ALGORITHMS",
+    "Buffer",
+    "Choice",
+    "Chunk",
+    "Contract",
+    "Copy",
+    "Expression",
+    "Plan",
+    "Recv",
+    "RecvReduce",
+    "Reduce",
+    "Report",
+    "Round",
+    "Send",
+    "Step",
+    "Wanted",
+    "all_gather_contract",
+    "all_reduce_contract",
+    "barrier_contract",
+    "binomial_all_reduce",
+    "binomial_broadcast",
+    "binomial_reduce",
+    "broadcast_contract",
+    "build",
+    "build_all",
+    "choose",
+    "consecutive_chunks",
+    "contract_of",
+    "direct_all_gather",
+    "direct_all_reduce",
+    "dissemination_all_gather",
+    "dissemination_barrier",
+    "even_chunks",
+    "plan_text",
+    "reproducible_all_reduce",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "step_text",
+    "tree_expression",
+    "tree_order",
+    "verify",
+]

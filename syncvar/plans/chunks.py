@@ -1,0 +1,57 @@
+"""Cut a flat buffer into consecutive chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncvar.plans.model import Buffer, Chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["consecutive_chunks", "even_chunks"]
+
+
+def consecutive_chunks(counts: Iterable[int], buffer: Buffer = Buffer.WORK) -> list[Chunk]:
+    """Lay chunks of given sizes one after the other, from element 0.
+
+    Args:
+        counts: Elements of each chunk, each >= 0.
+        buffer: Where the chunks lie.
+
+    Returns:
+        One chunk per count, in order; each starts where the one before stops.
+
+    Cost: linear in the number of chunks.
+
+    Example:
+        >>> [(c.start, c.stop) for c in consecutive_chunks([2, 0, 3])]
+        [(0, 2), (2, 2), (2, 5)]
+    """
+    chunks = []
+    start = 0
+    for count in counts:
+        chunks.append(Chunk(start, start + count, buffer))
+        start += count
+    return chunks
+
+
+def even_chunks(count: int, parts: int, buffer: Buffer = Buffer.WORK) -> list[Chunk]:
+    """Cut `count` elements into `parts` consecutive chunks whose sizes differ by one at most.
+
+    Args:
+        count: Elements to cut, >= 0; may be smaller than `parts`.
+        parts: Number of chunks, >= 1.
+        buffer: Where the chunks lie.
+
+    Returns:
+        The chunks in order; the longer ones come first, and trailing ones may be empty.
+
+    Cost: linear in `parts`.
+
+    Example:
+        >>> [c.count for c in even_chunks(7, 3)], [c.count for c in even_chunks(1, 3)]
+        ([3, 2, 2], [1, 0, 0])
+    """
+    base, longer = divmod(count, parts)
+    return consecutive_chunks([base + 1] * longer + [base] * (parts - longer), buffer)

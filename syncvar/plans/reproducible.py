@@ -1,0 +1,93 @@
+"""The reproducible all-reduce: every element is summed by one fixed tree over the ranks, whatever else differs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncvar.plans.chunks import consecutive_chunks, even_chunks
+from syncvar.plans.model import Buffer, Recv, Reduce, Send
+from syncvar.plans.ring import ring_all_gather
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from syncvar.plans.model import Round, Step
+
+__all__ = ["reproducible_all_reduce", "tree_order"]
+
+
+def tree_order(lo: int, hi: int) -> Iterator[tuple[int, int]]:
+    """Yield the combinations of the tree T(lo, hi), innermost first.
+
+    T(lo, hi) = T(lo, mid) + T(mid, hi) with mid = lo + the largest power of two < hi - lo; T(lo, lo+1) is item lo.
+    The subtrees that this makes are the aligned blocks of 1, 2, 4, ... items, so the tree is read off level by level.
+
+    Args:
+        lo: First item.
+        hi: One past the last item.
+
+    Yields:
+        Pairs (target, source), target < source: put target + source, in this order of operands, at target. After the
+        last pair item lo holds the whole tree.
+
+    Cost: hi - lo - 1 pairs.
+
+    Example:
+        >>> list(tree_order(0, 5))
+        [(0, 1), (2, 3), (0, 2), (0, 4)]
+        >>> items = ["a", "b", "c", "d", "e"]
+        >>> for target, source in tree_order(0, 5):
+        ...     items[target] = f"({items[target]}+{items[source]})"
+        >>> items[0]
+        '(((a+b)+(c+d))+e)'
+    """
+    span = 1
+    while span < hi - lo:
+        for target in range(lo, hi - span, 2 * span):
+            yield target, target + span
+        span *= 2
+
+
+def reproducible_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
+    """Yield the rounds of an all-reduce whose result is the tree T(0, n) for every element.
+
+    Every rank sends its raw contribution to chunk c to rank c, one peer per round; rank c sums by the tree; the sums
+    go around a ring.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0 or smaller than `world_size`.
+
+    Yields:
+        2(n-1) rounds of one Send and one Recv; none for a group of one.
+
+    Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer like a ring, exactly
+        2 count - chunk(rank) - chunk(rank+1) elements; n-1 reductions of one chunk; scratch n-1 chunks.
+
+    Order: T(0, n) for every element, whatever the count. Bytes are equal on every rank.
+
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise-exchange reduce-scatter), with the tree applied
+        to raw contributions; figure: tests/golden/reproducible_5.txt.
+    """
+    if world_size == 1:
+        return
+    chunks = even_chunks(count, world_size)
+    own = chunks[rank]
+    # Where each rank's contribution to the own chunk lies: the own one in WORK, which this rank never sends before
+    # the sum is there, the others in SCRATCH.
+    places = consecutive_chunks([own.count] * (world_size - 1), Buffer.SCRATCH)
+    places.insert(rank, own)
+    for distance in range(1, world_size):
+        source, target = (rank - distance) % world_size, (rank + distance) % world_size
+        steps: list[Step] = [Send(target, chunks[target]), Recv(source, places[source])]
+        if distance == world_size - 1:
+            for left, right in tree_order(0, world_size):
+                # A sum that contains the own contribution stays in WORK, so that no copy is needed at the end.
+                if places[right] is own:
+                    steps.append(Reduce(places[left], own, source_left=True))
+                    places[left] = own
+                else:
+                    steps.append(Reduce(places[right], places[left], source_left=False))
+        yield tuple(steps)
+    yield from ring_all_gather(rank, world_size, [chunk.count for chunk in chunks])
