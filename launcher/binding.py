@@ -1,0 +1,125 @@
+"""Which cores each worker may use, and how many threads its linear algebra may start.
+
+Unbound workers that share cores made small calls 3-4 times slower, and BLAS libraries that each start one thread
+per core of the machine made two workers on two cores 3.2-3.5 times slower (both measured): hence the defaults here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["BLAS_VARIABLES", "MODES", "Binding", "blas_environment", "blas_threads", "plan_binding"]
+
+MODES = ("auto", "none", "cores")
+
+BLAS_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The cores of each worker of one host.
+
+    Args:
+        cores: For each local rank the cores it may use, or None where it is not bound.
+        reason: Why, in one sentence.
+    """
+
+    cores: tuple[tuple[int, ...] | None, ...]
+    reason: str
+
+
+def plan_binding(
+    workers: int,
+    usable_cores: Sequence[int],
+    online_cores: int,
+    mode: str = "auto",
+    cores_per_worker: int | None = None,
+) -> Binding:
+    """Decide which cores each worker of a host may use.
+
+    All workers get equally many cores: in a collective everyone waits for the slowest, so that one worker with more
+    cores than the others would gain nothing. Cores that remain stay free for the launcher.
+
+    Args:
+        workers: Workers on this host, at least 1.
+        usable_cores: The cores that the launcher itself may use, in the order they are to be given out.
+        online_cores: How many cores the host has; fewer usable ones mean that somebody set an affinity.
+        mode: "auto" (bind where it helps and nobody set an affinity), "cores" (always) or "none".
+        cores_per_worker: Cores of each worker, or None for an equal share. Given, it is also bound under "auto".
+
+    Raises:
+        ConfigError: There are not enough cores for `cores_per_worker`.
+
+    Example:
+        >>> plan_binding(2, [0, 1, 2, 3], 4).cores
+        ((0, 1), (2, 3))
+        >>> plan_binding(2, [0], 4)
+        Binding(cores=(None, None), reason='not bound: 2 workers share 1 usable core')
+    """
+    usable = len(usable_cores)
+    if mode not in MODES:
+        raise ConfigError(f"bind must be one of {', '.join(MODES)}, not {mode!r}")
+    if cores_per_worker is not None and workers * cores_per_worker > usable:
+        fitting = usable // workers
+        lower = f"--cores-per-worker {fitting} or " if fitting else ""
+        raise ConfigError(
+            f"{_count(workers, 'worker')} with {_count(cores_per_worker, 'core')} each need "
+            f"{workers * cores_per_worker} cores, but this host lets us use {usable}: "
+            f"use {lower}at most {_count(usable // cores_per_worker, 'worker')}, or leave --cores-per-worker out"
+        )
+    unbound: tuple[None, ...] = (None,) * workers
+    if mode == "none":
+        return Binding(unbound, "not bound: --bind none")
+    if mode == "auto" and workers > usable:
+        return Binding(unbound, f"not bound: {_count(workers, 'worker')} share {_count(usable, 'usable core')}")
+    if mode == "auto" and cores_per_worker is None and usable != online_cores:
+        return Binding(
+            unbound, f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} usable)"
+        )
+    if workers > usable:
+        shared = tuple((usable_cores[worker % usable],) for worker in range(workers))
+        return Binding(shared, f"bound in turn: {_count(workers, 'worker')} share {_count(usable, 'usable core')}")
+    size = cores_per_worker or usable // workers
+    cores = tuple(tuple(usable_cores[worker * size : (worker + 1) * size]) for worker in range(workers))
+    return Binding(cores, f"bound: {_count(size, 'core')} of its own for each worker")
+
+
+def blas_threads(workers: int, usable: int, cores_per_worker: int | None = None) -> int:
+    """Return how many threads the linear algebra of each worker may start.
+
+    Args:
+        workers: Workers on this host.
+        usable: How many cores they may use together.
+        cores_per_worker: Cores of each worker where the user has said so.
+
+    Example:
+        >>> blas_threads(4, 8), blas_threads(4, 2), blas_threads(1, 8, 3)
+        (2, 1, 3)
+    """
+    return cores_per_worker or max(1, usable // workers)
+
+
+def blas_environment(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the thread variables to set for a worker: those that its environment does not have yet.
+
+    Example:
+        >>> sorted(blas_environment(2, {"OMP_NUM_THREADS": "8", "MKL_NUM_THREADS": "8"}))
+        ['NUMEXPR_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'VECLIB_MAXIMUM_THREADS']
+    """
+    return {name: str(threads) for name in BLAS_VARIABLES if name not in environ}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,93 @@
+"""What an exit status means, and the statuses of the launcher itself.
+
+A status is written as `subprocess` writes it: an exit code of at least 0, or minus the number of a signal.
+The launcher's own codes follow sysexits where that list has a word for it; a rank's own code always goes first.
+"""
+
+from __future__ import annotations
+
+import signal
+
+__all__ = [
+    "CHECKPOINT",
+    "CONFIGURATION",
+    "INTERNAL",
+    "KEY",
+    "LIMITS",
+    "MEANINGS",
+    "MISMATCH",
+    "PREEMPTED",
+    "RENDEZVOUS",
+    "TIMEOUT",
+    "USAGE",
+    "describe_exit",
+    "exit_code_of",
+    "signal_name",
+]
+
+USAGE = 2
+RENDEZVOUS = 69
+INTERNAL = 70
+LIMITS = 71
+CHECKPOINT = 74
+PREEMPTED = 75
+MISMATCH = 76
+KEY = 77
+CONFIGURATION = 78
+TIMEOUT = 124
+
+MEANINGS: dict[int, str] = {
+    USAGE: "wrong command line",
+    RENDEZVOUS: "the ranks did not all meet, or a host cannot be reached",
+    INTERNAL: "a rank was lost, or an internal error",
+    LIMITS: "a limit of the system is too low",
+    CHECKPOINT: "a checkpoint cannot be read or written",
+    PREEMPTED: "preempted after saving: run it again",
+    MISMATCH: "the ranks disagree about a call, or the protocol was broken",
+    KEY: "the key of the job was refused",
+    CONFIGURATION: "wrong configuration",
+    TIMEOUT: "the time limit of the job passed",
+}
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or an empty text where it has none.
+
+    Example:
+        >>> signal_name(9)
+        'SIGKILL'
+        >>> signal_name(99)
+        ''
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
+
+
+def describe_exit(status: int) -> str:
+    """Say in words how a process ended.
+
+    Args:
+        status: An exit code of at least 0, or minus the number of a signal.
+
+    Example:
+        >>> describe_exit(3)
+        'exited with status 3'
+        >>> describe_exit(-9)
+        'was killed by signal 9 (SIGKILL)'
+    """
+    if status >= 0:
+        return f"exited with status {status}"
+    name = signal_name(-status)
+    return f"was killed by signal {-status}" + (f" ({name})" if name else "")
+
+
+def exit_code_of(status: int) -> int:
+    """Return the exit code that stands for a status, as shells count: 128 + n for signal n.
+
+    Example:
+        >>> exit_code_of(3), exit_code_of(-15)
+        (3, 143)
+    """
+    return status if status >= 0 else 128 - status

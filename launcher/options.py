@@ -1,0 +1,609 @@
+"""What to launch and how: one table of options feeds the command line, the variables, the file and the help.
+
+A value comes from the command line, else from a variable (`SYNCVAR_LAUNCH_<OPTION>`, and `SYNCVAR_<KNOB>` for the
+knobs of the runtime), else from the tables `[launch]` and `[runtime]` of a TOML file, else it is the default. Where
+each value came from is kept, so that `--dry-run` can show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import sys
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from syncvar_launcher import binding, exits, output
+
+from syncvar.config import RuntimeConfig, nearest
+from syncvar.env import PREFIX, RankEnvironment
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["LAUNCH_PREFIX", "LaunchOptions", "help_text", "launch_keys", "parse", "usable_cores", "version_text"]
+
+LAUNCH_PREFIX = PREFIX + "LAUNCH_"
+
+_PROGRAM = "syncvar-launch"
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
+_KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+# What `--debug` makes endless: a person at a breakpoint is not a failure. The graces and the shutdown stay finite,
+# because they run only once a job ends, and a failed job must end.
+_ENDLESS = (
+    "rendezvous_timeout_s",
+    "handshake_timeout_s",
+    "suspect_after_s",
+    "lost_after_s",
+    "stall_warning_s",
+    "collective_timeout_s",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """Everything that one start of a job is told.
+
+    Args:
+        kind: What `target` is: "script", "module" or "command".
+        target: The script, module or command to run.
+        args: Its arguments, untouched.
+        workers: How many ranks, at least 1 ("auto" is resolved).
+        env: Variables to set for every rank.
+        cwd: The folder in which the ranks start, absolute.
+        log_dir: The folder for one file for each rank and stream, absolute, or None.
+        output: What is shown while the job runs: "all", "first", "failed" or "none".
+        timestamps: Put the local time before each line.
+        color: "auto", "always" or "never"; ask `color_on`.
+        timeout_s: The time limit of the whole job, in seconds; infinite for none.
+        bind: "auto", "none" or "cores".
+        cores_per_worker: Cores of each worker, or None for an equal share.
+        torch_env: Also set MASTER_ADDR and MASTER_PORT.
+        debug: The rank that gets the terminal, or None.
+        dry_run: Show what would be done, and do nothing.
+        config: The file that was read, absolute, or None.
+        verbose: Say more.
+        runtime: The knobs of the runtime.
+        origin: For each option (by its key) and knob: "command line", "environment", "file" or "default"; also
+            "env.NAME" for each variable of `env`.
+    """
+
+    kind: str
+    target: str
+    args: tuple[str, ...]
+    workers: int
+    env: Mapping[str, str]
+    cwd: Path
+    log_dir: Path | None
+    output: str
+    timestamps: bool
+    color: str
+    timeout_s: float
+    bind: str
+    cores_per_worker: int | None
+    torch_env: bool
+    debug: int | None
+    dry_run: bool
+    config: Path | None
+    verbose: bool
+    runtime: RuntimeConfig
+    origin: Mapping[str, str]
+
+    def color_on(self, is_terminal: bool) -> bool:
+        """Return whether to colour what goes to a file or terminal.
+
+        Args:
+            is_terminal: It is a terminal.
+        """
+        return is_terminal if self.color == "auto" else self.color == "always"
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One option: its spelling, its value and its words."""
+
+    key: str
+    flags: tuple[str, ...]
+    group: str
+    text: str
+    kind: str  # how the value is read, see _read
+    metavar: str = ""
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    knob: str = ""  # the knob of the runtime that it sets; then it has no key in a file and no variable of its own
+    in_file: bool = True
+    shown: str = ""  # its spelling in the help
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind == "switch"
+
+
+_RUN, _WORKERS, _OUTPUT, _LIMITS, _HELP = "What to run", "Workers", "Output", "Limits", "Help"
+
+_OPTIONS = (
+    _Option(
+        "env", ("--env",), _RUN, "set a variable of all ranks, or copy ours (repeat)",
+        "variables", "NAME[=V]", {},
+    ),
+    _Option("cwd", ("--cwd",), _RUN, "start the ranks in this folder", "folder", "DIR"),
+    _Option("config", ("--config",), _RUN, "read [launch] and [runtime] from a TOML file", "path", "FILE", in_file=False),
+    _Option("dry_run", ("--dry-run",), _RUN, "show what would be done, and do nothing", "switch", default=False),
+    _Option(
+        "workers", ("-n", "-np", "--nproc-per-node", "--workers"), _WORKERS, "how many ranks; auto: one per usable core",
+        "workers", "N|auto", 1, shown="-n, -np, --workers N|auto",
+    ),
+    _Option("bind", ("--bind",), _WORKERS, "cores of its own for each", "choice", "MODE", "auto", binding.MODES),
+    _Option("cores_per_worker", ("--cores-per-worker",), _WORKERS, "cores and BLAS threads of each worker", "count", "K"),
+    _Option("torch_env", ("--torch-env",), _WORKERS, "also set MASTER_ADDR and MASTER_PORT", "switch", default=False),
+    _Option("debug", ("--debug",), _WORKERS, "give it the terminal, make deadlines endless", "rank", "RANK"),
+    _Option("output", ("--output",), _OUTPUT, "lines to show", "choice", "WHICH", "all", output.MODES),
+    _Option("log_dir", ("--log-dir",), _OUTPUT, "write one file for each rank and stream", "folder", "DIR"),
+    _Option("timestamps", ("--timestamps",), _OUTPUT, "put the local time before each line", "switch", default=False),
+    _Option("color", ("--color",), _OUTPUT, "colour the prefixes", "choice", "WHEN", "auto", ("auto", "always", "never")),
+    _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
+    _Option("timeout", ("--timeout",), _LIMITS, "end the whole job after S seconds", "limit", "S", math.inf),
+    _Option(
+        "start_timeout", ("--start-timeout",), _LIMITS, "longest wait for all ranks to meet", "seconds", "S",
+        knob="rendezvous_timeout_s",
+    ),
+    _Option(
+        "grace", ("--grace",), _LIMITS, "time between SIGTERM and SIGKILL", "seconds", "S", knob="term_grace_s",
+    ),
+)  # fmt: skip
+
+_BY_FLAG = {flag: option for option in _OPTIONS for flag in option.flags}
+_OFF = {f"--no-{option.key.replace('_', '-')}": option for option in _OPTIONS if option.is_switch}
+_OTHER_FLAGS = ("-m", "--no-python", "-h", "--help", "--version")
+_IN_ENVIRONMENT = {LAUNCH_PREFIX + option.key.upper(): option for option in _OPTIONS if not option.knob}
+_IN_FILE = {option.key: option for option in _OPTIONS if option.in_file and not option.knob}
+
+
+def launch_keys() -> tuple[str, ...]:
+    """Return the keys that the table `[launch]` of a file may have."""
+    return tuple(_IN_FILE)
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the cores that this process may use, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def version_text() -> str:
+    """Return the program with its version."""
+    # This import costs more than the rest of the parser, and one option needs it.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{_PROGRAM} {version('syncvar')}"
+    except PackageNotFoundError:
+        return f"{_PROGRAM} (not installed)"
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> LaunchOptions:
+    """Read a command line, the environment and the file that they name.
+
+    Everything after the script, module or command belongs to it and is not looked at.
+
+    Args:
+        argv: The arguments without the program's name.
+        environ: The environment of the launcher.
+        cwd: The folder from which relative paths count.
+
+    Raises:
+        ConfigError: A variable, the file, or values together are wrong; the message names them.
+        SystemExit: 2 after a message on the standard error: the command line is wrong. 0 after help or version.
+
+    Example:
+        >>> options = parse(["-n", "2", "-m", "train", "-n", "3"], {"SYNCVAR_LAUNCH_OUTPUT": "first"}, "/")
+        >>> options.workers, options.target, options.args, options.output
+        (2, 'train', ('-n', '3'), 'first')
+        >>> options.origin["workers"], options.origin["output"], options.origin["bind"]
+        ('command line', 'environment', 'default')
+    """
+    base = Path(cwd)
+    parser = _Parser()
+    given, kind, rest = _split(parser, argv)
+    line = {key: value for key, value in vars(parser.parse_args(given)).items() if value is not None}
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    variables: dict[str, Any] = {}
+
+    for name in environ:
+        if name.startswith(LAUNCH_PREFIX) and name not in _IN_ENVIRONMENT:
+            raise ConfigError(f"unknown variable {name}{_knob_hint(name.removeprefix(LAUNCH_PREFIX).lower(), name, _IN_ENVIRONMENT)}")
+    for name, option in _IN_ENVIRONMENT.items():
+        if name in environ:
+            variables[option.key] = _checked(option, environ[name], name, is_text=True)
+
+    path = line.get("config") or variables.get("config")
+    table, knobs = _read_file(base / path) if path else ({}, {})
+    env: dict[str, str] = {}
+    for option in _OPTIONS:
+        if option.knob:
+            continue
+        layers = (("file", table), ("environment", variables), ("command line", line))
+        values[option.key], origin[option.key] = option.default, "default"
+        for source, layer in layers:
+            if option.key not in layer:
+                continue
+            origin[option.key] = source
+            values[option.key] = layer[option.key]
+            if option.key == "env":
+                chosen = _variables(layer["env"], environ, source)
+                env |= chosen
+                origin |= {f"env.{name}": source for name in chosen}
+
+    _apply_color_habits(values, origin, environ)
+    runtime = _runtime(line, environ, knobs, origin)
+    if values["debug"] is not None:
+        if values["debug"] >= values["workers"]:
+            raise ConfigError(
+                f"--debug {values['debug']}: there is no such rank among {values['workers']} "
+                f"({'the only rank is 0' if values['workers'] == 1 else 'ranks are 0 to ' + str(values['workers'] - 1)})"
+            )
+        runtime = _endless(runtime, origin)
+
+    folder = base / values["cwd"] if values["cwd"] is not None else base
+    if not folder.is_dir():
+        raise ConfigError(f"--cwd {folder}: there is no such folder")
+    if not rest:
+        parser.error(
+            {
+                "script": "nothing to run: give a script, -m module or --no-python command",
+                "module": "-m needs the name of a module",
+                "command": "--no-python needs a command",
+            }[kind]
+        )
+    if kind == "script":
+        _check_script(parser, rest[0], folder)
+    return LaunchOptions(
+        kind=kind,
+        target=rest[0],
+        args=tuple(rest[1:]),
+        workers=values["workers"],
+        env=env,
+        cwd=folder,
+        log_dir=base / values["log_dir"] if values["log_dir"] is not None else None,
+        output=values["output"],
+        timestamps=values["timestamps"],
+        color=values["color"],
+        timeout_s=values["timeout"],
+        bind=values["bind"],
+        cores_per_worker=values["cores_per_worker"],
+        torch_env=values["torch_env"],
+        debug=values["debug"],
+        dry_run=values["dry_run"],
+        config=base / path if path else None,
+        verbose=values["verbose"],
+        runtime=runtime,
+        origin=origin,
+    )
+
+
+# Reading the command line. argparse reads values and prints errors, but the border between our options and those of
+# the script is found here: REMAINDER has changed its mind about `--` and about options before it between versions.
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self) -> None:
+        super().__init__(prog=_PROGRAM, allow_abbrev=False, add_help=False)
+        for option in _OPTIONS:
+            if option.is_switch:
+                self.add_argument(*option.flags, dest=option.key, action="store_const", const=True)
+                off = f"--no-{option.key.replace('_', '-')}"
+                self.add_argument(off, dest=option.key, action="store_const", const=False)
+            else:
+                action = "append" if option.kind == "variables" else "store"
+                self.add_argument(*option.flags, dest=option.key, action=action, type=_Reader(option))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(exits.USAGE, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
+
+
+class _Reader:
+    """The type of an argument, for argparse."""
+
+    def __init__(self, option: _Option) -> None:
+        self._option = option
+
+    def __call__(self, text: str) -> Any:
+        try:
+            if self._option.kind == "variables":
+                _check_variable(text)  # the shell has split the words already
+                return text
+            return _read(self._option, text, is_text=True)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return our options (each value joined to its name), what is run, and all that belongs to it."""
+    given: list[str] = []
+    position = 0
+    while position < len(argv):
+        argument = argv[position]
+        position += 1
+        if argument == "--":
+            return given, "script", list(argv[position:])
+        if not argument.startswith("-") or argument == "-":
+            return given, "script", list(argv[position - 1 :])
+        name, equals, value = argument.partition("=")
+        if argument in ("-h", "--help"):
+            sys.stdout.write(help_text())
+            parser.exit(0)
+        if argument == "--version":
+            sys.stdout.write(version_text() + "\n")
+            parser.exit(0)
+        if argument == "--no-python":
+            return given, "command", _without_dashes(argv[position:])
+        if argument == "-m":
+            return given, "module", list(argv[position:])
+        if argument.startswith("-m") and argument[2:].replace(".", "").replace("_", "").isalnum():
+            return given, "module", [argument[2:], *argv[position:]]
+        if name not in _BY_FLAG and name not in _OFF and argument[:2] in _BY_FLAG and argument[1] != "-":
+            name, equals, value = argument[:2], "=", argument[2:]  # -n4
+        option = _BY_FLAG.get(name) or _OFF.get(name)
+        if option is None:
+            parser.error(f"unknown option {name}{nearest(name, (*_BY_FLAG, *_OFF, *_OTHER_FLAGS))}")
+        if option.is_switch:
+            if equals:
+                parser.error(f"{name} takes no value")
+            given.append(name)
+            continue
+        if not equals:
+            if position == len(argv):
+                parser.error(f"{name} needs a value: {name} {option.metavar}")
+            value = argv[position]
+            position += 1
+        # Joined, so that argparse does not take a value with a dash for an option; -n=4 would hold the sign itself.
+        given.append(f"{option.flags[-1]}={value}")
+    return given, "script", []
+
+
+def _without_dashes(arguments: Sequence[str]) -> list[str]:
+    return list(arguments[1:] if arguments[:1] == ["--"] else arguments)
+
+
+def _check_script(parser: _Parser, script: str, folder: Path) -> None:
+    if (folder / script).exists():
+        return
+    try:
+        here = sorted(item.name for item in (folder / script).parent.iterdir())
+    except OSError:
+        here = []
+    hint = nearest(Path(script).name, here)
+    parser.error(f"there is no script {script} in {folder}{hint}; a module is started with -m, a command with --no-python")
+
+
+# Reading values.
+
+
+def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
+    """Read one value; texts of a file are strict about types, those of a command line are parsed."""
+    kind = option.kind
+    if kind == "switch":
+        word = _WORDS.get(value.lower()) if is_text else value
+        if not isinstance(word, bool):
+            raise ConfigError(f"must be true or false, not {value!r}")
+        return word
+    if kind == "choice":
+        if value not in option.choices:
+            raise ConfigError(f"must be one of {', '.join(option.choices)}, not {value!r}{nearest(str(value), option.choices)}")
+        return value
+    if kind in ("path", "folder"):
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise ConfigError(f"must be a path, not {value!r}")
+        return value
+    if kind == "variables":
+        return _read_variables(value, is_text=is_text)
+    if kind in ("seconds", "limit"):
+        return _read_seconds(value, is_text=is_text, above_zero=kind == "limit")
+    if kind == "workers" and value == "auto":
+        return len(usable_cores())
+    return _read_whole(value, is_text=is_text, low=0 if kind == "rank" else 1, also="auto or " if kind == "workers" else "")
+
+
+def _read_whole(value: Any, *, is_text: bool, low: int, also: str) -> int:
+    number = int(value) if is_text and value.isascii() and value.isdigit() and len(value) < 10 else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < low:
+        raise ConfigError(f"must be {also}a whole number of at least {low}, not {value!r}")
+    return number
+
+
+def _read_seconds(value: Any, *, is_text: bool, above_zero: bool) -> float:
+    number = math.nan
+    if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(value)
+    if math.isnan(number) or number < 0 or (above_zero and number == 0):
+        raise ConfigError(f"must be seconds {'above 0' if above_zero else 'of at least 0'}, not {value!r}")
+    return number
+
+
+def _read_variables(value: Any, *, is_text: bool) -> list[str]:
+    if is_text:
+        import shlex  # a variable can hold several assignments, as a shell writes them
+
+        try:
+            value = shlex.split(value)
+        except ValueError as error:
+            raise ConfigError(f"cannot be read as NAME=value words: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f'must be a list such as ["NAME=value", "NAME"], not {value!r}')
+    for item in value:
+        _check_variable(item)
+    return value
+
+
+def _check_variable(text: str) -> None:
+    name = text.partition("=")[0]
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name of a variable (letters, digits and _, no digit first)")
+    if "\0" in text:
+        raise ConfigError(f"the value of {name} has a zero byte")
+    if name in _CONTRACT:
+        raise ConfigError(f"{name} is set by the launcher, for each rank its own")
+    if name in _KNOBS:
+        raise ConfigError(f"{name} is a setting of the whole job: set it in the environment of {_PROGRAM} or in [runtime]")
+
+
+def _variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals:
+            if name not in environ:
+                raise ConfigError(f"--env {name} ({source}): {_PROGRAM} has no variable {name} to copy; give {name}=value")
+            value = environ[name]
+        result[name] = value
+    return result
+
+
+def _checked(option: _Option, value: Any, where: str, *, is_text: bool) -> Any:
+    try:
+        return _read(option, value, is_text=is_text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _knob_hint(key: str, shown: str, known: Mapping[str, Any]) -> str:
+    """Say where a short option for a knob has its home, or what was probably meant."""
+    for option in _OPTIONS:
+        if option.knob and key == option.key:
+            return f": it sets {option.knob}, which is {PREFIX}{option.knob.upper()} or a key of [runtime]"
+    return nearest(shown, known)
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for name, table in document.items():
+        if name not in ("launch", "runtime"):
+            raise ConfigError(f"{path}: unknown table [{name}]{nearest(name, ('launch', 'runtime'))}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} must be a table")
+    launch: dict[str, Any] = {}
+    for key, value in document.get("launch", {}).items():
+        option = _IN_FILE.get(key)
+        if option is None:
+            known = "" if key in RuntimeConfig.names() else _knob_hint(key, key, _IN_FILE)
+            raise ConfigError(f"{path}: unknown key {key!r} in [launch]{known or ': it belongs to [runtime]'}")
+        launch[key] = _checked(option, value, f"{path}: {key} in [launch]", is_text=False)
+    knobs: dict[str, Any] = {}
+    for key, value in document.get("runtime", {}).items():
+        if key not in RuntimeConfig.names():
+            hint = ": it belongs to [launch]" if key in _IN_FILE else _knob_hint(key, key, dict.fromkeys(RuntimeConfig.names()))
+            raise ConfigError(f"{path}: unknown key {key!r} in [runtime]{hint}")
+        knobs[key] = _checked_knob(key, value, f"{path}: [runtime]")
+    return launch, knobs
+
+
+def _checked_knob(name: str, value: Any, where: str) -> Any:
+    kind: type = type(getattr(RuntimeConfig(), name))
+    if kind is int and isinstance(value, float):
+        raise ConfigError(f"{where}: {name} must be a whole number, not {value!r}")
+    try:
+        checked = RuntimeConfig(**{name: value})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return kind(getattr(checked, name))
+
+
+def _runtime(
+    line: Mapping[str, Any], environ: Mapping[str, str], knobs: Mapping[str, Any], origin: dict[str, str]
+) -> RuntimeConfig:
+    values = dict(knobs)
+    origin |= dict.fromkeys(RuntimeConfig.names(), "default") | dict.fromkeys(knobs, "file")
+    for name in RuntimeConfig.names():
+        variable = PREFIX + name.upper()
+        if variable in environ:
+            try:
+                values[name] = getattr(RuntimeConfig.from_mapping({variable: environ[variable]}), name)
+            except ConfigError as error:
+                raise ConfigError(f"{variable}: {error}") from None
+            origin[name] = "environment"
+    for option in _OPTIONS:
+        if option.knob and option.key in line:
+            values[option.knob], origin[option.knob] = line[option.key], "command line"
+    return RuntimeConfig(**values)
+
+
+def _endless(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:
+    endless = [name for name in _ENDLESS if origin[name] == "default"]
+    origin |= dict.fromkeys(endless, origin["debug"])
+    values: dict[str, Any] = dict.fromkeys(endless, math.inf)
+    return replace(runtime, **values)
+
+
+def _apply_color_habits(values: dict[str, Any], origin: dict[str, str], environ: Mapping[str, str]) -> None:
+    # As no-color.org asks: the variables count where nothing more particular was said on the line or in ours.
+    if origin["color"] in ("command line", "environment"):
+        return
+    if environ.get("NO_COLOR"):
+        values["color"], origin["color"] = "never", "environment"
+    elif environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        values["color"], origin["color"] = "always", "environment"
+
+
+# Help.
+
+
+def help_text() -> str:
+    """Return the help: examples first, then the options in groups, at most 80 columns wide."""
+    lines = [
+        "Examples:",
+        f"  {_PROGRAM} --workers 4 train.py --lr 0.1        four ranks of a script",
+        f"  {_PROGRAM} -n auto -m syncvar.examples.digits   one rank for each core",
+        f"  {_PROGRAM} -n 4 --debug 2 train.py              rank 2 gets the terminal",
+        "",
+        f"Usage: {_PROGRAM} [options] script.py [args...]",
+        f"       {_PROGRAM} [options] -m module [args...]",
+        f"       {_PROGRAM} [options] --no-python command [args...]",
+        "All after the script, module or command is passed on untouched; -- ends options.",
+    ]
+    for group in (_RUN, _WORKERS, _OUTPUT, _LIMITS):
+        lines += ["", f"{group}:"]
+        lines += [_help_line(option) for option in _OPTIONS if option.group == group]
+    lines += [
+        "",
+        f"{_HELP}:",
+        f"  {'-h, --help, --version':<27}show this help, or the version",
+        f"  Instead of --some-option: the variable {LAUNCH_PREFIX}SOME_OPTION, or the key",
+        "  some_option in the file. A switch set there is turned off by --no-some-option.",
+        "",
+        "Exit code: of the first rank that failed (128 + n for signal n), or 2 usage,",
+        "69 hosts, 70 lost rank, 71 limits, 74 checkpoint, 75 preempted, 76 mismatch,",
+        "77 key, 78 configuration, 124 timeout.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _help_line(option: _Option) -> str:
+    names = option.shown or f"{', '.join(option.flags)} {option.metavar}".rstrip()
+    text = option.text
+    if option.choices:
+        text += f": {', '.join(option.choices)}"
+    if isinstance(option.default, int | str) and not option.is_switch:
+        text += f" [{option.default}]"
+    if option.knob:
+        default = next(item.default for item in fields(RuntimeConfig) if item.name == option.knob)
+        text += f" [{default:g} s]"
+    return f"  {names:<27}{text}"

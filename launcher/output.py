@@ -1,0 +1,488 @@
+"""Forwarding of what the ranks write: whole lines, each with its rank, never mixed.
+
+Bytes of the ranks are data, not commands for the reader's terminal: control characters and marks that change the
+direction of text are shown as escapes. A terminal still gets colours, progress lines and prompts.
+
+A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return alone is progress: it
+is shown at once, and on a terminal the next text replaces it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["IDLE_S", "LINE_NBYTES", "MODES", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape"]
+
+Stream = Literal["out", "err"]
+
+MODES = ("all", "first", "failed", "none")
+LINE_NBYTES = 16 << 10
+TAIL_LINES = 40
+IDLE_S = 0.2
+
+# Memory of the tail stays below 40 x 2 000 bytes for each rank, whatever the ranks write.
+_TAIL_NBYTES = 2_000
+_CLEAR = b"\r\x1b[K"
+# Red and black are left out: red reads as an error, black cannot be read at all.
+_COLORS = ("36", "33", "32", "35", "34", "96", "93", "92", "95", "94")
+
+_PLAIN = re.compile(rb"[\x20-\x7e\t]*")
+_END = re.compile(rb"\r\n|\n|\r")
+# Colours and "erase to the end of the line" are the only sequences a forwarded line can use sensibly; moving the
+# cursor, setting the title or writing to the clipboard would reach beyond the line.
+_SEQUENCE = r"\x1b\[[0-9;:]*[mK]"
+_UNSAFE = r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+_FOR_FILE = re.compile(_UNSAFE)
+_FOR_TERMINAL = re.compile(f"{_SEQUENCE}|{_UNSAFE}")
+_SEQUENCES = re.compile(_SEQUENCE)
+
+
+class Writable(Protocol):
+    """What a sink needs: `write` may take a part only, as `os.write` does."""
+
+    def write(self, data: bytes, /) -> int | None:
+        """Write some of `data`; return how many bytes, or None when it cannot take any now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where forwarded lines go.
+
+    Args:
+        file: A binary file, best unbuffered; buffered ones are flushed after each write.
+        is_terminal: A person reads it: progress and prompts stay alive, colours of the programs pass.
+        color: Our own prefixes are coloured.
+    """
+
+    file: Writable
+    is_terminal: bool = False
+    color: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One stream of one rank."""
+
+    rank: int
+    stream: Stream
+    pending: bytes = b""
+    continued: bool = False  # the start of this line was forwarded already, because the line is too long
+    returned: bytes | None = None  # progress that ended the last piece: a line feed that follows belongs to it
+    shown: bytes = b""  # the part of `pending` that stands on the terminal as a prompt
+    changed: float = 0.0
+    closed: bool = False
+
+
+@dataclass(slots=True)
+class _Tail:
+    lines: deque[tuple[Stream, bytes, bool]] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+
+
+def escape(text: str) -> str:
+    r"""Write control characters, and marks that change the direction of text, as escapes. Tabs stay.
+
+    Example:
+        >>> print(escape("a\x1b[31mb\x07"))
+        a\x1b[31mb\x07
+    """
+    return _FOR_FILE.sub(_escaped, text)
+
+
+class OutputForwarder:
+    r"""Forwards the output of the ranks of one host, and remembers the last lines of each.
+
+    Every write to a sink holds whole lines of one rank, so that lines of different ranks are never mixed. It knows no
+    process and no descriptor to wait for; the caller reads the pipes, calls `feed` with what came, and `tick` at the
+    instant that `tick` asked for.
+
+    Args:
+        stdout: Where the standard output of the ranks goes.
+        stderr: Where their standard error goes, and our warnings.
+        mode: "all"; "first" (rank 0 only); "failed" and "none" (nothing; the last lines are still remembered).
+        clock: The wall clock, in seconds since the epoch, to put the local time before each line; None for no time.
+        log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if it is missing.
+        ranks: Ranks whose files are made at once, so that none of an earlier job stays; others follow with their
+            first byte.
+
+    Attributes:
+        broken: Nobody reads the standard output any more.
+
+    Raises:
+        ConfigError: The mode is unknown, or the folder cannot be made.
+
+    Example:
+        >>> import io
+        >>> out = io.BytesIO()
+        >>> forwarder = OutputForwarder(Sink(out), Sink(io.BytesIO()))
+        >>> forwarder.feed(1, "out", b"one\ntw", 0.0)
+        >>> forwarder.feed(0, "out", b"zero\n", 0.1)
+        >>> forwarder.close(1, "out")
+        >>> print(out.getvalue().decode(), end="")
+        [1] one
+        [0] zero
+        [1] tw
+    """
+
+    def __init__(
+        self,
+        stdout: Sink,
+        stderr: Sink,
+        *,
+        mode: str = "all",
+        clock: Callable[[], float] | None = None,
+        log_dir: Path | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"output must be one of {', '.join(MODES)}, not {mode!r}")
+        self.broken = False
+        self._sinks: dict[Stream, Sink] = {"out": stdout, "err": stderr}
+        self._dead: set[Stream] = set()
+        self._mode = mode
+        self._clock = clock
+        self._sources: dict[tuple[int, Stream], _Source] = {}
+        self._tails: dict[int, _Tail] = {}
+        self._live: _Source | None = None  # whose unfinished line stands on the terminal
+        self._now = 0.0
+        self._logs = _Logs(log_dir, self._warn) if log_dir is not None else None
+        for rank in ranks:
+            self._source(rank, "out")
+            self._source(rank, "err")
+
+    def feed(self, rank: int, stream: Stream, data: bytes, now: float) -> None:
+        """Take bytes that a rank wrote and forward every line they complete.
+
+        Args:
+            rank: Who wrote.
+            stream: "out" or "err".
+            data: Any piece of the stream; lines may be cut anywhere.
+            now: The monotonic clock, in seconds.
+        """
+        if not data:
+            return
+        source = self._source(rank, stream)
+        source.closed = False
+        self._now = source.changed = now
+        if self._logs is not None:
+            self._logs.write(rank, stream, data)
+        self._consume(source, data)
+
+    def close(self, rank: int, stream: Stream) -> None:
+        """End a stream: a line without an end is forwarded as it is, and its file is closed. Repeating is harmless."""
+        source = self._source(rank, stream)
+        if source.closed:
+            return
+        source.closed = True
+        if source.pending:
+            text, source.pending = source.pending, b""
+            self._forward(source, [(text, b"\n")])
+        elif self._live is source:
+            self._end_live()
+        source.shown = b""
+        source.returned = None
+        if self._logs is not None:
+            self._logs.close(rank, stream)
+
+    def tick(self, now: float) -> float | None:
+        """Show unfinished lines that have been idle for 0.2 s, such as prompts, on a terminal.
+
+        Args:
+            now: The monotonic clock, in seconds.
+
+        Returns:
+            When to call again at the latest, on the same clock, or None where nothing is waiting.
+        """
+        self._now = now
+        following: float | None = None
+        for source in list(self._sources.values()):
+            if not source.pending or source.shown == source.pending:
+                continue
+            if not self._sinks[source.stream].is_terminal or not self._is_forwarded(source.rank):
+                continue
+            due = source.changed + IDLE_S
+            if now < due:
+                following = due if following is None else min(following, due)
+            elif self._live is None or self._live is source or not self._live.shown:
+                # A prompt is not pushed away by another one: the first stays until its line ends.
+                self._show_prompt(source)
+        return following
+
+    def last_lines(self, rank: int) -> tuple[str, ...]:
+        """Return the last 40 lines that a rank wrote on both streams, in order, without colours and escaped."""
+        lines = [text for _, text, _ in self._tails.get(rank, _Tail()).lines]
+        for stream in ("out", "err"):
+            source = self._sources.get((rank, stream))
+            if source is not None and source.pending:
+                lines.append(source.pending[:_TAIL_NBYTES])
+        return tuple(escape(_SEQUENCES.sub("", _decode(line))) for line in lines[-TAIL_LINES:])
+
+    def say(self, text: str) -> None:
+        """Write text of the launcher itself, such as the failure block, to the standard error.
+
+        Args:
+            text: Whole lines; they are written as they are, at once.
+        """
+        self._write("err", self._head(None, "err") + text.encode(errors="backslashreplace"))
+
+    def finish(self) -> None:
+        """Close every stream, so that nothing is lost and the shell's prompt starts on a line of its own."""
+        for source in list(self._sources.values()):
+            self.close(source.rank, source.stream)
+
+    def _source(self, rank: int, stream: Stream) -> _Source:
+        source = self._sources.get((rank, stream))
+        if source is None:
+            source = self._sources[rank, stream] = _Source(rank, stream)
+            if self._logs is not None:
+                self._logs.open(rank, stream)
+        return source
+
+    def _is_forwarded(self, rank: int) -> bool:
+        return self._mode == "all" or (self._mode == "first" and rank == 0)
+
+    def _consume(self, source: _Source, data: bytes) -> None:
+        segments: list[tuple[bytes, bytes]] = []
+        if source.returned is not None:
+            # The carriage return at the end of the last piece may have been the first half of a line end.
+            if data.startswith(b"\n"):
+                self._finish_progress(source)
+                data = data[1:]
+            source.returned = None
+        data = source.pending + data
+        start = 0
+        for match in _END.finditer(data):
+            segments.append((data[start : match.start()], match.group()))
+            start = match.end()
+        rest = data[start:]
+        while len(rest) > LINE_NBYTES:
+            cut = _cut(rest)
+            segments.append((rest[:cut], b""))
+            rest = rest[cut:]
+        source.pending = rest
+        if segments:
+            self._forward(source, segments)
+        if rest:
+            source.returned = None
+
+    def _forward(self, source: _Source, segments: list[tuple[bytes, bytes]]) -> None:
+        """Forward texts of one stream in one write; each is given with its line end, empty for a first part."""
+        live = self._is_forwarded(source.rank)
+        sink = self._sinks[source.stream]
+        body = bytearray()
+        kept: _Source | None = None
+        for text, end in segments:
+            rest = text
+            while len(rest) > LINE_NBYTES:
+                cut = _cut(rest)
+                body += self._line(source, sink, rest[:cut], b"\n", live)
+                source.continued, rest = True, rest[cut:]
+            source.returned = rest if end == b"\r" else None
+            if end == b"\r":
+                if not rest:
+                    continue  # a bare carriage return holds nothing to show
+                body += self._line(source, sink, rest, b"\r" if sink.is_terminal else b"\n", live, progress=True)
+                kept = source if sink.is_terminal else None
+            else:
+                body += self._line(source, sink, rest, b"\n", live)
+                kept = None
+            source.continued = not end
+        if body:
+            head = self._head(source, source.stream)
+            if sink.is_terminal:
+                self._live = kept
+            self._write(source.stream, head + body)
+
+    def _line(
+        self, source: _Source, sink: Sink, text: bytes, end: bytes, live: bool, *, progress: bool = False
+    ) -> bytes:
+        lines = self._tails.setdefault(source.rank, _Tail()).lines
+        if lines and lines[-1][0] == source.stream and lines[-1][2]:
+            lines.pop()  # progress is replaced by what follows it
+        lines.append((source.stream, text[:_TAIL_NBYTES], progress))
+        return self._prefix(source, sink) + _safe(text, sink.is_terminal) + end if live else b""
+
+    def _prefix(self, source: _Source, sink: Sink) -> bytes:
+        label = f"[{source.rank}{'+' if source.continued else ''}]"
+        if sink.color:
+            label = f"\x1b[{_COLORS[source.rank % len(_COLORS)]}m{label}\x1b[0m"
+        if self._clock is not None:
+            # The reader's own time, as on a wall clock: no offset.
+            moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="milliseconds")  # noqa: DTZ006
+            label += f" {moment}"
+        return f"{label} ".encode()
+
+    def _finish_progress(self, source: _Source) -> None:
+        """A line feed came after progress that was shown already: make it a line that stays."""
+        text = source.returned
+        sink = self._sinks[source.stream]
+        lines = self._tails.setdefault(source.rank, _Tail()).lines
+        if not text:
+            self._forward(source, [(b"", b"\n")])
+            return
+        if lines and lines[-1][0] == source.stream and lines[-1][2]:
+            lines[-1] = (*lines[-1][:2], False)
+        if not sink.is_terminal or not self._is_forwarded(source.rank):
+            return
+        if self._live is source:
+            self._end_live()
+        else:  # another rank's line has wiped it off
+            self._write(
+                source.stream,
+                self._head(source, source.stream) + self._prefix(source, sink) + _safe(text, True) + b"\n",
+            )
+
+    def _show_prompt(self, source: _Source) -> None:
+        sink = self._sinks[source.stream]
+        head = self._head(source, source.stream)
+        source.shown = source.pending
+        self._live = source
+        self._write(source.stream, head + self._prefix(source, sink) + _safe(source.pending, True))
+
+    def _head(self, source: _Source | None, stream: Stream) -> bytes:
+        """Return what must be written before a line: it clears an unfinished line of somebody else, or a prompt."""
+        if not self._sinks[stream].is_terminal:
+            return b""
+        live, self._live = self._live, None
+        if live is None or (live is source and not live.shown):
+            return b""
+        if live.shown:
+            # The whole line will be written again: when it ends, or when it has been idle once more.
+            live.shown = b""
+            live.changed = self._now
+        if live.stream == stream:
+            return _CLEAR
+        self._write(live.stream, _CLEAR)
+        return b""
+
+    def _end_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            self._write(live.stream, b"\n")
+
+    def _write(self, stream: Stream, data: bytes) -> None:
+        if stream in self._dead or not data:
+            return
+        file = self._sinks[stream].file
+        try:
+            _write_all(file, data)
+            flush = getattr(file, "flush", None)
+            if flush is not None:
+                flush()
+        except (OSError, ValueError) as error:  # a closed Python file raises ValueError
+            self._dead.add(stream)
+            if stream == "out":
+                self.broken = getattr(error, "errno", None) == errno.EPIPE
+                if not self.broken:
+                    self._warn(f"cannot write to the standard output: {_why(error)}; the job goes on without it")
+
+    def _warn(self, text: str) -> None:
+        self.say(f"syncvar: {text}\n")
+
+
+class _Logs:
+    """The files of `log_dir`. The first file that cannot be written is told, once; the job goes on."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder} of --log-dir: {_why(error)}") from None
+        self._folder = folder
+        self._warn = warn
+        self._warned = False
+        self._files: dict[tuple[int, Stream], int] = {}
+
+    def open(self, rank: int, stream: Stream) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._files[rank, stream] = os.open(self._path(rank, stream), flags, 0o666)
+        except OSError as error:
+            self._failed(rank, stream, error)
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        file = self._files.get((rank, stream))
+        if file is None:
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(file, view) :]
+        except OSError as error:
+            self._failed(rank, stream, error)
+            self.close(rank, stream)  # a log with a hole would mislead
+
+    def close(self, rank: int, stream: Stream) -> None:
+        file = self._files.pop((rank, stream), None)
+        if file is not None:
+            try:
+                os.close(file)
+            except OSError as error:  # some file systems tell a full disk only here
+                self._failed(rank, stream, error)
+
+    def _path(self, rank: int, stream: Stream) -> Path:
+        return self._folder / f"rank-{rank}.{stream}"
+
+    def _failed(self, rank: int, stream: Stream, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(f"cannot write {self._path(rank, stream)}: {_why(error)}; the job goes on without this log")
+
+
+def _cut(text: bytes) -> int:
+    """Return where to cut a text that is too long: at most 16 KiB, and not inside a character."""
+    for back in range(4):
+        if text[LINE_NBYTES - back] & 0xC0 != 0x80:
+            return LINE_NBYTES - back
+    return LINE_NBYTES
+
+
+def _decode(text: bytes) -> str:
+    return text.decode("utf-8", "backslashreplace")
+
+
+def _safe(text: bytes, is_terminal: bool) -> bytes:
+    if _PLAIN.fullmatch(text):
+        return text
+    if not is_terminal:
+        return _FOR_FILE.sub(_escaped, _decode(text)).encode()
+    shown = _FOR_TERMINAL.sub(_escaped, _decode(text))
+    # A colour that the program left on must not reach the prefix of the next line.
+    return (shown + "\x1b[0m" if "\x1b" in shown else shown).encode()
+
+
+def _escaped(match: re.Match[str]) -> str:
+    text = match.group()
+    if len(text) > 1:
+        return text
+    return f"\\x{ord(text):02x}" if ord(text) < 0x100 else f"\\u{ord(text):04x}"
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _write_all(file: Writable, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            written = file.write(bytes(view))
+        except BlockingIOError as error:
+            written = getattr(error, "characters_written", None)
+        if written:
+            view = view[written:]
+        else:
+            time.sleep(0.005)  # a descriptor that somebody made non-blocking: the reader is slow

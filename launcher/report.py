@@ -1,0 +1,225 @@
+"""The words of a failure: what happened, the evidence, the others, what to try. Text in, text out.
+
+One block tells one failure, whatever the number of ranks. Everything that came out of a rank is escaped, and values
+of variables that look like secrets are masked.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncvar_launcher.exits import describe_exit, exit_code_of
+from syncvar_launcher.output import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "Failure",
+    "Other",
+    "compress_ranks",
+    "describe_exit",
+    "exit_code_of",
+    "failure_block",
+    "mask_arguments",
+    "mask_environment",
+]
+
+_EVIDENCE_LINES = 40
+_HEAD_LINES = 6
+_OTHER_LINES = 8
+_COMMANDS = 2
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The first failure of a job.
+
+    Args:
+        rank: The rank that failed, or -1 where the job failed as a whole.
+        status: Its exit code, or minus the number of the signal that ended it, or None where it has not ended.
+        host: Its host; empty is not shown.
+        reason: What is known beyond the status, for instance "out of memory (kernel)"; may be empty.
+        call: What it was doing, for instance "all_reduce #12 at train.py:40"; may be empty.
+        elapsed_s: Time since the start of the job, or None.
+        traceback: The traceback of its exception; empty where there was none.
+        last_lines: The last lines that it wrote, shown where there is no traceback.
+    """
+
+    rank: int
+    status: int | None
+    host: str = ""
+    reason: str = ""
+    call: str = ""
+    elapsed_s: float | None = None
+    traceback: str = ""
+    last_lines: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """What another rank did when the first one failed.
+
+    Args:
+        rank: Its rank.
+        what: What it did, for instance "waiting in all_reduce #12 at train.py:40".
+    """
+
+    rank: int
+    what: str
+
+
+def compress_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks in a short way: three or more in a row become a range.
+
+    Example:
+        >>> compress_ranks([3, 0, 1, 2, 7])
+        '0-3, 7'
+        >>> compress_ranks([0, 1, 3])
+        '0, 1, 3'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts: list[str] = []
+    for run in runs:
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return ", ".join(texts)
+
+
+def failure_block(
+    failure: Failure,
+    others: Sequence[Other] = (),
+    *,
+    arguments: Sequence[str] = (),
+    log_dir: str = "",
+    hints: Sequence[str] = (),
+) -> str:
+    """Write the block that ends a failed job.
+
+    Args:
+        failure: The first failure.
+        others: What the other ranks did; equal texts share one line.
+        arguments: The arguments of syncvar-launch, from which commands to try are built; empty gives none.
+        log_dir: The folder with the whole output of the ranks, or an empty text.
+        hints: Lines of advice that go before our own.
+
+    Returns:
+        Lines, each ended.
+
+    Example:
+        >>> print(failure_block(Failure(rank=2, status=-9, host="b"), [Other(0, "computing"), Other(1, "computing")],
+        ...                     arguments=["-n", "3", "a.py"]), end="")
+        syncvar: rank 2 on b was killed by signal 9 (SIGKILL)
+        evidence: rank 2 wrote nothing
+        others:
+          ranks 0, 1: computing
+        try:
+          syncvar-launch --debug 2 -n 3 a.py
+          syncvar-launch --log-dir logs -n 3 a.py
+    """
+    lines = [_what(failure), *_evidence(failure)]
+    if others:
+        lines += ["others:", *_others(others)]
+    advice = list(hints) + _commands(failure.rank, arguments, log_dir)
+    if advice:
+        lines += ["try:", *(f"  {escape(line)}" for line in advice[: max(_COMMANDS, len(hints))])]
+    if log_dir:
+        rank = f"rank-{failure.rank}.out and rank-{failure.rank}.err" if failure.rank >= 0 else "one file per rank"
+        lines.append(f"whole output: {escape(log_dir)} ({rank})")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def mask_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy to print: values of variables whose names look like secrets are replaced.
+
+    Example:
+        >>> mask_environment({"HOME": "/root", "AWS_SECRET_KEY": "abc"})
+        {'HOME': '/root', 'AWS_SECRET_KEY': '***'}
+    """
+    return {name: "***" if _SECRET.search(name) else value for name, value in environ.items()}
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a copy to print of a command line: the values that `--env` gives to secrets are replaced.
+
+    Example:
+        >>> mask_arguments(["--env", "TOKEN=abc", "--env=HOME=/root", "a.py"])
+        ['--env', 'TOKEN=***', '--env=HOME=/root', 'a.py']
+    """
+    result: list[str] = []
+    for index, argument in enumerate(arguments):
+        start = "--env=" if argument.startswith("--env=") else ""
+        name, equals, _ = argument.removeprefix(start).partition("=")
+        given = start or (index > 0 and arguments[index - 1] == "--env")
+        result.append(f"{start}{name}=***" if given and equals and _SECRET.search(name) else argument)
+    return result
+
+
+def _who(failure: Failure) -> str:
+    if failure.rank < 0:
+        return "the job"
+    return f"rank {failure.rank}" + (f" on {escape(failure.host)}" if failure.host else "")
+
+
+def _what(failure: Failure) -> str:
+    ended = "failed" if failure.status is None else describe_exit(failure.status)
+    text = f"syncvar: {_who(failure)} {ended}"
+    if failure.elapsed_s is not None:
+        text += f" after {failure.elapsed_s:.1f} s"
+    if failure.call:
+        text += f" in {escape(failure.call)}"
+    return text + (f": {escape(failure.reason)}" if failure.reason else "")
+
+
+def _evidence(failure: Failure) -> list[str]:
+    # Only a line feed separates lines here: str.splitlines would let a form feed or U+2028 of a message make new ones.
+    traceback = failure.traceback.rstrip("\n")
+    if traceback.strip():
+        lines, title = traceback.split("\n"), "traceback"
+        if len(lines) > _EVIDENCE_LINES:
+            tail = _EVIDENCE_LINES - _HEAD_LINES
+            gone = len(lines) - _EVIDENCE_LINES
+            lines = [*lines[:_HEAD_LINES], f"  ({gone} lines left out)", *lines[-tail:]]
+    elif failure.last_lines:
+        lines = list(failure.last_lines[-_EVIDENCE_LINES:])
+        title = "last line" if len(lines) == 1 else f"last {len(lines)} lines"
+    elif failure.rank >= 0:
+        return [f"evidence: rank {failure.rank} wrote nothing"]
+    else:
+        return []
+    who = f" of rank {failure.rank}" if failure.rank >= 0 else ""
+    return [f"evidence: {title}{who}", *(f"  {escape(line)}".rstrip() for line in lines)]
+
+
+def _others(others: Sequence[Other]) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for other in sorted(others, key=lambda item: item.rank):
+        groups.setdefault(other.what, []).append(other.rank)
+    shown = list(groups.items())
+    rest: list[int] = []
+    if len(shown) > _OTHER_LINES:
+        rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
+        shown = shown[: _OTHER_LINES - 1]
+    lines = [f"  {_ranks(ranks)}: {escape(what)}" for what, ranks in shown]
+    return [*lines, f"  {_ranks(rest)}: elsewhere"] if rest else lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(set(ranks)) == 1 else "ranks ") + compress_ranks(ranks)
+
+
+def _commands(rank: int, arguments: Sequence[str], log_dir: str) -> list[str]:
+    if not arguments:
+        return []
+    options = [] if rank < 0 or "--debug" in arguments else [["--debug", str(rank)]]
+    if not log_dir:
+        options.append(["--log-dir", "logs"])
+    return [shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options]

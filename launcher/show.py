@@ -1,0 +1,109 @@
+"""What `--dry-run` shows: who would run where, with which cores, command, environment and settings. Text only."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from syncvar_launcher.binding import BLAS_VARIABLES
+from syncvar_launcher.options import launch_keys
+from syncvar_launcher.output import escape
+from syncvar_launcher.report import compress_ranks, mask_environment
+
+from syncvar.config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncvar_launcher.options import LaunchOptions
+
+__all__ = ["dry_run_text", "settings_rows"]
+
+_TRANSPORT = "transport zmq: unix sockets on one host"
+_FIELDS = {"timeout": "timeout_s"}
+_UNITS = {"timeout": "s"}
+
+
+def dry_run_text(
+    options: LaunchOptions,
+    cores: Sequence[Sequence[int] | None],
+    environments: Sequence[Mapping[str, str]],
+    argv: Sequence[str],
+    *,
+    host: str = "localhost",
+    binding: str = "",
+    transport: str = _TRANSPORT,
+) -> str:
+    """Write what a launch would do.
+
+    Args:
+        options: What was asked for.
+        cores: For each rank its cores, or None where it is not bound.
+        environments: For each rank the variables that the launcher sets; those of rank 0 are shown, secrets masked.
+        argv: The command line of a worker.
+        host: Name of the host.
+        binding: Why the cores are what they are, in one sentence.
+        transport: Which transport, and why, in one line.
+
+    Returns:
+        Lines, each ended.
+    """
+    table = [("rank", "host", "cores", "BLAS threads")]
+    for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
+        table.append((str(rank), escape(host), "any" if own is None else _cores(own), _threads(environ)))
+    lines = _columns(table)
+    if binding:
+        lines.append(binding)
+    lines += [transport, f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
+    if environments:
+        lines += ["", "environment set for rank 0:"]
+        masked = mask_environment(environments[0])
+        lines += [f"  {escape(name)}={escape(shlex.quote(value))}" for name, value in sorted(masked.items())]
+    lines += ["", "settings:", *(f"  {line}" for line in _columns(settings_rows(options)))]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
+    """Return every setting as name, value with its unit, and origin; launch options first, then knobs."""
+    rows = []
+    for key in (*launch_keys(), "config"):
+        if key == "env":
+            continue
+        value = getattr(options, _FIELDS.get(key, key))
+        rows.append((key, _value(value, _UNITS.get(key, "")), options.origin[key]))
+    rows += [
+        (f"env.{name}", escape(shlex.quote(value)), options.origin[f"env.{name}"])
+        for name, value in mask_environment(options.env).items()
+    ]
+    rows += [
+        (item.name, _value(getattr(options.runtime, item.name), item.metadata["unit"]), options.origin[item.name])
+        for item in fields(RuntimeConfig)
+    ]
+    return rows
+
+
+def _value(value: object, unit: str) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        # Not :g, which would round a number of bytes.
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{text} {unit}" if unit else text
+    return escape(str(value))
+
+
+def _cores(cores: Sequence[int]) -> str:
+    return compress_ranks(cores).replace(" ", "")
+
+
+def _threads(environ: Mapping[str, str]) -> str:
+    found = {environ[name] for name in BLAS_VARIABLES if name in environ}
+    return escape("/".join(sorted(found))) if found else "as set"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
