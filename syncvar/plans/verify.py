@@ -9,6 +9,7 @@ no Copy is idle.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -195,7 +196,7 @@ class _Run:
         # Posted and not yet met, by (source, target): the step's index and, for sends, the values.
         self.sends: dict[tuple[int, int], tuple[int, Send, list[int]]] = {}
         self.receives: dict[tuple[int, int], tuple[int, Recv | RecvReduce]] = {}
-        self.ready: list[int] = []
+        self.ready: deque[int] = deque()
         for rank, plan in enumerate(plans):
             work = [UNDEFINED] * plan.work_count
             held = contract.before[rank]
@@ -211,7 +212,7 @@ class _Run:
         for rank in range(len(self.states)):
             self._post(rank)
         while self.ready:
-            rank = self.ready.pop()
+            rank = self.ready.popleft()
             self._finish_round(rank)
             self._post(rank)
         self._check_all_ended()
@@ -339,7 +340,7 @@ class _Run:
         """Check what each rank holds and knows at its end."""
         agreed: dict[int, tuple[int, int]] = {}
         for rank, state in enumerate(self.states):
-            ended = f"rank {rank}, after round {state.number - 1}, its last step"
+            ended = f"rank {rank}, at its end after {state.number} rounds"
             for wanted in contract.after[rank]:
                 contributors = sum(1 << contributor for contributor in set(wanted.contributors))
                 for element in range(wanted.chunk.start, wanted.chunk.stop):

@@ -1,0 +1,131 @@
+"""The table: every row, its borders, its reasons, and wrong names."""
+
+import pytest
+
+from syncvar.errors import ConfigError
+from syncvar.plans import ALGORITHMS, build, build_all, choose
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "world_size", "algorithm"),
+    [
+        ("all_reduce", 0, 1, "direct"),
+        ("all_reduce", 16 * KIB, 4, "direct"),
+        ("all_reduce", 16 * KIB + 1, 4, "tree"),
+        ("all_reduce", 16 * KIB, 5, "tree"),
+        ("all_reduce", 64 * KIB, 2, "tree"),
+        ("all_reduce", 64 * KIB, 64, "tree"),
+        ("all_reduce", 64 * KIB + 1, 2, "ring"),
+        ("all_reduce", 1 << 30, 64, "ring"),
+        ("all_gather", 32 * KIB, 8, "direct"),
+        ("all_gather", 32 * KIB + 1, 8, "ring"),
+        ("all_gather", 32 * KIB, 9, "ring"),
+        ("broadcast", 0, 2, "tree"),
+        ("broadcast", 1 << 30, 64, "tree"),
+        ("barrier", 0, 3, "dissemination"),
+        ("header_exchange", 64, 3, "dissemination"),
+    ],
+)
+def test_the_table(collective, nbytes, world_size, algorithm):
+    choice = choose(collective, nbytes, world_size)
+    assert choice.algorithm == algorithm
+    assert choice.reason.startswith(f"{algorithm}: {nbytes} bytes on {world_size} ranks: ")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 30])
+def test_a_reproducible_all_reduce_has_its_own_algorithm_at_every_size(nbytes):
+    choice = choose("all_reduce", nbytes, 3, reproducible=True)
+    assert choice.algorithm == "reproducible"
+    assert "same sum" in choice.reason
+    assert (
+        choose("all_reduce", nbytes, 3, reproducible=True, forced="reproducible").algorithm == "reproducible"
+    )
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "broadcast", "barrier", "header_exchange"])
+def test_collectives_that_sum_nothing_are_reproducible_as_they_are(collective):
+    assert choose(collective, 8, 3, reproducible=True) == choose(collective, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [(c, name) for c, names in ALGORITHMS.items() for name in names]
+)
+def test_every_algorithm_can_be_demanded(collective, name):
+    choice = choose(collective, 8, 3, forced=name)
+    assert choice.algorithm == name
+    assert "the caller demands it" in choice.reason
+
+
+def test_a_demand_cannot_contradict_reproducibility():
+    with pytest.raises(ConfigError, match="'ring' contradicts reproducible"):
+        choose("all_reduce", 8, 3, reproducible=True, forced="ring")
+
+
+def test_an_unknown_algorithm_is_answered_with_the_nearest_name_and_the_list():
+    for call in (
+        lambda: choose("all_reduce", 8, 3, forced="rign"),
+        lambda: build("all_reduce", "rign", 0, 3),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert str(caught.value) == (
+            "there is no algorithm 'rign' for all_reduce; did you mean 'ring'? Known: direct, tree, ring, reproducible"
+        )
+
+
+def test_an_unknown_collective_is_answered_with_the_nearest_name_and_the_list():
+    for call in (lambda: choose("allreduce", 8, 3), lambda: build("allreduce", "ring", 0, 3)):
+        with pytest.raises(
+            ConfigError, match="no collective 'allreduce'; did you mean 'all_reduce'"
+        ) as caught:
+            call()
+        assert all(name in str(caught.value) for name in ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"rank": 3, "world_size": 3}, "rank 3 is not in a group of 3"),
+        ({"rank": -1, "world_size": 3}, "rank -1"),
+        ({"rank": 0, "world_size": 0}, "group of 0"),
+        ({"rank": 0, "world_size": 3, "count": -1}, "negative"),
+        ({"rank": 0, "world_size": 3, "root": 3}, "root 3"),
+        ({"rank": 0, "world_size": 3, "counts": [1, 2, 3]}, "cannot take 3 counts"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        build("all_reduce", "ring", **arguments)
+
+
+def test_an_all_gather_takes_one_count_per_rank():
+    with pytest.raises(ConfigError, match="cannot take 2 counts"):
+        build("all_gather", "ring", 0, 3, counts=[1, 2])
+    with pytest.raises(ConfigError, match="a count is negative: -2"):
+        build("all_gather", "ring", 0, 2, counts=[1, -2])
+
+
+def test_dissemination_refuses_uneven_blocks():
+    with pytest.raises(ConfigError, match=r"equal count, not \[1, 2\]; use 'ring' or 'direct'"):
+        build("all_gather", "dissemination", 0, 2, counts=[1, 2])
+    assert build("all_gather", "dissemination", 0, 2, counts=[2, 2]) == build(
+        "all_gather", "dissemination", 0, 2, count=2
+    )
+
+
+def test_a_plan_says_what_it_is():
+    plan = build("all_gather", "ring", 1, 3, counts=[1, 2, 3])
+    assert (plan.collective, plan.algorithm, plan.rank, plan.world_size) == ("all_gather", "ring", 1, 3)
+    assert (plan.work_count, plan.scratch_count) == (6, 0)
+    assert build("barrier", "dissemination", 0, 2, count=9).work_count == 0
+
+
+def test_scratch_reaches_as_far_as_the_chunks():
+    assert build("all_reduce", "direct", 0, 3, count=4).scratch_count == 12
+    assert build("all_reduce", "reproducible", 1, 3, count=6).scratch_count == 4
+
+
+def test_building_is_a_pure_function():
+    assert build_all("all_reduce", "ring", 4, count=9) == build_all("all_reduce", "ring", 4, count=9)

@@ -1,0 +1,65 @@
+"""Plans as text. The figures in tests/golden are read by people; they are made here and by nothing else.
+
+After a wanted change: SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/pure/test_show.py, read the diff, commit what you can
+explain.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from syncvar.plans import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send, build_all, plan_text, step_text
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+FIGURES = {
+    "ring_5": ("all_reduce", "ring", 5, {"count": 7}),
+    "ring_all_gather_3": ("all_gather", "ring", 3, {"counts": [2, 0, 3]}),
+    "direct_3": ("all_reduce", "direct", 3, {"count": 2}),
+    "direct_all_gather_3": ("all_gather", "direct", 3, {"counts": [2, 0, 3]}),
+    "tree_5": ("all_reduce", "tree", 5, {"count": 2}),
+    "tree_broadcast_5": ("broadcast", "tree", 5, {"count": 2, "root": 3}),
+    "dissemination_5": ("all_gather", "dissemination", 5, {"count": 2}),
+    "dissemination_barrier_5": ("barrier", "dissemination", 5, {}),
+    "reproducible_5": ("all_reduce", "reproducible", 5, {"count": 7}),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figure_is_what_the_plan_says(name):
+    collective, algorithm, world_size, arguments = FIGURES[name]
+    text = plan_text(build_all(collective, algorithm, world_size, **arguments))
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN") == "1":
+        path.write_text(text, encoding="ascii")
+    assert path.read_text(encoding="ascii") == text
+
+
+def test_a_group_of_one_is_a_heading():
+    assert (
+        plan_text(build_all("all_reduce", "ring", 1, count=4))
+        == "all_reduce by ring: world size 1, 4 elements, scratch 0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (Send(1, Chunk(2, 4)), "w[2:4] to 1"),
+        (Recv(1, Chunk(2, 4, Buffer.SCRATCH)), "s[2:4] = <1>"),
+        (RecvReduce(1, Chunk(2, 4), incoming_left=True), "w[2:4] = <1> + w[2:4]"),
+        (RecvReduce(1, Chunk(2, 4), incoming_left=False), "w[2:4] = w[2:4] + <1>"),
+        (Copy(Chunk(0, 2), Chunk(2, 4, Buffer.SCRATCH)), "s[2:4] = w[0:2]"),
+        (Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=True), "w[2:4] = s[0:2] + w[2:4]"),
+        (Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=False), "w[2:4] = w[2:4] + s[0:2]"),
+    ],
+)
+def test_a_step_reads_as_an_assignment(step, text):
+    assert step_text(step) == text
+
+
+def test_no_line_ends_in_a_space():
+    for collective, algorithm, world_size, arguments in FIGURES.values():
+        for line in plan_text(build_all(collective, algorithm, world_size, **arguments)).splitlines():
+            assert line == line.rstrip()
