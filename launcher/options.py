@@ -37,6 +37,8 @@ _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
+_LAYERS = ("default", "file", "environment", "command line")
+
 # What `--debug` makes endless: a person at a breakpoint is not a failure. The graces and the shutdown stay finite,
 # because they run only once a job ends, and a failed job must end.
 _ENDLESS = (
@@ -371,7 +373,7 @@ def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[s
 
 
 def _without_dashes(arguments: Sequence[str]) -> list[str]:
-    return list(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    return list(arguments[1:] if arguments and arguments[0] == "--" else arguments)
 
 
 def _check_script(parser: _Parser, script: str, folder: Path) -> None:
@@ -547,7 +549,9 @@ def _runtime(
 
 
 def _endless(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:
-    endless = [name for name in _ENDLESS if origin[name] == "default"]
+    # As everywhere, what was said nearer to the command line wins: only such a deadline stays beside `--debug`.
+    below = _LAYERS[: _LAYERS.index(origin["debug"])]
+    endless = [name for name in _ENDLESS if origin[name] in below]
     origin |= dict.fromkeys(endless, origin["debug"])
     values: dict[str, Any] = dict.fromkeys(endless, math.inf)
     return replace(runtime, **values)

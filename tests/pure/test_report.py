@@ -1,0 +1,132 @@
+import pytest
+from syncvar_launcher import exits
+from syncvar_launcher.report import (
+    Failure,
+    Other,
+    compress_ranks,
+    describe_exit,
+    exit_code_of,
+    failure_block,
+    mask_arguments,
+    mask_environment,
+)
+
+
+def test_block_with_traceback_others_and_commands():
+    failure = Failure(
+        rank=2,
+        status=1,
+        host="b",
+        elapsed_s=3.21,
+        call="all_reduce #12 at train.py:40",
+        traceback='Traceback (most recent call last):\n  File "train.py", line 7, in <module>\nValueError: no\n',
+        last_lines=("not shown",),
+    )
+    waiting = "waiting in all_reduce #12 at train.py:40"
+    others = [Other(3, waiting), Other(0, waiting), Other(1, waiting), Other(4, "computing")]
+    assert failure_block(failure, others, arguments=["-n", "5", "train.py"]) == (
+        "syncvar: rank 2 on b exited with status 1 after 3.2 s in all_reduce #12 at train.py:40\n"
+        "evidence: traceback of rank 2\n"
+        "  Traceback (most recent call last):\n"
+        '    File "train.py", line 7, in <module>\n'
+        "  ValueError: no\n"
+        "others:\n"
+        "  ranks 0, 1, 3: waiting in all_reduce #12 at train.py:40\n"
+        "  rank 4: computing\n"
+        "try:\n"
+        "  syncvar-launch --debug 2 -n 5 train.py\n"
+        "  syncvar-launch --log-dir logs -n 5 train.py\n"
+    )
+
+
+def test_block_shows_the_last_lines_where_there_is_no_traceback():
+    text = failure_block(Failure(rank=0, status=-11, last_lines=[f"line {i}" for i in range(50)]))
+    assert text.startswith("syncvar: rank 0 was killed by signal 11 (SIGSEGV)\nevidence: last 40 lines of rank 0\n")
+    assert "  line 10\n" in text
+    assert "  line 9\n" not in text
+
+
+def test_block_names_the_whole_output_and_does_not_repeat_options():
+    text = failure_block(Failure(rank=1, status=3), arguments=["--debug", "0", "a.py"], log_dir="logs")
+    assert text == (
+        "syncvar: rank 1 exited with status 3\nevidence: rank 1 wrote nothing\n"
+        "whole output: logs (rank-1.out and rank-1.err)\n"
+    )
+
+
+def test_block_of_the_job_as_a_whole():
+    text = failure_block(Failure(rank=-1, status=None, reason="ranks 3, 4 did not come within 300 s"))
+    assert text == "syncvar: the job failed: ranks 3, 4 did not come within 300 s\n"
+
+
+def test_reason_stands_beside_the_status():
+    text = failure_block(Failure(rank=0, status=0, reason="left before shutdown"))
+    assert text.startswith("syncvar: rank 0 exited with status 0: left before shutdown\n")
+
+
+def test_hints_go_before_our_own_commands():
+    text = failure_block(Failure(rank=0, status=-9), arguments=["a.py"], hints=["dmesg | tail"])
+    assert text.endswith("try:\n  dmesg | tail\n  syncvar-launch --debug 0 a.py\n")
+
+
+def test_text_of_ranks_is_escaped_and_makes_no_new_lines():
+    failure = Failure(rank=0, status=1, host="h\x1b[2J", traceback="E: a\x0cb\u202ec\r\n\x1b]0;t\x07", call="x\ny")
+    text = failure_block(failure, [Other(1, "a\nb\x9bc")], hints=["h\x1b"])
+    assert "\x1b" not in text
+    assert r"on h\x1b[2J" in text
+    assert r"a\x0cb\u202ec\x0d" in text
+    assert r"in x\x0ay" in text
+    assert r"rank 1: a\x0ab\x9bc" in text
+    assert r"  h\x1b" in text
+
+
+def test_long_traceback_keeps_its_head_and_its_end():
+    lines = [f"frame {i}" for i in range(1000)]
+    text = failure_block(Failure(rank=0, status=1, traceback="\n".join(lines)))
+    assert "  frame 5\n    (960 lines left out)\n  frame 966\n" in text
+    assert text.endswith("  frame 999\n")
+    assert text.count("\n") == 43
+
+
+def test_many_different_others_are_summed_up():
+    text = failure_block(Failure(rank=0, status=1), [Other(rank, f"at line {rank}") for rank in range(1, 65)])
+    assert "  rank 7: at line 7\n  ranks 8-64: elsewhere\n" in text
+
+
+def test_blocks_use_no_exclamation_marks():
+    text = failure_block(Failure(rank=0, status=1), [Other(1, "computing")], arguments=["a.py"], log_dir="logs")
+    assert "!" not in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((), ""), ((5,), "5"), ((0, 1), "0, 1"), ((0, 1, 2), "0-2"), ((7, 0, 1, 2, 3, 7), "0-3, 7"), ((1, 3, 5), "1, 3, 5")],
+)
+def test_ranks_are_compressed(ranks, text):
+    assert compress_ranks(ranks) == text
+
+
+def test_statuses():
+    assert describe_exit(0) == "exited with status 0"
+    assert describe_exit(-34) == "was killed by signal 34 (SIGRTMIN)"
+    assert describe_exit(-40) == "was killed by signal 40"
+    assert [exit_code_of(status) for status in (0, 3, -9, -15)] == [0, 3, 137, 143]
+
+
+def test_every_own_code_has_a_meaning():
+    codes = {value for name, value in vars(exits).items() if name.isupper() and isinstance(value, int)}
+    assert codes == set(exits.MEANINGS)
+
+
+def test_secrets_are_masked():
+    names = ["API_KEY", "token", "MY_SECRET_X", "DB_PASSWORD", "AUTHORIZATION", "Cookie"]
+    assert set(mask_environment(dict.fromkeys(names, "value")).values()) == {"***"}
+    assert mask_environment({"HOME": "/root"}) == {"HOME": "/root"}
+
+
+def test_secrets_on_the_command_line_are_masked_in_what_to_try():
+    arguments = ["--env", "TOKEN=abc", "--env=API_KEY=abc", "--env", "TOKEN", "-n", "2", "a.py", "KEY=1"]
+    assert mask_arguments(arguments) == [
+        "--env", "TOKEN=***", "--env=API_KEY=***", "--env", "TOKEN", "-n", "2", "a.py", "KEY=1",
+    ]  # fmt: skip
+    assert "abc" not in failure_block(Failure(rank=0, status=1), arguments=arguments)
