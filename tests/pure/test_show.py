@@ -1,60 +1,65 @@
+"""Plans as text. The figures in tests/golden are read by people; they are made here and by nothing else.
+
+After a wanted change: SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/pure/test_show.py, read the diff, commit what you can
+explain.
+"""
+
+import os
+from pathlib import Path
+
 import pytest
-from syncvar_launcher.options import launch_keys, parse
-from syncvar_launcher.show import dry_run_text, settings_rows
 
-from syncvar.config import RuntimeConfig
+from syncvar.plans import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send, build_all, plan_text, step_text
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+FIGURES = {
+    "ring_5": ("all_reduce", "ring", 5, {"count": 7}),
+    "ring_all_gather_3": ("all_gather", "ring", 3, {"counts": [2, 0, 3]}),
+    "direct_3": ("all_reduce", "direct", 3, {"count": 2}),
+    "direct_all_gather_3": ("all_gather", "direct", 3, {"counts": [2, 0, 3]}),
+    "tree_5": ("all_reduce", "tree", 5, {"count": 2}),
+    "tree_broadcast_5": ("broadcast", "tree", 5, {"count": 2, "root": 3}),
+    "dissemination_5": ("all_gather", "dissemination", 5, {"count": 2}),
+    "dissemination_barrier_5": ("barrier", "dissemination", 5, {}),
+    "reproducible_5": ("all_reduce", "reproducible", 5, {"count": 7}),
+}
 
 
-@pytest.fixture
-def options(tmp_path):
-    return parse(
-        ["-n", "3", "--env", "API_KEY=hunter2", "--timeout", "90", "-m", "train", "--lr", "0.1"],
-        {"SYNCVAR_LAUNCH_TIMESTAMPS": "1", "SYNCVAR_LOST_AFTER_S": "1.5"},
-        tmp_path,
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figure_is_what_the_plan_says(name):
+    collective, algorithm, world_size, arguments = FIGURES[name]
+    text = plan_text(build_all(collective, algorithm, world_size, **arguments))
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN") == "1":
+        path.write_text(text, encoding="ascii")
+    assert path.read_text(encoding="ascii") == text
+
+
+def test_a_group_of_one_is_a_heading():
+    assert (
+        plan_text(build_all("all_reduce", "ring", 1, count=4))
+        == "all_reduce by ring: world size 1, 4 elements, scratch 0\n"
     )
 
 
-def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
-    environments = [{"SYNCVAR_RANK": str(rank), "OMP_NUM_THREADS": "2", "API_KEY": "hunter2"} for rank in range(3)]
-    argv = ["/usr/bin/python3", "-m", "syncvar.bootstrap", "-m", "train", "--lr", "0.1", "a b"]
-    text = dry_run_text(options, [(0, 1), (2, 3), None], environments, argv, host="b", binding="bound: 2 cores")
-    head, settings = text.split("settings:\n")
-    assert head == (
-        "rank  host  cores  BLAS threads\n"
-        "0     b     0,1    2\n"
-        "1     b     2,3    2\n"
-        "2     b     any    2\n"
-        "bound: 2 cores\n"
-        "transport zmq: unix sockets on one host\n"
-        f"folder {tmp_path}\n"
-        "\n"
-        "command:\n"
-        "  /usr/bin/python3 -m syncvar.bootstrap -m train --lr 0.1 'a b'\n"
-        "\n"
-        "environment set for rank 0:\n"
-        "  API_KEY='***'\n"
-        "  OMP_NUM_THREADS=2\n"
-        "  SYNCVAR_RANK=0\n"
-        "\n"
-    )
-    rows = [line.split() for line in settings.splitlines()]
-    assert ["workers", "3", "command", "line"] in rows
-    assert ["timeout", "90", "s", "command", "line"] in rows
-    assert ["timestamps", "yes", "environment"] in rows
-    assert ["lost_after_s", "1.5", "s", "environment"] in rows
-    assert ["window_bytes", "67108864", "B", "default"] in rows
-    assert "hunter2" not in text
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (Send(1, Chunk(2, 4)), "w[2:4] to 1"),
+        (Recv(1, Chunk(2, 4, Buffer.SCRATCH)), "s[2:4] = <1>"),
+        (RecvReduce(1, Chunk(2, 4), incoming_left=True), "w[2:4] = <1> + w[2:4]"),
+        (RecvReduce(1, Chunk(2, 4), incoming_left=False), "w[2:4] = w[2:4] + <1>"),
+        (Copy(Chunk(0, 2), Chunk(2, 4, Buffer.SCRATCH)), "s[2:4] = w[0:2]"),
+        (Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=True), "w[2:4] = s[0:2] + w[2:4]"),
+        (Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=False), "w[2:4] = w[2:4] + s[0:2]"),
+    ],
+)
+def test_a_step_reads_as_an_assignment(step, text):
+    assert step_text(step) == text
 
 
-def test_every_setting_is_shown(options):
-    names = {name for name, _, _ in settings_rows(options)}
-    assert names >= (set(launch_keys()) - {"env"}) | set(RuntimeConfig.names()) | {"config", "env.API_KEY"}
-
-
-def test_control_characters_of_values_are_escaped(tmp_path):
-    options = parse(["--env", "A=\x1b[2J", "-m", "t"], {}, tmp_path)
-    assert "\x1b" not in dry_run_text(options, [None], [{"A": "\x1b]"}], ["a\x1b"], host="\x1b")
-
-
-def test_no_blas_variable_is_said(options):
-    assert "as set" in dry_run_text(options, [None], [{}], ["x"])
+def test_no_line_ends_in_a_space():
+    for collective, algorithm, world_size, arguments in FIGURES.values():
+        for line in plan_text(build_all(collective, algorithm, world_size, **arguments)).splitlines():
+            assert line == line.rstrip()

@@ -1,0 +1,60 @@
+import pytest
+from syncvar_launcher.options import launch_keys, parse
+from syncvar_launcher.show import dry_run_text, settings_rows
+
+from syncvar.config import RuntimeConfig
+
+
+@pytest.fixture
+def options(tmp_path):
+    return parse(
+        ["-n", "3", "--env", "API_KEY=hunter2", "--timeout", "90", "-m", "train", "--lr", "0.1"],
+        {"SYNCVAR_LAUNCH_TIMESTAMPS": "1", "SYNCVAR_LOST_AFTER_S": "1.5"},
+        tmp_path,
+    )
+
+
+def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
+    environments = [{"SYNCVAR_RANK": str(rank), "OMP_NUM_THREADS": "2", "API_KEY": "hunter2"} for rank in range(3)]
+    argv = ["/usr/bin/python3", "-m", "syncvar.bootstrap", "-m", "train", "--lr", "0.1", "a b"]
+    text = dry_run_text(options, [(0, 1), (2, 3), None], environments, argv, host="b", binding="bound: 2 cores")
+    head, settings = text.split("settings:\n")
+    assert head == (
+        "rank  host  cores  BLAS threads\n"
+        "0     b     0,1    2\n"
+        "1     b     2,3    2\n"
+        "2     b     any    2\n"
+        "bound: 2 cores\n"
+        "transport zmq: unix sockets on one host\n"
+        f"folder {tmp_path}\n"
+        "\n"
+        "command:\n"
+        "  /usr/bin/python3 -m syncvar.bootstrap -m train --lr 0.1 'a b'\n"
+        "\n"
+        "environment set for rank 0:\n"
+        "  API_KEY='***'\n"
+        "  OMP_NUM_THREADS=2\n"
+        "  SYNCVAR_RANK=0\n"
+        "\n"
+    )
+    rows = [line.split() for line in settings.splitlines()]
+    assert ["workers", "3", "command", "line"] in rows
+    assert ["timeout", "90", "s", "command", "line"] in rows
+    assert ["timestamps", "yes", "environment"] in rows
+    assert ["lost_after_s", "1.5", "s", "environment"] in rows
+    assert ["window_bytes", "67108864", "B", "default"] in rows
+    assert "hunter2" not in text
+
+
+def test_every_setting_is_shown(options):
+    names = {name for name, _, _ in settings_rows(options)}
+    assert names >= (set(launch_keys()) - {"env"}) | set(RuntimeConfig.names()) | {"config", "env.API_KEY"}
+
+
+def test_control_characters_of_values_are_escaped(tmp_path):
+    options = parse(["--env", "A=\x1b[2J", "-m", "t"], {}, tmp_path)
+    assert "\x1b" not in dry_run_text(options, [None], [{"A": "\x1b]"}], ["a\x1b"], host="\x1b")
+
+
+def test_no_blas_variable_is_said(options):
+    assert "as set" in dry_run_text(options, [None], [{}], ["x"])
