@@ -5,13 +5,14 @@ A transport moves frames between the ranks of one generation. It knows no collec
 * **Order**: frames of one sender to one receiver arrive in the order sent, once, or the link is reported lost. Frames
   of different senders arrive in any order. Whoever sits above must not rely on more: `syncvar.testing` also offers
   transports that reorder.
-* **What blocks**: only `wait`, and `close` for at most its linger. `send` queues what cannot go at once.
+* **What blocks**: only `wait` and `wait_idle`, and `close` for at most its linger. `send` queues what cannot go at once.
 * **Who owns memory**: a payload given with `borrow=True` is borrowed until the returned loan says `is_done()`; with
   `borrow=False` it is copied before `send` returns. A received payload belongs to the receiver.
 * **Failure**: a link never heals. It is reported once as `Lost`, after every frame that arrived before; sends to a
   lost peer are dropped silently, since the report has been made.
 * **Errors**: operating system and ZeroMQ errors surface as children of `TransportError`, their cause kept.
-* **Threads**: one thread at a time may use a transport; only `wake` may be called by any other.
+* **Threads**: one thread at a time may use a transport; only `wake` and `wait_idle` may be called
+  beside it.
 """
 
 from __future__ import annotations
@@ -83,8 +84,11 @@ class Transport(Protocol):
             Whether a control message may have arrived too.
         """
 
+    def wait_idle(self, timeout_s: float) -> None:
+        """Wait like `wait`, without using the transport: the progress thread may call it beside a driver."""
+
     def wake(self) -> None:
-        """Make `wait` return, from any thread."""
+        """Make `wait` and `wait_idle` return, from any thread."""
 
     def close(self, linger_s: float) -> None:
         """Give up all links; frames already sent are flushed for at most `linger_s` seconds. Idempotent."""

@@ -21,7 +21,7 @@ Message = dict[str, Any]
 _NUMBER = (int, float)
 _SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # worker -> launcher
-    "join": {"rank": int, "job": str, "address": str, "pid": int, "host": str, "about": dict},
+    "join": {"rank": int, "job": str, "generation": int, "address": str, "pid": int, "host": str, "about": dict},
     "report": {
         "group": int, "members": list, "call": int, "fingerprint": int, "what": str, "site": str,
         "awaiting": list, "waited_s": _NUMBER, "mismatch": bool, "may_move": bool, "entered": dict,

@@ -65,7 +65,8 @@ class Coordinator:
         self.world_size = world_size
         self.job_id = job_id
         self.config = config
-        self.roll = RollCall(world_size, generation, config.rendezvous_timeout_s, config.roll_call_s)
+        self.roll = self._new_roll(generation)
+        self.next_roll = self._new_roll(generation + 1)
         self.left: dict[int, dict[int, int]] = {}
         self.gone: dict[int, str] = {}
         self.broken_by: tuple[int, str] | None = None
@@ -82,10 +83,18 @@ class Coordinator:
         """
         if message["job"] != self.job_id:
             return "this is another job", []
+        roll = self.roll if message["generation"] == self.roll.generation else self.next_roll
+        if message["generation"] != roll.generation:
+            return f"generation {message['generation']} cannot be joined, {self.roll.generation} is in force", []
         member = Member(message["rank"], message["address"], message["host"], message["pid"], message["about"])
-        refused = self.roll.join(member, now)
-        if refused or not self.roll.is_complete:
+        refused = roll.join(member, now)
+        if refused or not roll.is_complete:
             return refused, []
+        if roll is self.next_roll:  # every rank has left the old generation and joined anew
+            self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
+            self.left.clear()
+            self._reports.clear()
+            self._said.clear()
         data = pack_message(
             "roll",
             generation=self.roll.generation,
@@ -140,17 +149,22 @@ class Coordinator:
     def finished(self, rank: int, now: float) -> list[Action]:
         """Note that a rank's process ended in order."""
         del now
-        failure = self.roll.ended(rank, "finished")
-        return self._rendezvous_failed(failure) if failure else []
+        actions: list[Action] = []
+        for roll in (self.roll, self.next_roll):
+            failure = roll.ended(rank, "finished")
+            if failure:
+                actions += self._rendezvous_failed(roll, failure)
+        return actions
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock: roll call, verdicts, stalls."""
         actions: list[Action] = []
-        sentence, failure = self.roll.tick(now)
-        if sentence:
-            actions.append(Say(sentence))
-        if failure:
-            actions += self._rendezvous_failed(failure)
+        for roll in (self.roll, self.next_roll):
+            sentence, failure = roll.tick(now)
+            if sentence:
+                actions.append(Say(sentence))
+            if failure:
+                actions += self._rendezvous_failed(roll, failure)
         if self._reports:
             actions += self._judge(now)
             actions += self._warn(now)
@@ -235,9 +249,12 @@ class Coordinator:
         )
         return self._tell(message["members"], data, but=rank)
 
-    def _rendezvous_failed(self, reason: str) -> list[Action]:
-        data = pack_message("refused", error="RendezvousError", reason=reason, missing=self.roll.missing())
-        return [Fail("RendezvousError", reason), *self._tell(self.roll.members, data)]
+    def _new_roll(self, generation: int) -> RollCall:
+        return RollCall(self.world_size, generation, self.config.rendezvous_timeout_s, self.config.roll_call_s)
+
+    def _rendezvous_failed(self, roll: RollCall, reason: str) -> list[Action]:
+        data = pack_message("refused", error="RendezvousError", reason=reason, missing=roll.missing())
+        return [Fail("RendezvousError", reason), *(Tell(rank, data) for rank in sorted(roll.members))]
 
     def _abort(self, rank: int, reason: str) -> list[Action]:
         fields = {"kind_of_break": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}

@@ -18,7 +18,7 @@ __all__ = ["HEADER_NBYTES", "PROTOCOL_VERSION", "Header", "Kind", "pack_header",
 
 PROTOCOL_VERSION = 1
 _MAGIC = b"sv"
-_BODY = struct.Struct("<2sBBIIIQIIQQ")
+_BODY = struct.Struct("<2sBBIIQQIIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _BODY.size + _CHECKSUM.size
 

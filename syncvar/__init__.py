@@ -1,0 +1,125 @@
+"""Synchronized variables over real processes.
+
+`import syncvar as sv`, then start the script with `syncvar-launch --workers N script.py`. Names are loaded when they
+are first used, so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from syncvar.collectives import (
+        Group,
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        barrier,
+        broadcast,
+        broadcast_object,
+        gather_object,
+        new_group,
+        scatter_object,
+        tree_sum,
+    )
+    from syncvar.errors import (
+        CheckpointError,
+        ConfigError,
+        Corrupt,
+        DeadlineExceeded,
+        GroupBroken,
+        HandshakeError,
+        HostUnreachable,
+        InternalError,
+        LaunchError,
+        MismatchError,
+        NoAggregation,
+        NotFound,
+        PeerLost,
+        PlanError,
+        RankFailed,
+        RendezvousError,
+        RowOutOfRange,
+        SyncvarError,
+        TransportError,
+        UsageError,
+    )
+    from syncvar.identity import host_count, host_index, local_rank, local_world_size, rank, world_size
+    from syncvar.runtime.context import init, is_initialized, shutdown
+    from syncvar.runtime.group import Work
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "syncvar.collectives": (
+        "Group", "all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object",
+        "gather_object", "new_group", "scatter_object", "tree_sum",
+    ),
+    "syncvar.errors": (
+        "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken", "HandshakeError",
+        "HostUnreachable", "InternalError", "LaunchError", "MismatchError", "NoAggregation", "NotFound", "PeerLost",
+        "PlanError", "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError", "UsageError",
+    ),
+    "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "world_size"),
+    "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
+    "syncvar.runtime.group": ("Work",),
+}  # fmt: skip
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Corrupt",
+    "DeadlineExceeded",
+    "Group",
+    "GroupBroken",
+    "HandshakeError",
+    "HostUnreachable",
+    "InternalError",
+    "LaunchError",
+    "MismatchError",
+    "NoAggregation",
+    "NotFound",
+    "PeerLost",
+    "PlanError",
+    "RankFailed",
+    "RendezvousError",
+    "RowOutOfRange",
+    "SyncvarError",
+    "TransportError",
+    "UsageError",
+    "Work",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "gather_object",
+    "host_count",
+    "host_index",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_world_size",
+    "new_group",
+    "rank",
+    "scatter_object",
+    "shutdown",
+    "tree_sum",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'syncvar' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,70 @@
+"""Barrier: nobody goes on before everybody has come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.runtime.executor import Stage
+from syncvar.runtime.group import Communicator, Request, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Hashable
+
+    from syncvar.collectives.groups import Group
+
+__all__ = ["barrier", "meet"]
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def barrier(*, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
+    """Wait until every rank of the group has called this.
+
+    Args:
+        group: Ranks that take part; None means the world.
+        timeout: Seconds; None means the job's default.
+        async_op: Return a `Work` at once.
+
+    Returns:
+        None, or a `Work` whose result is None.
+
+    Raises:
+        MismatchError: Another rank made another call.
+        PeerLost: A rank is gone.
+        DeadlineExceeded: A rank did not come in time.
+
+    Cost: ceil(log2 n) rounds of empty frames.
+    Source: Hensgen, Finkel, Manber 1988 (dissemination barrier).
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.barrier()
+    """
+    from syncvar.collectives.groups import communicator_of
+
+    return meet(communicator_of(group), "barrier", ("barrier",), timeout, async_op=async_op)
+
+
+def meet(
+    communicator: Communicator,
+    what: str,
+    parts: tuple[Hashable, ...],
+    timeout: float | None,
+    check: Callable[[], None] | None = None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Meet at a point that all ranks name alike; `parts` is compared."""
+
+    def request() -> Request:
+        if check is not None:
+            check()
+        return Request(what, fingerprint(*parts), _body(communicator))
+
+    return communicator.perform(what, request, timeout, async_op=async_op)
+
+
+def _body(communicator: Communicator) -> Generator[Stage, None, None]:
+    yield Stage(communicator.plan("barrier", "dissemination", 0), _NOTHING)

@@ -1,0 +1,134 @@
+"""Groups of ranks as the user sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives.barrier import meet
+from syncvar.errors import ConfigError, UsageError
+from syncvar.runtime.context import current
+from syncvar.runtime.group import Communicator, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Group", "communicator_of", "new_group"]
+
+
+class Group:
+    """Ranks that communicate among themselves; made by `new_group` or `split`.
+
+    Example:
+        >>> import syncvar as sv
+        >>> group = sv.new_group([0])
+        >>> group.rank, group.size, group.ranks, group.is_member
+        (0, 1, (0,), True)
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    @property
+    def rank(self) -> int | None:
+        """This process's rank in the group, or None for a non-member."""
+        return self._communicator.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._communicator.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the world, in the group's order."""
+        return self._communicator.members
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process belongs to the group."""
+        return self._communicator.rank is not None
+
+    def split(self, color: int | None, key: int = 0, *, timeout: float | None = None) -> Group | None:
+        """Split the group: ranks of the same color form a new group, ordered by (key, rank).
+
+        Collective over this group.
+
+        Args:
+            color: Any integer; None to belong to no new group.
+            key: Order within the new group.
+            timeout: Seconds; None means the job's default.
+
+        Returns:
+            The new group of this rank's color, or None for color None.
+
+        Raises:
+            ConfigError: color or key is no integer.
+        """
+        from syncvar.collectives.objects import all_gather_object
+
+        for name, value in (("color", color), ("key", key)):
+            if isinstance(value, bool) or not (isinstance(value, int | np.integer) or (name == "color" and value is None)):
+                raise ConfigError(f"{name} must be an integer, not {value!r}")
+        parent = self._communicator
+        mine = [None if color is None else int(color), int(key)]
+        everyone = all_gather_object(mine, group=self, timeout=timeout)
+        if color is None:
+            return None
+        chosen = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
+        members = tuple(parent.members[rank] for _, rank in chosen)
+        return Group(current().communicator(_identity(parent, members), members))
+
+    def __repr__(self) -> str:
+        return f"Group(ranks={list(self.ranks)}, rank={self.rank})"
+
+
+def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
+    """Make a group of ranks of the world. Collective over the world, with the same list everywhere.
+
+    Args:
+        ranks: Distinct ranks; their order is the order of the group.
+        timeout: Seconds; None means the job's default.
+
+    Raises:
+        ConfigError: A rank is outside the world or named twice, or the list is empty.
+        MismatchError: The lists differ between ranks.
+    """
+    context = current()
+    world = context.world
+    members = tuple(int(rank) for rank in ranks)
+
+    def check() -> None:
+        if not members:
+            raise ConfigError("a group needs at least one rank")
+        outside = [rank for rank in members if not 0 <= rank < world.size]
+        if outside:
+            raise ConfigError(f"ranks {outside} are outside a world of {world.size}")
+        if len(set(members)) != len(members):
+            raise ConfigError(f"a rank is named twice in {list(members)}")
+
+    identity = _identity(world, members)
+    meet(world, f"new_group({list(members)})", ("new_group", members), timeout, check)
+    return Group(context.communicator(identity, members))
+
+
+def communicator_of(group: Any) -> Communicator:
+    """Return the communicator of `group`, or of the world for None.
+
+    Raises:
+        ConfigError: It is no group.
+        UsageError: It is the group of a job that this process has left.
+    """
+    if group is None:
+        return current().world
+    if not isinstance(group, Group):
+        raise ConfigError(f"group must be made by sv.new_group or split, not {type(group).__name__}")
+    communicator = group._communicator  # noqa: SLF001
+    if communicator.engine is not current().engine:
+        raise UsageError("this group belongs to a job that this process has left; make it again after sv.init()")
+    return communicator
+
+
+def _identity(parent: Communicator, members: tuple[int, ...]) -> int:
+    return fingerprint("group", parent.identity, parent.next_call, members)

@@ -1,0 +1,181 @@
+"""Collectives of plain Python objects, sent as data and never pickled.
+
+Objects are None, bool, int, float, complex, str, bytes, and lists, tuples and dicts of these and of NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._arguments import checked_root
+from syncvar.collectives._headers import BYTES, Record, exchange
+from syncvar.collectives.all_gather import gather_flat
+from syncvar.collectives.broadcast import broadcast_bytes
+from syncvar.collectives.groups import communicator_of
+from syncvar.errors import ConfigError
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.wire import pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from syncvar.collectives.groups import Group
+    from syncvar.runtime.executor import Stage
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
+
+
+def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | None = None) -> list[Any]:
+    """Give every rank the objects of all ranks, in rank order.
+
+    Args:
+        o: Any object of the kinds named in this module.
+        group: Ranks that take part; None means the world.
+        timeout: Seconds; None means the job's default.
+
+    Raises:
+        ConfigError: The object cannot travel; the others raise MismatchError.
+
+    Cost: a header round, then n-1 rounds of the packed objects.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.all_gather_object({"rank": sv.rank()})
+        [{'rank': 0}]
+    """
+    communicator = communicator_of(group)
+
+    def check() -> Request:
+        mine = pack_object(o)
+
+        def body() -> Generator[Stage, None, list[Any]]:
+            return [unpack_object(data) for data in (yield from _gather_bytes(communicator, mine))]
+
+        return Request("all_gather_object", fingerprint("all_gather_object"), body())
+
+    result: list[Any] = communicator.perform("all_gather_object", check, timeout)
+    return result
+
+
+def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None) -> Any:
+    """Give every rank the root's object; what other ranks pass is not looked at.
+
+    Args:
+        o: On the root, any object of the kinds named in this module.
+        root: Rank of the group whose object is sent.
+        group: Ranks that take part; None means the world.
+        timeout: Seconds; None means the job's default.
+
+    Raises:
+        ConfigError: The object cannot travel; the others raise MismatchError.
+
+    Cost: a header round, then ceil(log2 n) rounds of the packed object.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.broadcast_object([1, "two"])
+        [1, 'two']
+    """
+    communicator = communicator_of(group)
+
+    def check() -> Request:
+        source = checked_root(root, communicator.size)
+        mine = pack_object(o) if communicator.member_rank == source else b""
+
+        def body() -> Generator[Stage, None, Any]:
+            return unpack_object((yield from broadcast_bytes(communicator, mine, source)))
+
+        return Request(f"broadcast_object(root {source})", fingerprint("broadcast_object", source), body())
+
+    return communicator.perform("broadcast_object", check, timeout)
+
+
+def gather_object(
+    o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None
+) -> list[Any] | None:
+    """Give the root the objects of all ranks, in rank order; other ranks get None.
+
+    Args:
+        o: Any object of the kinds named in this module.
+        root: Rank of the group that gets the list.
+        group: Ranks that take part; None means the world.
+        timeout: Seconds; None means the job's default.
+
+    Raises:
+        ConfigError: The object cannot travel; the others raise MismatchError.
+
+    Cost: that of `all_gather_object`.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.gather_object("me")
+        ['me']
+    """
+    communicator = communicator_of(group)
+
+    def check() -> Request:
+        target = checked_root(root, communicator.size)
+        mine = pack_object(o)
+
+        def body() -> Generator[Stage, None, list[Any] | None]:
+            everything = yield from _gather_bytes(communicator, mine)
+            return [unpack_object(data) for data in everything] if communicator.member_rank == target else None
+
+        return Request(f"gather_object(root {target})", fingerprint("gather_object", target), body())
+
+    result: list[Any] | None = communicator.perform("gather_object", check, timeout)
+    return result
+
+
+def scatter_object(
+    objects: list[Any] | None, root: int = 0, *, group: Group | None = None, timeout: float | None = None
+) -> Any:
+    """Give rank r the r-th object of the root's list; what other ranks pass is not looked at.
+
+    Args:
+        objects: On the root, a list of as many objects as the group has ranks.
+        root: Rank of the group that has the list.
+        group: Ranks that take part; None means the world.
+        timeout: Seconds; None means the job's default.
+
+    Raises:
+        ConfigError: The list is too long or too short, or an object cannot travel; the others raise MismatchError.
+
+    Cost: that of `broadcast_object` of the whole list.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.scatter_object(["for rank 0"])
+        'for rank 0'
+    """
+    communicator = communicator_of(group)
+
+    def check() -> Request:
+        source = checked_root(root, communicator.size)
+        mine = b""
+        if communicator.member_rank == source:
+            if not isinstance(objects, list | tuple) or len(objects) != communicator.size:
+                given = f"{len(objects)} objects" if isinstance(objects, list | tuple) else type(objects).__name__
+                raise ConfigError(f"scatter_object needs a list of {communicator.size} objects on the root, not {given}")
+            mine = pack_object([pack_object(one) for one in objects])
+
+        def body() -> Generator[Stage, None, Any]:
+            packed = unpack_object((yield from broadcast_bytes(communicator, mine, source)))
+            return unpack_object(packed[communicator.member_rank])
+
+        return Request(f"scatter_object(root {source})", fingerprint("scatter_object", source), body())
+
+    return communicator.perform("scatter_object", check, timeout)
+
+
+def _gather_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, None, list[bytes]]:
+    records = yield from exchange(communicator, Record(BYTES, nbytes=len(mine)))
+    counts = tuple(record.nbytes for record in records)
+    flat = yield from gather_flat(communicator, np.frombuffer(mine, np.uint8), counts)
+    data = flat.tobytes()
+    ends = list(accumulate(counts))
+    return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]

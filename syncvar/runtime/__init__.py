@@ -1,0 +1,9 @@
+"""The edge where plans meet sockets, threads and clocks.
+
+* `context`: joining and leaving a job; who this process is.
+* `engine`: one lock, one driver at a time; deadlines, credit, failure.
+* `executor`: runs plans on arrays as resumable operations.
+* `group`: call numbers, poison, prepared plans; `Work`, the handle of a started call.
+* `kernels`: reductions by dtype.
+* `store`: the launcher's end (imports no NumPy; the launcher imports it by its own name).
+"""

@@ -1,0 +1,324 @@
+"""The runtime object of a process: joining, leaving, and who this process is.
+
+There is one context per process, made by `init` or by the first call that needs it. Threads of an in-process test
+world each have their own, which `use` binds to them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncvar.config import RuntimeConfig
+from syncvar.env import RankEnvironment
+from syncvar.errors import PeerLost, RendezvousError, SyncvarError, TransportError, UsageError
+from syncvar.runtime.engine import Engine
+from syncvar.runtime.group import Communicator
+from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import zmq
+
+    from syncvar.transports import Control, Transport
+
+__all__ = ["Context", "current", "init", "is_initialized", "shutdown", "use"]
+
+_WORLD = 0
+
+
+class Context:
+    """One process's membership in one generation of a job.
+
+    Args:
+        environment: Who this process is; None for a world of one.
+        config: Deadlines and limits.
+        transport: Not yet opened; None for a world of one.
+        control: Channel to the launcher; None for a world of one.
+    """
+
+    def __init__(
+        self,
+        environment: RankEnvironment | None,
+        config: RuntimeConfig,
+        transport: Transport | None = None,
+        control: Control | None = None,
+        generation: int = 0,
+    ) -> None:
+        self.config = config
+        self.rank = environment.rank if environment else 0
+        self.world_size = environment.world_size if environment else 1
+        self.local_rank = environment.local_rank if environment else 0
+        self.local_world_size = environment.local_world_size if environment else 1
+        self.host_index = environment.host_index if environment else 0
+        self.host_count = environment.host_count if environment else 1
+        self.generation = generation
+        self.is_closed = False
+        self.process = os.getpid()
+        self.extras: dict[str, Any] = {}  # what upper rooms keep per context: default strategy, names of variables
+        self._transport = transport
+        self._control = control
+        self._zeromq: zmq.Context[Any] | None = None
+        self._next_group = _WORLD + 1
+        self._communicators: list[Communicator] = []
+        self.engine: Engine | None = None
+        if environment is not None and transport is not None and control is not None:
+            hosts = _meet(environment, config, transport, control, generation)
+            self.engine = Engine(
+                self.rank, self.world_size, generation, transport, control, config, hosts
+            )
+        self.world = self.communicator(_WORLD, tuple(range(self.world_size)))
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks of the world on this host."""
+        first = self.rank - self.local_rank
+        return tuple(range(first, first + self.local_world_size))
+
+    def communicator(self, identity: int, members: tuple[int, ...]) -> Communicator:
+        """Make the calls of a group possible; every member must use the same identity."""
+        made = Communicator(identity, members, self.rank, self.engine)
+        self._communicators.append(made)
+        return made
+
+    def new_identity(self) -> int:
+        """Return the next group identity; called in the same order on all ranks, it is the same on all."""
+        identity = self._next_group
+        self._next_group += 1
+        return identity
+
+    def close(self, *, orderly: bool) -> None:
+        """Leave the job.
+
+        Args:
+            orderly: Finish what was started, say goodbye and flush. Otherwise just let go: the process is failing.
+
+        Raises:
+            SyncvarError: A started call that nobody waited for had failed.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        engine = self.engine
+        if engine is None:
+            return
+        error: SyncvarError | None = None
+        linger_s = 0.0
+        try:
+            if orderly and engine.failure is None:
+                linger_s = self.config.shutdown_timeout_s
+                try:
+                    engine.leave(time.monotonic() + self.config.collective_timeout_s)
+                except SyncvarError as failed:
+                    error = failed
+        finally:
+            engine.stop()
+            if self._transport is not None:
+                self._transport.close(linger_s if engine.failure is None else 0.0)
+            if self._control is not None:
+                self._control.close(self.config.shutdown_timeout_s)
+            if self._zeromq is not None:
+                self._zeromq.term()
+        if error is not None:
+            raise error
+
+    def disown(self) -> None:
+        """Become unusable: this process is a forked copy of the one that joined."""
+        failure = UsageError(
+            f"this process was forked from rank {self.rank} (process {self.process}) after it had joined the job; a "
+            f"copy cannot take part. Fork before sv.init(), or start children with subprocess or "
+            f"multiprocessing's 'spawn' method"
+        )
+        if self.engine is not None:
+            self.engine.disown(failure)
+        for communicator in self._communicators:
+            communicator.disown(failure)
+        self.is_closed = True
+        _state.forked = failure
+
+    def take_zeromq(self, context: zmq.Context[Any]) -> None:
+        """Own the ZeroMQ context, to end it with this one."""
+        self._zeromq = context
+
+
+class _State:
+    """The default context of the process, and the one that each thread of a test world has instead."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.default: Context | None = None
+        self.thread = threading.local()
+        self.forked: UsageError | None = None
+        self.generations = 0
+        self.hooked = False
+
+
+_state = _State()
+
+
+def init() -> None:
+    """Join the job. Does nothing when this process has joined already.
+
+    A process that `syncvar-launch` did not start becomes a world of one. After `shutdown`, `init` joins anew,
+    together with all other ranks.
+
+    Raises:
+        RendezvousError: Not all ranks came in time; the missing ones are named.
+        ConfigError: The environment or a setting is wrong.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.init()
+        >>> sv.rank(), sv.world_size()
+        (0, 1)
+    """
+    current()
+
+
+def shutdown() -> None:
+    """Leave the job in order. Not a barrier; later calls to this rank raise PeerLost there. Idempotent.
+
+    Raises:
+        SyncvarError: A started call that nobody waited for had failed.
+    """
+    with _state.lock:
+        context = getattr(_state.thread, "context", None) or _state.default
+        if context is None or context.is_closed:
+            return
+        if context is _state.default:
+            _state.default = None
+        context.close(orderly=True)
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined and not left."""
+    context = getattr(_state.thread, "context", None) or _state.default
+    return context is not None and not context.is_closed
+
+
+def current() -> Context:
+    """Return the context of this thread or process, joining first if need be."""
+    context = getattr(_state.thread, "context", None) or _state.default
+    if context is not None and not context.is_closed:
+        return context
+    return _join()
+
+
+@contextlib.contextmanager
+def use(context: Context) -> Iterator[None]:
+    """Bind a context to this thread."""
+    _state.thread.context = context
+    try:
+        yield
+    finally:
+        del _state.thread.context
+
+
+def abandon() -> None:
+    """Let go of the job without a goodbye: this process is about to end with an error."""
+    context = _state.default
+    if context is not None and context.process == os.getpid():
+        _state.default = None
+        context.close(orderly=False)
+
+
+def _join() -> Context:
+    if getattr(_state.thread, "context", None) is not None:
+        raise UsageError("this thread's context has been shut down")
+    with _state.lock:
+        if _state.forked is not None:
+            raise _state.forked
+        if _state.default is not None and not _state.default.is_closed:
+            return _state.default
+        _state.default = _connect(os.environ)
+        _state.generations += 1
+        if not _state.hooked:
+            _state.hooked = True
+            os.register_at_fork(after_in_child=_forked)
+            atexit.register(_at_exit)
+        return _state.default
+
+
+def _connect(environ: Mapping[str, str]) -> Context:
+    environment = RankEnvironment.from_mapping(environ)
+    config = RuntimeConfig.from_mapping(environ)
+    if environment is None or (environment.world_size == 1 and environment.host_count == 1):
+        return Context(environment, config)
+    import zmq
+
+    from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport
+
+    zeromq: zmq.Context[Any] = zmq.Context()
+    control: ZeromqControl | None = None
+    transport: ZeromqTransport | None = None
+    try:
+        control = ZeromqControl(zeromq, environment.rendezvous, environment.rank)
+        place = environment.rendezvous.rpartition("/")[0]
+        transport = ZeromqTransport(zeromq, environment.rank, place, environment.job_id, config, control)
+        context = Context(environment, config, transport, control, environment.generation + _state.generations)
+    except BaseException:
+        if transport is not None:
+            transport.close(0)
+        if control is not None:
+            control.close(0)
+        zeromq.term()
+        raise
+    context.take_zeromq(zeromq)
+    return context
+
+
+def _meet(
+    environment: RankEnvironment, config: RuntimeConfig, transport: Transport, control: Control, generation: int
+) -> dict[int, str]:
+    """Join the roll call; open the transport when all have come. Returns the host of each rank."""
+    control.send(
+        pack_message(
+            "join",
+            rank=environment.rank,
+            job=environment.job_id,
+            generation=generation,
+            address=transport.address,
+            pid=os.getpid(),
+            host=environment.host,
+            about={"protocol": PROTOCOL_VERSION, "byte_order": sys.byteorder},
+        )
+    )
+    # The launcher decides when the roll call has failed; this limit only guards against a launcher that is stuck.
+    deadline = time.monotonic() + config.rendezvous_timeout_s + 10.0
+    while True:
+        message: Message | None = control.receive()
+        if message is None:
+            if time.monotonic() > deadline:
+                raise RendezvousError(f"the launcher did not answer rank {environment.rank} in time")
+            transport.wait(min(1.0, deadline - time.monotonic()))
+        elif message["kind"] == "roll":
+            transport.open(message["addresses"], message["generation"])
+            return dict(message["hosts"])
+        elif message["kind"] == "refused":
+            raise RendezvousError(f"rank {environment.rank} could not join: {message['reason']}", message["missing"])
+        elif message["kind"] == "abort":
+            raise PeerLost(message["rank"], message["host"], message["reason"], "while the ranks met")
+        else:
+            raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
+
+
+def _forked() -> None:
+    if _state.default is not None:
+        _state.default.disown()
+        _state.default = None
+
+
+def _at_exit() -> None:
+    context = _state.default
+    if context is None or context.process != os.getpid():
+        return
+    failing = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    _state.default = None
+    with contextlib.suppress(SyncvarError):
+        context.close(orderly=not failing)

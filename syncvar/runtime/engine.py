@@ -1,0 +1,577 @@
+"""The engine of a process: one lock, one driver at a time, every group advanced by every wait.
+
+A caller that waits takes the engine lock and drives: it drains the transport, hands frames to operations, and looks at
+deadlines. Other waiting threads follow; when the driver leaves, one of them takes over. A progress thread drives when
+nobody waits, so that started operations go on and the launcher is heard while the program computes.
+
+Failure is by generation: the first loss, missed deadline or interruption fails every running operation and is raised
+by every later call.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import (
+    DeadlineExceeded,
+    GroupBroken,
+    MismatchError,
+    PeerLost,
+    SyncvarError,
+    TransportError,
+    UsageError,
+)
+from syncvar.runtime.executor import Operation, State
+from syncvar.topology import rank_list
+from syncvar.transports import Frame, Lost
+from syncvar.wire import HEADER_NBYTES, Kind, Message, pack_header, pack_message
+
+if TYPE_CHECKING:
+    from syncvar.config import RuntimeConfig
+    from syncvar.transports import Control, Transport
+
+__all__ = ["Engine"]
+
+_DETAIL_GRACE_S = 0.2  # how long a silent loss waits for the launcher to say what happened
+_CALLER_RECENT_S = 0.005
+_IDLE_S = 1.0
+_LOAN_LOOK_S = 0.0005
+_FOREVER = float("inf")
+
+
+class _Credit:
+    """Bytes on their way to a peer for one group, and frames that wait until some are used."""
+
+    __slots__ = ("outstanding", "queue")
+
+    def __init__(self) -> None:
+        self.outstanding = 0
+        self.queue: collections.deque[tuple[Operation, bytes, memoryview | None]] = collections.deque()
+
+
+class Engine:
+    """Everything that runs in a process of a world larger than one.
+
+    Args:
+        rank: This process in the world.
+        world_size: Ranks of the world.
+        generation: Version of the membership.
+        transport: Opened transport.
+        control: Channel to the launcher.
+        config: Deadlines and limits.
+        hosts: Host of each rank, for messages.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        generation: int,
+        transport: Transport,
+        control: Control,
+        config: RuntimeConfig,
+        hosts: dict[int, str],
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.generation = generation
+        self.segment_bytes = config.segment_bytes
+        self.failure: TransportError | UsageError | None = None
+        self.frames_sent = 0
+        self._transport = transport
+        self._control = control
+        self._config = config
+        self._hosts = hosts
+        self._lock = threading.Lock()
+        self._active: dict[tuple[int, int], Operation] = {}
+        self._early: dict[tuple[int, int], list[Frame]] = {}
+        self._next_call: dict[int, int] = {}
+        self._credits: dict[tuple[int, int], _Credit] = {}
+        self._owed: dict[tuple[int, int], int] = {}
+        self._doomed: list[Message] = []
+        self._left: dict[int, dict[int, int]] = {}
+        self._suspects: dict[int, tuple[str, float]] = {}
+        self._inbox: collections.deque[Operation] = collections.deque()
+        self._followers: list[threading.Event] = []
+        self._failure_raised = False
+        self._last_caller = 0.0
+        self._stopping = False
+        self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
+        self._progress.start()
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what broke this generation, if anything did.
+
+        Raises:
+            TransportError: The first call after the break raises the failure itself; later ones GroupBroken.
+            UsageError: This process was forked from the one that joined.
+        """
+        failure = self.failure
+        if failure is None:
+            return
+        if not self._failure_raised or isinstance(failure, UsageError):
+            self._failure_raised = True
+            raise failure
+        raise GroupBroken(f"this group broke earlier: {failure}", failure)
+
+    def announce(self, group: int, next_call: int) -> None:
+        """Note the next call number of a group; frames of earlier calls that are not running are dropped."""
+        self._next_call[group] = next_call
+
+    def forget(self, group: int) -> None:
+        """Give up what is stored for a group."""
+        self._next_call.pop(group, None)
+
+    def start(self, operation: Operation, timeout_s: float | None) -> None:
+        """Start an operation; it advances whenever somebody drives."""
+        now = time.monotonic()
+        allowed = self._config.collective_timeout_s if timeout_s is None else timeout_s
+        operation.started = now
+        operation.timeout_s = allowed
+        operation.deadline = now + allowed
+        operation.report_at = now + self._config.report_after_s
+        self._inbox.append(operation)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._start_waiting()
+            finally:
+                self._lock.release()
+            self._hand_over()
+        else:
+            self._transport.wake()
+
+    def wait(self, operation: Operation) -> Any:
+        """Drive until an operation is over; return its result or raise its error.
+
+        Raises:
+            SyncvarError: What failed. Any other exception that interrupts the wait (KeyboardInterrupt, an alarm
+                handler's) breaks the generation and is passed on.
+        """
+        operation.thread = threading.get_ident()
+        try:
+            while not operation.is_over:
+                if self._lock.acquire(blocking=False):
+                    try:
+                        self._drive(operation)
+                    finally:
+                        self._last_caller = time.monotonic()
+                        self._lock.release()
+                        self._hand_over()
+                else:
+                    self._follow(operation)
+        except BaseException as error:
+            self._interrupted(operation, error)
+            raise
+        finally:
+            operation.thread = 0
+        if operation.error is not None:
+            if operation.error is self.failure:
+                self._failure_raised = True
+            raise operation.error
+        return operation.result
+
+    def run(self, operation: Operation, timeout_s: float | None) -> Any:
+        """Start an operation and wait for it."""
+        self.start(operation, timeout_s)
+        return self.wait(operation)
+
+    def poll(self) -> None:
+        """Drive once, if nobody else does."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._look()
+                self._timers(time.monotonic())
+            finally:
+                self._lock.release()
+            self._hand_over()
+
+    def poison(self, group: int, members: tuple[int, ...], call: int, what: str, reason: str) -> None:
+        """Tell the group that this rank's call had a bad argument: the others raise MismatchError at once."""
+        self._tell("poison", group=group, members=list(members), call=call, what=what, reason=reason[:2000])
+
+    def left_run(self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str) -> None:
+        """Tell the group that an exception left `strategy.run` on this rank after `call`."""
+        self._tell(
+            "left_run", group=group, members=list(members), call=call, epoch_end=epoch_end, reason=reason[:2000]
+        )
+
+    def entered(self) -> dict[int, int]:
+        """Return the last call entered in each group."""
+        return {group: following - 1 for group, following in self._next_call.items()}
+
+    # -- the operations' outlet -----------------------------------------------------------------------------------
+
+    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
+        """Send a frame now, or when the link's credit allows."""
+        credit = self._credits.get((peer, operation.group))
+        if credit is None:
+            credit = self._credits[peer, operation.group] = _Credit()
+        nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
+        if credit.queue or (credit.outstanding and credit.outstanding + nbytes > self._config.window_bytes):
+            credit.queue.append((operation, header, payload))
+            operation.queued += 1
+            return
+        self._send(credit, nbytes, operation, peer, header, payload)
+
+    def consumed(self, peer: int, group: int, nbytes: int) -> None:
+        """Note that a frame has been used; give credit back in large pieces."""
+        key = (peer, group)
+        owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
+        if owed * 4 >= self._config.window_bytes:
+            header = pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed)
+            self._transport.send(peer, header)
+            owed = 0
+        self._owed[key] = owed
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def leave(self, deadline: float) -> None:
+        """Finish started operations until `deadline` (monotonic seconds), then tell the others that this rank leaves.
+
+        Raises:
+            SyncvarError: A started operation failed.
+        """
+        while self._active and self.failure is None and time.monotonic() < deadline:
+            self.wait(next(iter(self._active.values())))
+        if self.failure is None:
+            self._tell("leaving", entered=self.entered())
+
+    def disown(self, failure: UsageError) -> None:
+        """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
+        self.failure = failure
+        self._stopping = True
+
+    def stop(self) -> None:
+        """End the progress thread. Idempotent."""
+        self._stopping = True
+        self._transport.wake()
+        if self._progress is not threading.current_thread():
+            self._progress.join()
+
+    # -- driving --------------------------------------------------------------------------------------------------
+
+    def _drive(self, operation: Operation) -> None:
+        look, timers, wait = self._look, self._timers, self._transport.wait
+        self._hear()
+        while True:
+            look()
+            if operation.is_over:
+                return
+            now = time.monotonic()
+            due = timers(now)
+            if operation.is_over:
+                return
+            if wait(due - now):
+                self._hear()
+
+    def _follow(self, operation: Operation) -> None:
+        event = threading.Event()
+        self._followers.append(event)
+        try:
+            if not operation.is_over and self._lock.locked():
+                event.wait(1.0)
+        finally:
+            self._followers.remove(event)
+
+    def _hand_over(self) -> None:
+        for event in list(self._followers):
+            event.set()
+
+    def _serve(self) -> None:
+        transport = self._transport
+        while not self._stopping:
+            transport.wait_idle(_IDLE_S)
+            if self._stopping:
+                return
+            if not self._active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
+                time.sleep(_CALLER_RECENT_S)
+                continue
+            if not self._lock.acquire(blocking=False):
+                time.sleep(_CALLER_RECENT_S)
+                continue
+            try:
+                self._hear()
+                self._look()
+                self._timers(time.monotonic())
+            except SyncvarError as error:
+                self._break(error if isinstance(error, TransportError) else GroupBroken(str(error), error))
+            finally:
+                self._lock.release()
+            self._hand_over()
+
+    def _look(self) -> None:
+        """Take everything that has arrived and advance what it concerns."""
+        if self._inbox:
+            self._start_waiting()
+        receive = self._transport.receive
+        while True:
+            arrival = receive()
+            if arrival is None:
+                break
+            if isinstance(arrival, Lost):
+                self._suspects.setdefault(arrival.peer, (arrival.reason, time.monotonic() + _DETAIL_GRACE_S))
+                continue
+            header = arrival.header
+            if header.kind == Kind.DATA:
+                operation = self._active.get((header.group, header.call))
+                if operation is None:
+                    self._keep_early(arrival)
+                else:
+                    self._deliver(operation, arrival)
+            elif header.kind == Kind.CREDIT:
+                self._credited(header.source, header.group, header.nbytes)
+
+    def _deliver(self, operation: Operation, frame: Frame) -> None:
+        if frame.header.fingerprint != operation.fingerprint:
+            self.consumed(frame.header.source, operation.group, frame.header.nbytes)
+            operation.mismatch = True
+            self._report(operation, time.monotonic())
+            return
+        try:
+            operation.accept(frame, self)
+        except SyncvarError as error:
+            self._break(error if isinstance(error, TransportError) else GroupBroken(str(error), error))
+            return
+        if operation.state == State.DRAINING:
+            operation.advance(self)
+        if operation.is_over:
+            self._retire(operation)
+
+    def _start_waiting(self) -> None:
+        while self._inbox:
+            operation = self._inbox.popleft()
+            key = (operation.group, operation.call)
+            if self.failure is not None:
+                operation.fail(self.failure)
+                continue
+            refusal = self._refusal(operation)
+            if refusal is not None:
+                operation.fail(refusal)
+                for frame in self._early.pop(key, ()):
+                    self.consumed(frame.header.source, operation.group, frame.header.nbytes)
+                continue
+            self._active[key] = operation
+            operation.advance(self)
+            for frame in self._early.pop(key, ()):
+                if key in self._active:
+                    self._deliver(operation, frame)
+                else:
+                    self.consumed(frame.header.source, operation.group, frame.header.nbytes)
+            if operation.is_over and key in self._active:
+                self._retire(operation)
+
+    def _refusal(self, operation: Operation) -> SyncvarError | None:
+        for verdict in self._doomed:
+            if verdict["group"] == operation.group and verdict["call"] <= operation.call <= verdict["last_call"]:
+                return MismatchError(f"{operation.what} (call {operation.call}): {verdict['text']}", verdict["table"])
+        for rank, entered in self._left.items():
+            if rank in operation.members and operation.call > entered.get(operation.group, -1):
+                return self._finished(rank, operation)
+        return None
+
+    def _finished(self, rank: int, operation: Operation) -> PeerLost:
+        return PeerLost(
+            rank, self._hosts.get(rank, ""), "finished", f"it ended before {operation.what} (call {operation.call})"
+        )
+
+    def _retire(self, operation: Operation) -> None:
+        self._active.pop((operation.group, operation.call), None)
+        for frame in operation.unused_frames():
+            self.consumed(frame.header.source, operation.group, frame.header.nbytes)
+        if operation.reported and self.failure is None:
+            self._tell("resumed", group=operation.group, call=operation.call)
+        if operation.thread:
+            self._hand_over()
+
+    def _keep_early(self, frame: Frame) -> None:
+        header = frame.header
+        if header.call < self._next_call.get(header.group, 0):
+            self.consumed(header.source, header.group, header.nbytes)  # of a call that has ended here
+            return
+        self._early.setdefault((header.group, header.call), []).append(frame)
+
+    # -- links ----------------------------------------------------------------------------------------------------
+
+    def _send(
+        self, credit: _Credit, nbytes: int, operation: Operation, peer: int, header: bytes, payload: memoryview | None
+    ) -> None:
+        credit.outstanding += nbytes
+        self.frames_sent += 1
+        loan = self._transport.send(peer, header, payload, borrow=True)
+        if loan is not None and not loan.is_done():
+            operation.loans.append(loan)
+
+    def _credited(self, peer: int, group: int, nbytes: int) -> None:
+        credit = self._credits.get((peer, group))
+        if credit is None:
+            return
+        credit.outstanding -= nbytes
+        while credit.queue:
+            operation, header, payload = credit.queue[0]
+            size = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
+            if credit.outstanding and credit.outstanding + size > self._config.window_bytes:
+                return
+            credit.queue.popleft()
+            operation.queued -= 1
+            self._send(credit, size, operation, peer, header, payload)
+
+    # -- clock ----------------------------------------------------------------------------------------------------
+
+    def _timers(self, now: float) -> float:
+        """Do what is due; return when the next thing is."""
+        due = now + _IDLE_S
+        for operation in list(self._active.values()):
+            if operation.state == State.DRAINING:
+                operation.advance(self)
+                if operation.is_over:
+                    self._retire(operation)
+                    continue
+                due = min(due, now + _LOAN_LOOK_S)
+            if now >= operation.deadline:
+                self._deadline(operation, now)
+                return now
+            if now >= operation.report_at:
+                self._report(operation, now)
+            due = min(due, operation.deadline, operation.report_at)
+        if self._suspects:
+            for peer, (reason, until) in list(self._suspects.items()):
+                if peer in self._left:
+                    del self._suspects[peer]
+                elif now >= until:
+                    self._break(PeerLost(peer, self._hosts.get(peer, ""), reason))
+                    return now
+                else:
+                    due = min(due, until)
+        return due
+
+    def _deadline(self, operation: Operation, now: float) -> None:
+        missing = operation.awaiting
+        error = DeadlineExceeded(
+            f"{operation.what} (call {operation.call}) did not finish within {operation.timeout_s:g} s: rank "
+            f"{self.rank} waited {now - operation.started:.1f} s for {rank_list(missing) if missing else 'its own sends'}",
+            missing,
+            operation.timeout_s,
+        )
+        self._break(error)
+        self._tell(
+            "broke",
+            kind_of_break="deadline",
+            reason=f"gave up {operation.what} (call {operation.call}) after {operation.timeout_s:g} s",
+            group=operation.group,
+            call=operation.call,
+            missing=list(missing),
+        )
+
+    def _report(self, operation: Operation, now: float) -> None:
+        operation.report_at = _FOREVER
+        operation.reported = True
+        threads = sum(
+            1
+            for thread in threading.enumerate()
+            if not thread.name.startswith("syncvar-") and not type(thread).__module__.startswith("zmq.")
+        )
+        waiting = len({other.thread for other in self._active.values() if other.thread})
+        self._tell(
+            "report",
+            group=operation.group,
+            members=list(operation.members),
+            call=operation.call,
+            fingerprint=operation.fingerprint,
+            what=operation.what,
+            site=_call_site(operation.thread),
+            awaiting=list(operation.awaiting),
+            waited_s=now - operation.started,
+            mismatch=operation.mismatch,
+            may_move=operation.thread == 0 or threads > waiting,
+            entered=self.entered(),
+        )
+
+    # -- the launcher's word --------------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._control.send(pack_message(kind, **fields))
+
+    def _hear(self) -> None:
+        while True:
+            message = self._control.receive()
+            if message is None:
+                return
+            kind = message["kind"]
+            if kind == "abort":
+                self._aborted(message)
+            elif kind == "verdict":
+                self._judged(message)
+            elif kind == "left":
+                self._peer_left(message["rank"], message["entered"])
+
+    def _aborted(self, message: Message) -> None:
+        operation = self._active.get((message["group"], message["call"]))
+        rank, host = message["rank"], message["host"]
+        if message["kind_of_break"] == "deadline" and operation is not None:
+            missing = tuple(rank for rank in message["missing"] if rank != self.rank) or operation.awaiting
+            self._break(
+                DeadlineExceeded(
+                    f"{operation.what} (call {operation.call}) ended: rank {rank} {message['reason']}, waiting for "
+                    f"{rank_list(missing)}",
+                    missing,
+                    operation.timeout_s,
+                )
+            )
+            return
+        waiting = next(iter(self._active.values()), None)
+        detail = f"while in {waiting.what} (call {waiting.call})" if waiting is not None else ""
+        self._break(PeerLost(rank, host, message["reason"], detail))
+
+    def _judged(self, verdict: Message) -> None:
+        self._doomed.append(verdict)
+        for (group, call), operation in list(self._active.items()):
+            if group == verdict["group"] and verdict["call"] <= call <= verdict["last_call"]:
+                operation.reported = False
+                operation.fail(MismatchError(f"{operation.what} (call {call}): {verdict['text']}", verdict["table"]))
+                self._retire(operation)
+
+    def _peer_left(self, rank: int, entered: dict[int, int]) -> None:
+        self._left[rank] = entered
+        for operation in list(self._active.values()):
+            if rank in operation.members and operation.call > entered.get(operation.group, -1):
+                operation.fail(self._finished(rank, operation))
+                self._retire(operation)
+
+    # -- failure --------------------------------------------------------------------------------------------------
+
+    def _interrupted(self, operation: Operation, error: BaseException) -> None:
+        if self.failure is None:
+            reason = f"interrupted by {type(error).__name__} in {operation.what} (call {operation.call})"
+            self._break(GroupBroken(f"this rank was {reason}", error), but=operation)
+            self._tell("broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[])
+
+    def _break(self, failure: TransportError, but: Operation | None = None) -> None:
+        if self.failure is None:
+            self.failure = failure
+        for operation in list(self._active.values()):
+            if operation is not but:
+                operation.fail(self.failure)
+        self._active.clear()
+        self._early.clear()
+        self._credits.clear()
+        self._hand_over()
+
+
+def _call_site(thread: int) -> str:
+    """Return file:line and function of the first frame of a thread that is not ours."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("syncvar.") or module.startswith("syncvar.examples."):
+            path = frame.f_code.co_filename
+            relative = os.path.relpath(path)
+            return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "a place unknown"

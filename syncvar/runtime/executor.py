@@ -1,0 +1,340 @@
+"""The one interpreter of plans on arrays: an operation that can be advanced, blocked and resumed.
+
+An operation is a generator of stages; a stage is a plan with its buffers. The engine hands arrived frames in and is
+handed the frames to send; nothing here waits, reads a clock or opens a socket.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from syncvar.errors import InternalError
+from syncvar.plans import Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.wire import Kind, pack_header
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.transports import Frame, Loan
+
+__all__ = ["Operation", "Outlet", "Prepared", "Stage", "State", "prepare"]
+
+_OVERWRITE, _INCOMING_LEFT, _INCOMING_RIGHT = 0, 1, 2
+_ROUNDS_PER_STAGE = 1 << 24
+
+
+class State(IntEnum):
+    """Where an operation stands."""
+
+    CREATED = 0
+    RUNNING = 1
+    DRAINING = 2  # the result is there; memory lent to the transport is not all back yet
+    DONE = 3
+    FAILED = 4
+
+
+class _Incoming(NamedTuple):
+    mode: int
+    buffer: int
+    start: int
+    stop: int
+
+
+class _Round(NamedTuple):
+    sends: tuple[tuple[int, int, int, int], ...]  # peer in the world, buffer, start, stop
+    incoming: dict[int, _Incoming]  # by peer in the world
+    local: tuple[Copy | Reduce, ...]
+
+
+class Prepared(NamedTuple):
+    """A plan made ready to run: peers are ranks of the world, steps are sorted by what they do."""
+
+    rounds: tuple[_Round, ...]
+    work_count: int
+    scratch_count: int
+
+
+def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
+    """Make a plan of a group ready to run.
+
+    Args:
+        plan: Rounds of this rank; peers are ranks of the group.
+        members: Ranks of the group in the world.
+    """
+    rounds = []
+    for steps in plan.rounds:
+        sends: list[tuple[int, int, int, int]] = []
+        incoming: dict[int, _Incoming] = {}
+        local: list[Copy | Reduce] = []
+        for step in steps:
+            if isinstance(step, Copy | Reduce):
+                local.append(step)
+                continue
+            chunk = step.chunk
+            peer = members[step.peer]
+            if isinstance(step, Send):
+                sends.append((peer, int(chunk.buffer), chunk.start, chunk.stop))
+            elif isinstance(step, Recv):
+                incoming[peer] = _Incoming(_OVERWRITE, int(chunk.buffer), chunk.start, chunk.stop)
+            elif isinstance(step, RecvReduce):
+                mode = _INCOMING_LEFT if step.incoming_left else _INCOMING_RIGHT
+                incoming[peer] = _Incoming(mode, int(chunk.buffer), chunk.start, chunk.stop)
+        rounds.append(_Round(tuple(sends), incoming, tuple(local)))
+    return Prepared(tuple(rounds), plan.work_count, plan.scratch_count)
+
+
+class Stage(NamedTuple):
+    """A plan with what it works on.
+
+    Args:
+        plan: The prepared plan.
+        work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
+        ufunc: Combines two operands; None for plans that only move data.
+    """
+
+    plan: Prepared
+    work: NDArray[Any]
+    ufunc: np.ufunc | None = None
+
+
+class Outlet(Protocol):
+    """What an operation needs of the engine."""
+
+    rank: int
+    generation: int
+    segment_bytes: int
+
+    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
+        """Send a frame as soon as the link's credit allows."""
+
+    def consumed(self, peer: int, group: int, nbytes: int) -> None:
+        """Give credit back for a frame that has been used."""
+
+
+class Operation:
+    """A started collective.
+
+    Args:
+        group: Identity of the group.
+        members: Its ranks in the world.
+        call: Call number within the group.
+        fingerprint: Digest of what the call is.
+        what: The call in words.
+        body: Generator of stages; its return value is the result.
+    """
+
+    __slots__ = (
+        "_ahead", "_body", "_buffers", "_counts", "_local", "_pending", "_plan", "_round", "_stage", "_tag",
+        "_ufunc", "call", "deadline", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued",
+        "report_at", "reported", "result", "started", "state", "thread", "timeout_s", "warned", "what",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        group: int,
+        members: tuple[int, ...],
+        call: int,
+        fingerprint: int,
+        what: str,
+        body: Generator[Stage, None, Any],
+    ) -> None:
+        self.group = group
+        self.members = members
+        self.call = call
+        self.fingerprint = fingerprint
+        self.what = what
+        self.state = State.CREATED
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.loans: list[Loan] = []
+        self.queued = 0  # frames that wait for credit
+        self.deadline = 0.0
+        self.timeout_s = 0.0
+        self.started = 0.0
+        self.report_at = 0.0
+        self.reported = False
+        self.mismatch = False
+        self.warned = False
+        self.thread = 0  # the thread that waits for this operation; 0 when nobody does
+        self._body = body
+        self._stage = -1
+        self._round = -1
+        self._tag = -1
+        self._plan: Prepared | None = None
+        self._buffers: tuple[NDArray[Any], NDArray[Any]] = (_NOTHING, _NOTHING)
+        self._ufunc: np.ufunc | None = None
+        self._pending: dict[int, int] = {}  # peer -> segments still missing in this round
+        self._counts: dict[int, _Incoming] = {}
+        self._local: tuple[Copy | Reduce, ...] = ()
+        self._ahead: dict[int, list[Frame]] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the caller may take the result or the error."""
+        return self.state >= State.DONE
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """Ranks whose frames are missing in this round."""
+        return tuple(self._pending)
+
+    def advance(self, outlet: Outlet) -> State:
+        """Go on as far as possible without waiting."""
+        if self.state == State.CREATED:
+            self.state = State.RUNNING
+            self._run(outlet)
+        if self.state == State.DRAINING:
+            self._drain()
+        return self.state
+
+    def accept(self, frame: Frame, outlet: Outlet) -> None:
+        """Take a frame of this call; the caller has compared the fingerprints."""
+        if frame.header.round != self._tag or self.state != State.RUNNING:
+            self._ahead.setdefault(frame.header.round, []).append(frame)
+            return
+        self._apply(frame, outlet)
+        if not self._pending:
+            self._run(outlet)
+
+    def fail(self, error: BaseException) -> None:
+        """End without a result."""
+        if not self.is_over:
+            self.error = error
+            self.state = State.FAILED
+            self._body.close()
+            self._ahead.clear()
+
+    def unused_frames(self) -> list[Frame]:
+        """Return frames that arrived for rounds which will not come, to give their credit back."""
+        frames = [frame for frames in self._ahead.values() for frame in frames]
+        self._ahead.clear()
+        return frames
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _run(self, outlet: Outlet) -> None:
+        while self.state == State.RUNNING:
+            if self._plan is None:
+                self._next_stage(outlet)
+            elif self._pending:
+                return
+            else:
+                self._end_round(outlet)
+
+    def _next_stage(self, outlet: Outlet) -> None:
+        try:
+            stage = next(self._body)
+        except StopIteration as end:
+            self.result = end.value
+            self.state = State.DRAINING
+            self._drain()
+            return
+        except Exception as error:  # the body found the ranks in disagreement, or a bug
+            self.error = error
+            self.state = State.FAILED
+            return
+        plan = stage.plan
+        scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else _NOTHING
+        self._plan, self._buffers, self._ufunc = plan, (stage.work, scratch), stage.ufunc
+        self._stage += 1
+        self._round = -1
+        self._enter_round(outlet)
+
+    def _enter_round(self, outlet: Outlet) -> None:
+        plan = self._plan
+        if plan is None:
+            raise InternalError("an operation entered a round without a plan")
+        self._round += 1
+        if self._round == len(plan.rounds):
+            self._plan = None
+            self._tag = -1
+            return
+        sends, incoming, self._local = plan.rounds[self._round]
+        tag = self._tag = self._stage * _ROUNDS_PER_STAGE + self._round
+        per_segment = outlet.segment_bytes // self._buffers[0].itemsize
+        self._counts = incoming
+        pending = self._pending = {}
+        for peer, wanted in incoming.items():
+            count = wanted.stop - wanted.start
+            pending[peer] = 1 if count <= per_segment else -(-count // per_segment)
+        for peer, buffer, start, stop in sends:
+            self._send(outlet, peer, self._buffers[buffer], start, stop, tag, per_segment)
+        early = self._ahead.pop(tag, None)
+        if early:
+            for frame in early:
+                self._apply(frame, outlet)
+
+    def _send(
+        self, outlet: Outlet, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int
+    ) -> None:
+        segment = 0
+        while True:
+            end = min(stop, start + per_segment)
+            piece = array[start:end]
+            header = pack_header(
+                Kind.DATA, outlet.rank, outlet.generation, self.group, self.call, tag, segment, self.fingerprint,
+                piece.nbytes,
+            )  # fmt: skip
+            outlet.post(self, peer, header, memoryview(piece.view(np.uint8)) if end > start else None)
+            segment += 1
+            start = end
+            if start >= stop:
+                return
+
+    def _apply(self, frame: Frame, outlet: Outlet) -> None:
+        header, payload = frame
+        source = header.source
+        wanted = self._counts.get(source)
+        left = self._pending.get(source)
+        if wanted is None or left is None:
+            raise InternalError(f"{self.what}: rank {source} sent a frame that round {self._round} does not expect")
+        array = self._buffers[wanted.buffer]
+        per_segment = outlet.segment_bytes // array.itemsize
+        start = wanted.start + header.segment * per_segment
+        stop = min(wanted.stop, start + per_segment)
+        if header.nbytes != max(0, stop - start) * array.itemsize:
+            raise InternalError(f"{self.what}: rank {source} sent {header.nbytes} bytes, not {(stop - start) * array.itemsize}")
+        if header.nbytes:
+            value = np.frombuffer(payload, np.uint8).view(array.dtype)
+            target = array[start:stop]
+            if wanted.mode == _OVERWRITE:
+                target[...] = value
+            elif self._ufunc is None:
+                raise InternalError(f"{self.what}: the plan reduces but no op was given")
+            elif wanted.mode == _INCOMING_LEFT:
+                self._ufunc(value, target, out=target)
+            else:
+                self._ufunc(target, value, out=target)
+        if left == 1:
+            del self._pending[source]
+        else:
+            self._pending[source] = left - 1
+        outlet.consumed(source, self.group, header.nbytes)
+
+    def _end_round(self, outlet: Outlet) -> None:
+        for step in self._local:
+            source = self._buffers[step.source.buffer][step.source.start : step.source.stop]
+            target = self._buffers[step.target.buffer][step.target.start : step.target.stop]
+            if isinstance(step, Copy):
+                target[...] = source
+            elif self._ufunc is None:
+                raise InternalError(f"{self.what}: the plan reduces but no op was given")
+            elif step.source_left:
+                self._ufunc(source, target, out=target)
+            else:
+                self._ufunc(target, source, out=target)
+        self._enter_round(outlet)
+
+    def _drain(self) -> None:
+        if self.loans:
+            self.loans = [loan for loan in self.loans if not loan.is_done()]
+        if not self.loans and not self.queued:
+            self.state = State.DONE
+
+
+_NOTHING: NDArray[Any] = np.empty(0, np.uint8)

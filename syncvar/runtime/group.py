@@ -1,0 +1,238 @@
+"""A group as the runtime sees it: members, call numbers, prepared plans, one caller at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import ConfigError, InternalError, UsageError
+from syncvar.plans import build
+from syncvar.runtime.executor import Operation, Prepared, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from syncvar.runtime.engine import Engine
+    from syncvar.runtime.executor import Stage
+
+__all__ = ["Communicator", "Request", "Work", "fingerprint"]
+
+_PLANS_MAX = 512
+_EPOCH_CALLS = 1 << 20
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(*parts: object) -> int:
+    """Return the 64-bit digest of what a call is, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+class Request:
+    """A checked call, ready to become an operation.
+
+    Args:
+        what: The call in words, for instance "all_reduce(sum, float32[10])".
+        digest: Its fingerprint.
+        body: Generator of stages.
+    """
+
+    __slots__ = ("body", "digest", "what")
+
+    def __init__(self, what: str, digest: int, body: Generator[Stage, None, Any]) -> None:
+        self.what = what
+        self.digest = digest
+        self.body = body
+
+
+class Work:
+    """A started collective.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> work = sv.all_reduce(np.ones(2), async_op=True)
+        >>> work.wait()
+        array([1., 1.])
+    """
+
+    def __init__(self, engine: Engine | None, operation: Operation) -> None:
+        self._engine = engine
+        self._operation = operation
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the result.
+
+        Args:
+            timeout: Seconds from now; None leaves the deadline that the call was given.
+
+        Raises:
+            SyncvarError: What the collective itself would have raised.
+        """
+        operation = self._operation
+        if self._engine is None:
+            if operation.error is not None:
+                raise operation.error
+            return operation.result
+        if timeout is not None and not operation.is_over:
+            import time
+
+            operation.deadline = min(operation.deadline, time.monotonic() + _checked_timeout(timeout))
+        return self._engine.wait(operation)
+
+    def done(self) -> bool:
+        """Return whether the collective has ended, well or badly; drives it a little."""
+        if self._engine is not None and not self._operation.is_over:
+            self._engine.poll()
+        return self._operation.is_over
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end and return the error, or None."""
+        try:
+            self.wait(timeout)
+        except Exception as error:  # the caller asked for it as a value
+            return error
+        return None
+
+
+def _checked_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
+    return float(timeout)
+
+
+class _NoOutlet:
+    """The outlet of a group of one, whose plans send nothing."""
+
+    rank = 0
+    generation = 0
+    segment_bytes = 1 << 20
+
+    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
+        raise InternalError(f"{operation.what}: a group of one sent a frame to rank {peer}")
+
+    def consumed(self, peer: int, group: int, nbytes: int) -> None:
+        raise InternalError(f"a group of one received a frame of rank {peer}")
+
+
+_NO_OUTLET = _NoOutlet()
+
+
+class Communicator:
+    """The calls of one group.
+
+    Args:
+        identity: The same number on all ranks.
+        members: Ranks of the group in the world, in the group's order.
+        world_rank: This process.
+        engine: None in a world of one.
+    """
+
+    def __init__(self, identity: int, members: Sequence[int], world_rank: int, engine: Engine | None) -> None:
+        self.identity = identity
+        self.members = tuple(members)
+        self.size = len(self.members)
+        self.rank = self.members.index(world_rank) if world_rank in self.members else None
+        self.engine = engine
+        self.next_call = 0
+        self._busy = threading.Lock()
+        self._plans: dict[tuple[Any, ...], Prepared] = {}
+        self._forked: UsageError | None = None
+        if engine is not None and self.rank is not None:
+            engine.announce(identity, 0)
+
+    def plan(self, collective: str, algorithm: str, counts: int | tuple[int, ...], root: int = 0) -> Prepared:
+        """Return this rank's prepared plan, from the cache when it has been used before."""
+        key = (collective, algorithm, counts, root)
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _PLANS_MAX:
+                self._plans.clear()
+            where = {"counts": counts} if isinstance(counts, tuple) else {"count": counts}
+            plan = build(collective, algorithm, self.member_rank, self.size, root=root, **where)  # type: ignore[arg-type]
+            found = self._plans[key] = prepare(plan, self.members)
+        return found
+
+    @property
+    def member_rank(self) -> int:
+        """This process's rank in the group.
+
+        Raises:
+            UsageError: It is not a member.
+        """
+        if self.rank is None:
+            raise UsageError(
+                f"this rank is not a member of the group of ranks {list(self.members)}: call it on members only "
+                f"(group.is_member tells)"
+            )
+        return self.rank
+
+    def perform(
+        self, name: str, check: Callable[[], Request], timeout: float | None = None, *, async_op: bool = False
+    ) -> Any:
+        """Make a call: number it, check its arguments, run it.
+
+        A call whose arguments are refused uses up its number and tells the group, so that all ranks stay at the same
+        call and the others raise MismatchError instead of waiting.
+
+        Args:
+            name: The collective, for messages.
+            check: Looks at the arguments and returns the request; whatever it raises is the caller's error.
+            timeout: Seconds, or None for the job's default.
+            async_op: Return a `Work` at once.
+        """
+        engine = self.engine
+        self.member_rank  # noqa: B018  (raises for non-members)
+        if engine is not None:
+            engine.check()
+        elif self._forked is not None:
+            raise self._forked
+        if not self._busy.acquire(blocking=False):
+            raise UsageError(
+                f"{name}: another call on this group is running in another thread; give each thread its own group "
+                f"(sv.new_group), or take turns"
+            )
+        try:
+            call = self.next_call
+            self.next_call = call + 1
+            if engine is not None:
+                engine.announce(self.identity, call + 1)
+            try:
+                allowed = None if timeout is None else _checked_timeout(timeout)
+                request = check()
+            except Exception as error:
+                if engine is not None and self.size > 1:
+                    engine.poison(self.identity, self.members, call, name, f"{type(error).__name__}: {error}")
+                raise
+            operation = Operation(self.identity, self.members, call, request.digest, request.what, request.body)
+            if engine is None or self.size == 1:
+                operation.advance(_NO_OUTLET)
+                work = Work(None, operation)
+                return work if async_op else work.wait()
+            if async_op:
+                engine.start(operation, allowed)
+                return Work(engine, operation)
+            return engine.run(operation, allowed)
+        finally:
+            self._busy.release()
+
+    def begin_epoch(self) -> int:
+        """Begin a new block of call numbers (at the start of `strategy.run`); returns its last number.
+
+        Ranks that left the block before at different calls are at the same number again.
+        """
+        start = (self.next_call + _EPOCH_CALLS - 1) // _EPOCH_CALLS * _EPOCH_CALLS
+        self.next_call = start
+        if self.engine is not None:
+            self.engine.announce(self.identity, start)
+        return start + _EPOCH_CALLS - 1
+
+    def leave_epoch(self, epoch_end: int, reason: str) -> None:
+        """Tell the group that this rank left the block early, by an exception."""
+        if self.engine is not None and self.size > 1 and self.engine.failure is None:
+            self.engine.left_run(self.identity, self.members, self.next_call - 1, epoch_end, reason)
+
+    def disown(self, failure: UsageError) -> None:
+        """Refuse every later call: this process is a forked copy."""
+        self._forked = failure
+

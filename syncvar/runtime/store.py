@@ -1,0 +1,110 @@
+"""The launcher's end of the control channels: one ROUTER, a coordinator behind it. Imports no NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from syncvar.errors import WireError
+from syncvar.transports.zeromq import parse_control_identity
+from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Say, pack_message, parse_message
+
+if TYPE_CHECKING:
+    from syncvar.config import RuntimeConfig
+
+__all__ = ["Store"]
+
+
+class Store:
+    """Rendezvous and control of one job.
+
+    Args:
+        endpoint: Where to listen, for instance "ipc:///run/user/0/syncvar/x/store".
+        world_size: Ranks of the job.
+        job_id: Its random identity.
+        config: Deadlines and intervals.
+    """
+
+    def __init__(self, endpoint: str, world_size: int, job_id: str, config: RuntimeConfig) -> None:
+        self.coordinator = Coordinator(world_size, job_id, config)
+        self.said: list[str] = []
+        self.failure: Fail | None = None
+        self.refused_messages = 0
+        self._peers: dict[int, bytes] = {}
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.socket: Any = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.SNDHWM, 10_000)
+        self.socket.setsockopt(zmq.RCVHWM, 10_000)
+        self.socket.bind(endpoint)
+
+    def serve(self, now: float) -> None:
+        """Handle every message that has come, and what the clock makes due."""
+        while True:
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._handle(parts, now)
+        self._carry_out(self.coordinator.tick(now))
+
+    def ended(self, rank: int, reason: str, now: float) -> None:
+        """Tell the others that a rank ended badly."""
+        self._carry_out(self.coordinator.ended(rank, reason, now))
+
+    def finished(self, rank: int, now: float) -> None:
+        """Note that a rank ended in order."""
+        self._carry_out(self.coordinator.finished(rank, now))
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        said, self.said = self.said, []
+        return said
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self.socket.close(linger=0)
+        self._context.term()
+
+    def _handle(self, parts: list[bytes], now: float) -> None:
+        rank = parse_control_identity(parts[0])
+        if rank is None or len(parts) != 2:
+            self.refused_messages += 1
+            return
+        try:
+            message = parse_message(parts[1])
+            if message["kind"] == "join":
+                if message["rank"] != rank:
+                    raise WireError(f"rank {rank} claims to be rank {message['rank']}")
+                previous = self._peers.get(rank)
+                self._peers[rank] = parts[0]
+                refused, actions = self.coordinator.join(message, now)
+                if refused:
+                    if previous is not None:
+                        self._peers[rank] = previous
+                    data = pack_message("refused", error="RendezvousError", reason=refused, missing=[])
+                    with contextlib.suppress(zmq.ZMQError):
+                        self.socket.send_multipart([parts[0], data], zmq.NOBLOCK)
+                self._carry_out(actions)
+            elif self._peers.get(rank) == parts[0]:
+                self._carry_out(self.coordinator.message(rank, message, now))
+            else:
+                self.refused_messages += 1
+        except WireError as error:
+            self.refused_messages += 1
+            self.said.append(f"a control message was refused: {error}")
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Say):
+                self.said.append(action.text)
+            elif isinstance(action, Fail):
+                self.failure = self.failure or action
+            else:
+                peer = self._peers.get(action.rank)
+                if peer is not None:
+                    with contextlib.suppress(zmq.ZMQError):
+                        self.socket.send_multipart([peer, action.data], zmq.NOBLOCK)

@@ -1,0 +1,8 @@
+"""Helpers for tests of programs that use syncvar, and of transports that carry it."""
+
+from __future__ import annotations
+
+from syncvar.testing.world import run_ranks
+from syncvar.transports.memory import Faults
+
+__all__ = ["Faults", "run_ranks"]

@@ -1,0 +1,255 @@
+"""Frames within one process: a whole world as threads (or as steps of one thread), with seeded faults.
+
+The network's decisions (how long a frame is delayed, whether it is lost or reordered, when a link is cut) depend only
+on the seed, the link and the frame's number on that link, never on how threads happen to run.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncvar.transports.base import Arrival, Frame, Lost
+from syncvar.wire import Action, Coordinator, Fail, Kind, Message, Say, parse_header, parse_message
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncvar.transports.base import Loan
+
+__all__ = ["Faults", "MemoryControl", "MemoryNetwork", "MemoryTransport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What the network does to frames.
+
+    Args:
+        seed: Seed of all decisions.
+        delay_max: A frame arrives up to this many looks of its receiver later.
+        reorder: Probability that a frame overtakes the one before it on its link.
+        loss: Probability that a DATA frame vanishes without a trace (no real transport here does that; a call must
+            then end by its deadline).
+        cut: (source, target, number): the link is cut before its frame of that number; both ends see `Lost`.
+    """
+
+    seed: int = 0
+    delay_max: int = 0
+    reorder: float = 0.0
+    loss: float = 0.0
+    cut: tuple[int, int, int] | None = None
+
+
+@dataclass(slots=True)
+class _Flying:
+    due: int
+    frame: Frame
+
+
+class MemoryNetwork:
+    """The links between the ranks of one in-process world, with the launcher's coordinator beside them.
+
+    Args:
+        world_size: Ranks.
+        faults: What goes wrong; nothing by default.
+        coordinator: Decisions of the launcher; None for a bare network.
+    """
+
+    def __init__(self, world_size: int, faults: Faults | None = None, coordinator: Coordinator | None = None) -> None:
+        self.world_size = world_size
+        self.faults = faults or Faults()
+        self.coordinator = coordinator
+        self.lock = threading.RLock()
+        self.arrived = [threading.Condition(self.lock) for _ in range(world_size)]
+        self.flying: list[collections.deque[_Flying]] = [collections.deque() for _ in range(world_size)]
+        self.control: list[collections.deque[bytes]] = [collections.deque() for _ in range(world_size)]
+        self.events: list[collections.deque[Lost]] = [collections.deque() for _ in range(world_size)]
+        self.looks = [0] * world_size
+        self.woken = [False] * world_size
+        self.said: list[str] = []
+        self.frames_sent = 0
+        self._random: dict[tuple[int, int], random.Random] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._dead_links: set[tuple[int, int]] = set()
+
+    def post(self, source: int, target: int, frame: Frame) -> None:
+        """Take a frame from `source` for `target`."""
+        link = (source, target)
+        with self.lock:
+            if link in self._dead_links:
+                return
+            number = self._numbers.get(link, 0)
+            self._numbers[link] = number + 1
+            faults = self.faults
+            if faults.cut is not None and link == faults.cut[:2] and number >= faults.cut[2]:
+                self.cut(source, target)
+                return
+            self.frames_sent += 1
+            draw = self._random.setdefault(link, random.Random(f"{faults.seed}/{source}/{target}"))  # noqa: S311
+            delay = draw.randint(0, faults.delay_max) if faults.delay_max else 0
+            overtakes = faults.reorder > 0 and draw.random() < faults.reorder
+            if faults.loss > 0 and frame.header.kind == Kind.DATA and draw.random() < faults.loss:
+                return
+            queue = self.flying[target]
+            item = _Flying(self.looks[target] + delay, frame)
+            if overtakes:
+                queue.appendleft(item)
+            else:
+                queue.append(item)
+            self.arrived[target].notify_all()
+
+    def cut(self, source: int, target: int) -> None:
+        """Cut both directions between two ranks."""
+        with self.lock:
+            for a, b in ((source, target), (target, source)):
+                if (a, b) not in self._dead_links:
+                    self._dead_links.add((a, b))
+                    self.events[b].append(Lost(a, "connection cut"))
+                    self.arrived[b].notify_all()
+
+    def take(self, rank: int) -> Arrival | None:
+        """Return what has arrived for a rank, in order of each link unless frames are reordered."""
+        with self.lock:
+            self.looks[rank] += 1
+            look = self.looks[rank]
+            queue = self.flying[rank]
+            blocked: set[int] = set()
+            for index, item in enumerate(queue):
+                source = item.frame.header.source
+                if item.due > look or (source in blocked and self.faults.reorder == 0):
+                    blocked.add(source)
+                    continue
+                del queue[index]
+                return item.frame
+            if not queue and self.events[rank]:
+                return self.events[rank].popleft()
+            return None
+
+    def wait(self, rank: int, timeout_s: float) -> bool:
+        """Wait until something may have arrived for a rank."""
+        with self.lock:
+            self.tick()
+            if not (self.flying[rank] or self.events[rank] or self.control[rank] or self.woken[rank]):
+                self.arrived[rank].wait(min(timeout_s, 0.05))
+            self.woken[rank] = False
+            return True
+
+    def wait_idle(self, rank: int, timeout_s: float) -> None:
+        """Wait for a rank beside its driver."""
+        with self.lock:
+            if not (self.flying[rank] or self.events[rank] or self.control[rank] or self.woken[rank]):
+                self.arrived[rank].wait(timeout_s)
+
+    def wake(self, rank: int) -> None:
+        """Make `wait` of a rank return."""
+        with self.lock:
+            self.woken[rank] = True
+            self.arrived[rank].notify_all()
+
+    def tick(self) -> None:
+        """Let the coordinator look at the clock."""
+        if self.coordinator is not None:
+            self.carry_out(self.coordinator.tick(time.monotonic()))
+
+    def tell_coordinator(self, rank: int, data: bytes) -> None:
+        """Hand a control message of a rank to the coordinator."""
+        with self.lock:
+            if self.coordinator is None:
+                return
+            message = parse_message(data)
+            now = time.monotonic()
+            if message["kind"] == "join":
+                refused, actions = self.coordinator.join(message, now)
+                if refused:
+                    raise ValueError(refused)
+                self.carry_out(actions)
+            else:
+                self.carry_out(self.coordinator.message(rank, message, now))
+
+    def ended(self, rank: int, reason: str) -> None:
+        """Tell everybody that a rank has ended badly, as the launcher would."""
+        with self.lock:
+            if self.coordinator is not None:
+                self.carry_out(self.coordinator.ended(rank, reason, time.monotonic()))
+
+    def carry_out(self, actions: list[Action]) -> None:
+        """Do what the coordinator decided."""
+        for action in actions:
+            if isinstance(action, Say):
+                self.said.append(action.text)
+            elif isinstance(action, Fail):
+                self.said.append(action.reason)
+            else:
+                self.control[action.rank].append(action.data)
+                self.arrived[action.rank].notify_all()
+
+
+class MemoryTransport:
+    """One rank's end of a `MemoryNetwork`; see `syncvar.transports.base` for the contract."""
+
+    def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this rank."""
+        return f"memory://{self._rank}"
+
+    def open(self, addresses: Mapping[int, str], generation: int) -> None:
+        """Learn where the peers are; nothing is needed here."""
+
+    def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
+        """Copy a frame over."""
+        del borrow
+        data = bytes(payload) if payload is not None else b""
+        self._network.post(self._rank, peer, Frame(parse_header(header), data))
+        return None
+
+    def receive(self) -> Arrival | None:
+        """Return the next arrival, or None."""
+        return self._network.take(self._rank)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for anything."""
+        return self._network.wait(self._rank, timeout_s)
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Wait until something may have arrived, without taking it."""
+        self._network.wait_idle(self._rank, timeout_s)
+
+    def wake(self) -> None:
+        """Make `wait` return."""
+        self._network.wake(self._rank)
+
+    def close(self, linger_s: float) -> None:
+        """Give up the end."""
+        del linger_s
+        self._closed = True
+
+
+class MemoryControl:
+    """One rank's control channel in a `MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        self._network = network
+        self._rank = rank
+
+    def send(self, data: bytes) -> None:
+        """Send a control message."""
+        self._network.tell_coordinator(self._rank, data)
+
+    def receive(self) -> Message | None:
+        """Return the next control message, or None."""
+        with self._network.lock:
+            queue = self._network.control[self._rank]
+            return parse_message(queue.popleft()) if queue else None
+
+    def close(self, linger_s: float) -> None:
+        """Close the channel."""
+        del linger_s

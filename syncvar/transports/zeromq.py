@@ -1,0 +1,522 @@
+"""Frames over ZeroMQ: unix sockets on one host, tcp between hosts.
+
+Each rank binds one ROUTER for everything that comes in, and opens one DEALER to each peer that it sends to. A link is
+fail-stop: it never reconnects (ZeroMQ loses messages silently when it does), and a DISCONNECTED event without a
+goodbye before it is a loss. The sender's routing identity names job, generation, rank and incarnation, so that a
+process of another job, or an old one, is not taken for a member.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import select
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from zmq.backend import zmq_poll
+from zmq.utils.monitor import recv_monitor_message
+
+from syncvar.errors import ConfigError, TransportError, WireError
+from syncvar.transports.base import Arrival, Frame, Loan, Lost
+from syncvar.wire import CONTROL_NBYTES_MAX, HEADER_NBYTES, Kind, Message, pack_header, parse_header, parse_message
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncvar.config import RuntimeConfig
+
+__all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "parse_control_identity"]
+
+_IDENTITY = struct.Struct("<c8sII8s")
+_CONTROL_IDENTITY = struct.Struct("<cI8s")
+_BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
+_MONITOR_EVERY_S = 0.02
+_UNIX_PATH_MAX = 107
+
+
+def _job_nonce(job_id: str) -> bytes:
+    return hashlib.blake2b(job_id.encode(), digest_size=8).digest()
+
+
+def control_identity(rank: int) -> bytes:
+    """Return a fresh routing identity for a rank's control channel."""
+    return _CONTROL_IDENTITY.pack(b"C", rank, secrets.token_bytes(8))
+
+
+def parse_control_identity(identity: bytes) -> int | None:
+    """Return the rank of a control channel's routing identity, or None when it is none."""
+    if len(identity) != _CONTROL_IDENTITY.size or identity[:1] != b"C":
+        return None
+    return int(_CONTROL_IDENTITY.unpack(identity)[1])
+
+
+class _QueuedLoan:
+    """A borrowed payload that could not be handed to ZeroMQ yet."""
+
+    __slots__ = ("tracker",)
+
+    def __init__(self) -> None:
+        self.tracker: Any = None
+
+    def is_done(self) -> bool:
+        return self.tracker is not None and bool(self.tracker.done)
+
+
+class _TrackedLoan:
+    """A borrowed payload that ZeroMQ reads until its tracker is done."""
+
+    __slots__ = ("tracker",)
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+
+    def is_done(self) -> bool:
+        return bool(self.tracker.done)
+
+
+class _Link:
+    """The outgoing half of a pair of ranks."""
+
+    __slots__ = ("connected", "monitor", "opened", "outbox", "socket")
+
+    def __init__(self, socket: Any, monitor: Any, opened: float) -> None:
+        self.socket = socket
+        self.monitor = monitor
+        self.opened = opened
+        self.connected = False
+        self.outbox: collections.deque[tuple[bytes, memoryview | None, _QueuedLoan | None]] = collections.deque()
+
+
+class ZeromqControl:
+    """The control channel of a worker: one DEALER to the launcher's ROUTER.
+
+    Args:
+        context: ZeroMQ context of this process.
+        endpoint: Where the launcher listens.
+        rank: This process's rank.
+    """
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, rank: int) -> None:
+        self.socket: Any = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+        self._closed = False
+
+    def send(self, data: bytes) -> None:
+        """Send a control message; dropped when the launcher is gone, since this process is about to be ended then."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(data, zmq.NOBLOCK)
+
+    def receive(self) -> Message | None:
+        """Return the next control message, or None."""
+        try:
+            data = self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return parse_message(data)
+
+    def close(self, linger_s: float) -> None:
+        """Close the channel; messages already sent are flushed for at most `linger_s` seconds."""
+        if not self._closed:
+            self._closed = True
+            self.socket.close(linger=int(linger_s * 1000))
+
+
+class ZeromqTransport:
+    """Frames over ZeroMQ; see `syncvar.transports.base` for the contract.
+
+    Args:
+        context: ZeroMQ context of this process.
+        rank: This process's rank in the world.
+        endpoint: Where to bind: "ipc://<directory>" (a socket file of this rank is made in it) or "tcp://<address>"
+            (a free port is taken).
+        job_id: The job's random identity.
+        config: Limits and intervals.
+        control: Control channel to wait for beside the data.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        rank: int,
+        endpoint: str,
+        job_id: str,
+        config: RuntimeConfig,
+        control: ZeromqControl | None = None,
+    ) -> None:
+        self._context = context
+        self._rank = rank
+        self._config = config
+        self._nonce = _job_nonce(job_id)
+        self._incarnation = secrets.token_bytes(8)
+        self._generation = 0
+        self._addresses: Mapping[int, str] = {}
+        self._links: dict[int, _Link] = {}
+        self._sources: dict[bytes, int] = {}
+        self._source_of_descriptor: dict[int, int] = {}
+        self._lost: set[int] = set()
+        self._departed: set[int] = set()
+        self._pending_losses: collections.deque[Lost] = collections.deque()
+        self._unsent: set[int] = set()
+        self._monitors_seen = 0.0
+        self._closed = False
+        self.refused_frames = 0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_idle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._idle = select.poll()
+        self._idle.register(self._wake_idle, select.POLLIN)
+        self._router: Any = context.socket(zmq.ROUTER)
+        try:
+            self._configure(self._router)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._router_monitor: Any = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self.address = self._bind(endpoint)
+        except BaseException:
+            self.close(0)
+            raise
+        self._waiting_for: list[tuple[Any, int]] = [(self._router, zmq.POLLIN), (self._wake, zmq.POLLIN)]
+        self._control_socket = control.socket if control else None
+        if control:
+            self._waiting_for.append((control.socket, zmq.POLLIN))
+        for socket in (self._router, self._control_socket):
+            if socket is not None:
+                self._idle.register(socket.getsockopt(zmq.FD), select.POLLIN)
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    def open(self, addresses: Mapping[int, str], generation: int) -> None:
+        """Learn where the peers are."""
+        self._addresses = addresses
+        self._generation = generation
+
+    def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
+        """Send a frame to a peer; opens the link when it is the first."""
+        if peer in self._lost:
+            return None
+        link = self._links.get(peer) or self._open_link(peer)
+        if not link.outbox:
+            try:
+                return self._send_now(link, header, payload, borrow=borrow)
+            except zmq.Again:
+                pass
+            except zmq.ZMQError as error:
+                raise TransportError(f"sending to rank {peer} failed: {error}") from error
+        loan = None
+        if payload is not None:
+            if borrow:
+                loan = _QueuedLoan()
+            else:
+                payload = memoryview(bytes(payload))
+        link.outbox.append((header, payload, loan))
+        self._unsent.add(peer)
+        return loan
+
+    def receive(self) -> Arrival | None:
+        """Return the next arrival, or None."""
+        while True:
+            try:
+                identity = self._router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            except zmq.ZMQError as error:
+                raise TransportError(f"receiving failed: {error}") from error
+            source = self._sources.get(identity)
+            arrival = self._receive_frame(identity, source)
+            if arrival is not None:
+                return arrival
+        if self._unsent:
+            self._flush()
+        if self._pending_losses:
+            return self._pending_losses.popleft()
+        return None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for anything; see the contract."""
+        now = time.monotonic()
+        if now - self._monitors_seen >= _MONITOR_EVERY_S:
+            self._monitors_seen = now
+            self._watch_links(now)
+            if self._pending_losses:
+                return True
+        items = self._waiting_for
+        if self._unsent:
+            items = items + [(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent]
+        if timeout_s >= _MONITOR_EVERY_S:
+            items = [*items, (self._router_monitor, zmq.POLLIN)]
+            items += [(link.monitor, zmq.POLLIN) for link in self._links.values() if link.monitor is not None]
+            self._monitors_seen = 0.0
+        ready = zmq_poll(items, max(1, int(min(timeout_s, 3600.0) * 1000)) if timeout_s > 0 else 0)
+        seen_control = False
+        for item, _ in ready:
+            if item is self._control_socket:
+                seen_control = True
+            elif item == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+                seen_control = True
+        return seen_control
+
+    def wake(self) -> None:
+        """Make `wait` and `wait_idle` return, from any thread."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake_idle, 1)
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Wait on the sockets' descriptors only: the sockets belong to the driver."""
+        for descriptor, _ in self._idle.poll(timeout_s * 1000):
+            if descriptor == self._wake_idle:
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(descriptor)
+
+    def close(self, linger_s: float) -> None:
+        """Say goodbye on every link (unless `linger_s` is 0), flush, and close all sockets."""
+        if self._closed:
+            return
+        self._closed = True
+        if linger_s > 0:
+            self._say_goodbye(linger_s)
+        linger_ms = int(linger_s * 1000)
+        for link in self._links.values():
+            self._close_link(link, linger_ms)
+        self._links.clear()
+        with contextlib.suppress(zmq.ZMQError):
+            self._router.disable_monitor()
+        self._router_monitor.close(linger=0) if hasattr(self, "_router_monitor") else None
+        self._router.close(linger=linger_ms)
+        os.close(self._wake)
+        os.close(self._wake_idle)
+        self._wake = self._wake_idle = -1
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _configure(self, socket: Any) -> None:
+        config = self._config
+        socket.set_hwm(0)  # bytes are bounded by credit above; messages need no second bound
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.MAXMSGSIZE, config.segment_bytes + 4096)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, _milliseconds(config.handshake_timeout_s)))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(config.heartbeat_interval_s))
+        silence = _milliseconds(config.lost_after_s)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
+
+    def _bind(self, endpoint: str) -> str:
+        scheme, _, place = endpoint.partition("://")
+        try:
+            if scheme == "ipc":
+                path = os.path.join(place, f"r{self._rank}-{self._incarnation[:4].hex()}")  # noqa: PTH118
+                if len(path) > _UNIX_PATH_MAX:
+                    raise ConfigError(
+                        f"the socket path {path!r} has {len(path)} bytes, the system allows {_UNIX_PATH_MAX}: "
+                        f"set XDG_RUNTIME_DIR or TMPDIR to a shorter directory"
+                    )
+                self._router.bind(f"ipc://{path}")
+                return f"ipc://{path}"
+            port = self._router.bind_to_random_port(f"tcp://{place}")
+        except zmq.ZMQError as error:
+            raise TransportError(f"cannot listen on {endpoint}: {error}") from error
+        return f"tcp://{place}:{port}"
+
+    def _open_link(self, peer: int) -> _Link:
+        address = self._addresses.get(peer)
+        if address is None:
+            raise TransportError(f"no address of rank {peer} is known")
+        socket = self._context.socket(zmq.DEALER)
+        self._configure(socket)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(
+            zmq.ROUTING_ID, _IDENTITY.pack(b"s", self._nonce, self._generation, self._rank, self._incarnation)
+        )
+        monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            raise TransportError(f"cannot connect to rank {peer} at {address}: {error}") from error
+        link = self._links[peer] = _Link(socket, monitor, time.monotonic())
+        return link
+
+    @staticmethod
+    def _send_now(link: _Link, header: bytes, payload: memoryview | None, *, borrow: bool) -> Loan | None:
+        if payload is None or not payload.nbytes:
+            link.socket.send(header, zmq.NOBLOCK)
+            return None
+        link.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        if borrow and payload.nbytes >= _BORROW_NBYTES_MIN:
+            return _TrackedLoan(link.socket.send(payload, zmq.NOBLOCK, copy=False, track=True))
+        link.socket.send(payload, zmq.NOBLOCK)
+        return None
+
+    def _flush(self) -> None:
+        for peer in list(self._unsent):
+            link = self._links.get(peer)
+            while link is not None and link.outbox:
+                header, payload, loan = link.outbox[0]
+                try:
+                    sent = self._send_now(link, header, payload, borrow=loan is not None)
+                except zmq.Again:
+                    break
+                link.outbox.popleft()
+                if loan is not None:
+                    loan.tracker = sent.tracker if isinstance(sent, _TrackedLoan) else _DONE
+            if link is None or not link.outbox:
+                self._unsent.discard(peer)
+
+    def _receive_frame(self, identity: bytes, source: int | None) -> Frame | None:
+        if not self._router.getsockopt(zmq.RCVMORE):
+            self.refused_frames += 1
+            return None
+        if source is None:
+            first = self._router.recv(zmq.NOBLOCK, copy=False)
+            data = bytes(first.buffer)
+            source = self._meet(identity, first)
+        else:
+            data = self._router.recv(zmq.NOBLOCK)
+        payload: bytes | memoryview = b""
+        if self._router.getsockopt(zmq.RCVMORE):
+            payload = self._router.recv(zmq.NOBLOCK, copy=False).buffer
+            while self._router.getsockopt(zmq.RCVMORE):
+                self._router.recv(zmq.NOBLOCK)
+                source = None
+        if source is None or source in self._lost:
+            self.refused_frames += 1
+            return None
+        try:
+            header = parse_header(data, self._config.segment_bytes if data[3:4] == b"\x01" else 1 << 62)
+            if header.source != source or header.generation != self._generation:
+                raise WireError(f"a frame of rank {source} claims rank {header.source}, generation {header.generation}")
+            if header.kind == Kind.DATA and header.nbytes != len(payload):
+                raise WireError(f"a frame of rank {source} announces {header.nbytes} bytes and has {len(payload)}")
+        except WireError as error:
+            self.refused_frames += 1
+            self._lose(source, str(error))
+            return None
+        if header.kind == Kind.BYE:
+            self._departed.add(source)
+            return None
+        return Frame(header, payload)
+
+    def _meet(self, identity: bytes, first: Any) -> int | None:
+        """Check the identity of a peer that sends for the first time, and note on which descriptor it came."""
+        if len(identity) != _IDENTITY.size:
+            return None
+        kind, nonce, generation, rank, _ = _IDENTITY.unpack(identity)
+        if kind != b"s" or nonce != self._nonce or generation != self._generation or rank not in self._addresses:
+            return None
+        # Disconnections already reported concern earlier users of this descriptor number: handle them first.
+        self._watch_router()
+        self._sources[identity] = rank
+        with contextlib.suppress(zmq.ZMQError, ValueError):
+            self._source_of_descriptor[int(first.get(zmq.SRCFD))] = rank
+        return int(rank)
+
+    def _watch_router(self) -> None:
+        while True:
+            try:
+                event = recv_monitor_message(self._router_monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            peer = self._source_of_descriptor.pop(int(event["value"]), None)
+            if peer is not None:
+                self._disconnected(peer)
+
+    def _watch_links(self, now: float) -> None:
+        self._watch_router()
+        for peer, link in list(self._links.items()):
+            if link.monitor is None:
+                continue
+            closed = False
+            while True:
+                try:
+                    event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
+                except zmq.Again:
+                    break
+                if event == zmq.EVENT_CONNECTED:
+                    link.connected = True
+                else:
+                    closed = True
+            if closed:
+                self._read_goodbye(peer, link)
+                self._disconnected(peer)
+            elif not link.connected and now - link.opened > self._config.handshake_timeout_s:
+                self._lose(peer, f"no connection within {self._config.handshake_timeout_s:g} s")
+
+    def _read_goodbye(self, peer: int, link: _Link) -> None:
+        while True:
+            try:
+                data = link.socket.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            with contextlib.suppress(WireError):
+                if len(data) == HEADER_NBYTES and parse_header(data).kind == Kind.BYE:
+                    self._departed.add(peer)
+
+    def _disconnected(self, peer: int) -> None:
+        # Whatever arrived before the disconnection lies in the ROUTER already; `receive` hands it out first.
+        if peer not in self._departed:
+            self._lose(peer, f"connection closed, or silent for {self._config.lost_after_s:g} s")
+            return
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._unsent.discard(peer)
+            self._close_link(link, 0)
+            self._lost.add(peer)
+
+    def _lose(self, peer: int, reason: str) -> None:
+        if peer in self._lost:
+            return
+        self._lost.add(peer)
+        self._pending_losses.append(Lost(peer, reason))
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._unsent.discard(peer)
+            self._close_link(link, 0)
+
+    @staticmethod
+    def _close_link(link: _Link, linger_ms: int) -> None:
+        if link.monitor is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                link.socket.disable_monitor()
+            link.monitor.close(linger=0)
+            link.monitor = None
+        link.socket.close(linger=linger_ms)
+
+    def _say_goodbye(self, linger_s: float) -> None:
+        header = pack_header(Kind.BYE, self._rank, self._generation, 0)
+        deadline = time.monotonic() + linger_s
+        while self._unsent and time.monotonic() < deadline:
+            self._flush()
+            if self._unsent:
+                zmq_poll([(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent], 50)
+                self._watch_links(time.monotonic())
+        for link in self._links.values():
+            with contextlib.suppress(zmq.ZMQError):
+                link.socket.send(header, zmq.NOBLOCK)
+        for identity in self._sources:
+            try:
+                self._router.send_multipart([identity, header], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                    raise TransportError(f"saying goodbye failed: {error}") from error
+
+
+class _Done:
+    done = True
+
+
+_DONE = _Done()
+
+
+def _milliseconds(seconds: float) -> int:
+    """Return whole milliseconds; an infinite or huge time becomes 0, which ZeroMQ takes as "off"."""
+    return 0 if seconds > 1e6 else int(seconds * 1000)
