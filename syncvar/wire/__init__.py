@@ -2,7 +2,7 @@
 
 * `frame`: the header of a data frame.
 * `control`: messages between a worker and the launcher, checked against a schema.
-* `membership`, `arbiter`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
+* `membership`, `arbiter`, `health`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
 * `objects`, `dtypes`: plain Python objects and arrays as data; nothing is ever pickled.
 
 Nothing here opens a socket, starts a thread or reads a clock. NumPy is imported only when an array is met, so that
@@ -16,6 +16,7 @@ from syncvar.wire.control import CONTROL_NBYTES_MAX, Message, pack_message, pars
 from syncvar.wire.coordinator import Action, Coordinator, Fail, Say, Tell
 from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.wire.frame import HEADER_NBYTES, PROTOCOL_VERSION, Header, Kind, pack_header, parse_header
+from syncvar.wire.health import Health, Opinion
 from syncvar.wire.membership import Member, RollCall
 from syncvar.wire.objects import pack_object, unpack_object
 
@@ -28,9 +29,11 @@ __all__ = [
     "Coordinator",
     "Fail",
     "Header",
+    "Health",
     "Kind",
     "Member",
     "Message",
+    "Opinion",
     "Report",
     "RollCall",
     "Say",

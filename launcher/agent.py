@@ -1,0 +1,300 @@
+"""The workers of one host: started, listened to, watched, ended.
+
+Each worker leads its own session. Its output comes through two pipes, its own word about its end through a third, its
+exit through a pidfd. The agent never blocks: its owner polls the descriptors and calls `readable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgpack
+
+from syncvar_launcher.sessions import kill_sessions, process_state, start_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = ["Agent", "Ended", "Event", "Output", "Spoke", "Worker"]
+
+_PR_SET_PDEATHSIG = 1
+_CHUNK = 65536
+_RECORD_MAX = 1 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A worker wrote something; empty bytes mean that the stream has ended."""
+
+    rank: int
+    stream: Literal["out", "err"]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Spoke:
+    """A worker's bootstrap said something about its end."""
+
+    rank: int
+    record: dict[str, str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker's process ended, with its exit code or minus the signal."""
+
+    rank: int
+    status: int
+
+
+Event = Output | Spoke | Ended
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker's process and descriptors (-1 when closed)."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    started: int
+    pidfd: int
+    out: int
+    err: int
+    word: int
+    said: bytearray = field(default_factory=bytearray)
+    status: int | None = None
+
+
+class Agent:
+    """The workers of this host.
+
+    Args:
+        directory: The job's private directory.
+        lock: Descriptor of its lock, which the guardian holds too.
+    """
+
+    def __init__(self, directory: Path, lock: int) -> None:
+        self.workers: dict[int, Worker] = {}
+        self._pid = os.getpid()
+        self._owner: dict[int, tuple[Worker, str]] = {}
+        read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
+        try:
+            # Run by path and isolated (-I -S): it must start in milliseconds, whatever site-packages hold.
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")), str(directory)],
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(lock,),
+                cwd="/",
+            )
+        finally:
+            os.close(read)
+
+    def start(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        cwd: Path,
+        cores: Sequence[int] | None,
+        *,
+        stdin: int,
+        terminal: bool,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start a worker. Call it from the thread that lives as long as the agent: its death ends the worker.
+
+        Args:
+            rank: Its rank.
+            argv: Its command line.
+            environ: Its whole environment; the descriptor of its status pipe is added.
+            cwd: Where it starts.
+            cores: The cores it may use, or None for all.
+            stdin: Descriptor of its standard input.
+            terminal: It keeps the launcher's output streams (a rank that is being debugged).
+            pass_fds: Descriptors it inherits.
+        """
+        word, word_end = os.pipe2(os.O_CLOEXEC)
+        ends = [word_end]
+        out = err = -1
+        try:
+            if terminal:
+                streams = (None, None)
+            else:
+                out, out_end = os.pipe2(os.O_CLOEXEC)
+                err, err_end = os.pipe2(os.O_CLOEXEC)
+                ends += [out_end, err_end]
+                streams = (out_end, err_end)
+            process = subprocess.Popen(
+                list(argv),
+                env={**environ, "SYNCVAR_STATUS_FD": str(word_end)},
+                cwd=cwd,
+                stdin=stdin,
+                stdout=streams[0],
+                stderr=streams[1],
+                pass_fds=(word_end, *pass_fds),
+                start_new_session=True,
+                preexec_fn=_in_child(self._pid, cores),  # noqa: PLW1509  (this process has no Python threads)
+            )
+        except BaseException:
+            for descriptor in (word, out, err):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            raise
+        finally:
+            for descriptor in ends:
+                os.close(descriptor)
+        started = start_time(process.pid)
+        self._tell_guardian(f"+{process.pid} {started}\n")
+        worker = Worker(rank, process, started, os.pidfd_open(process.pid), out, err, word)
+        self.workers[rank] = worker
+        for descriptor, role in ((worker.pidfd, "pidfd"), (out, "out"), (err, "err"), (word, "word")):
+            if descriptor >= 0:
+                if role != "pidfd":
+                    os.set_blocking(descriptor, False)
+                self._owner[descriptor] = (worker, role)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return list(self._owner)
+
+    def readable(self, descriptor: int) -> Iterator[Event]:
+        """Handle a descriptor that poll reported."""
+        found = self._owner.get(descriptor)
+        if found is None:
+            return
+        worker, role = found
+        if role == "pidfd":
+            yield from self._reap(worker)
+        elif role == "word":
+            yield from self._listen(worker)
+        else:
+            yield from self._read(worker, descriptor, "out" if role == "out" else "err")
+
+    def state(self, rank: int) -> str:
+        """Return the state letter of a worker's process, or an empty text when it has ended."""
+        worker = self.workers[rank]
+        return process_state(worker.process.pid) if worker.status is None else ""
+
+    def send(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to workers, and wake those that are stopped if it ends them."""
+        for rank in ranks:
+            worker = self.workers.get(rank)
+            if worker is not None and worker.status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, number)
+                    if number == signal.SIGTERM:
+                        os.kill(worker.process.pid, signal.SIGCONT)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill the whole sessions of workers, grandchildren included."""
+        kill_sessions(
+            {worker.process.pid: worker.started for rank, worker in self.workers.items() if rank in ranks}
+        )
+
+    def close(self) -> Iterator[Event]:
+        """Kill what is left, read what was written, and let the guardian go."""
+        alive = [rank for rank, worker in self.workers.items() if worker.status is None]
+        self.kill(alive)
+        for rank in alive:
+            self.workers[rank].process.wait()
+            yield from self._reap(self.workers[rank])
+        for descriptor in list(self._owner):
+            worker, role = self._owner[descriptor]
+            if role in ("out", "err"):
+                yield from self._read(worker, descriptor, "out" if role == "out" else "err", last=True)
+            elif role == "word":
+                yield from self._listen(worker)
+        for descriptor in list(self._owner):
+            self._drop(descriptor)
+        self._tell_guardian(".\n")
+        os.close(self._guardian_pipe)
+        self._guardian.wait()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _reap(self, worker: Worker) -> Iterator[Event]:
+        status = worker.process.poll()
+        if status is None:
+            return
+        if worker.pidfd in self._owner:
+            self._drop(worker.pidfd)
+        if worker.word in self._owner:
+            yield from self._listen(worker)
+        if worker.status is None:
+            worker.status = status
+            # What the worker started in its session ends with it.
+            kill_sessions({worker.process.pid: worker.started})
+            self._tell_guardian(f"-{worker.process.pid}\n")
+            yield Ended(worker.rank, status)
+
+    def _listen(self, worker: Worker) -> Iterator[Event]:
+        while True:
+            try:
+                data = os.read(worker.word, _CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                self._drop(worker.word)
+                break
+            worker.said += data
+            if len(worker.said) > _RECORD_MAX:
+                self._drop(worker.word)
+                return
+        unpacker = msgpack.Unpacker(raw=False, max_buffer_size=_RECORD_MAX, strict_map_key=True)
+        unpacker.feed(bytes(worker.said))
+        end = 0
+        try:
+            for record in unpacker:
+                end = unpacker.tell()
+                if isinstance(record, dict) and all(isinstance(value, str | int) for value in record.values()):
+                    yield Spoke(worker.rank, record)
+        except (ValueError, msgpack.UnpackException):
+            end = len(worker.said)
+        del worker.said[:end]
+
+    def _read(
+        self, worker: Worker, descriptor: int, stream: Literal["out", "err"], *, last: bool = False
+    ) -> Iterator[Event]:
+        while True:
+            try:
+                data = os.read(descriptor, _CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(descriptor)
+            yield Output(worker.rank, stream, data)
+            if not data or not last:
+                return
+
+    def _drop(self, descriptor: int) -> None:
+        self._owner.pop(descriptor, None)
+        os.close(descriptor)
+
+    def _tell_guardian(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._guardian_pipe, line.encode())
+
+
+def _in_child(parent: int, cores: Sequence[int] | None) -> Callable[[], None]:
+    def prepare() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # the launcher died before the call above took effect
+            os._exit(1)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    return prepare

@@ -1,0 +1,65 @@
+"""Processes by session, read from /proc. Shared by the agent and the guardian; imports next to nothing."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["kill_sessions", "members", "process_state", "start_time"]
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of a process ("R", "S", "D", "T", …), or an empty text when it is gone."""
+    fields = _fields(pid)
+    return fields[0] if fields else ""
+
+
+def start_time(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot, or -1 when it is gone."""
+    fields = _fields(pid)
+    return int(fields[19]) if fields else -1
+
+
+def members(sessions: dict[int, int]) -> list[int]:
+    """Return the processes of sessions.
+
+    Args:
+        sessions: Leader's process id -> its start time. A process is counted only when it did not start before its
+            leader, so that a number which the system has used again is not taken for the old one.
+    """
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit():
+            fields = _fields(int(name))
+            if fields and fields[0] != "Z":
+                started = sessions.get(int(fields[3]))
+                if started is not None and int(fields[19]) >= started:
+                    found.append(int(name))
+    return found
+
+
+def kill_sessions(sessions: dict[int, int]) -> int:
+    """Send SIGKILL to every process of these sessions, until none is left.
+
+    Returns:
+        How many processes were killed.
+    """
+    killed: set[int] = set()
+    for _ in range(20):
+        alive = [pid for pid in members(sessions) if pid not in killed]
+        if not alive:
+            break
+        for pid in alive:
+            try:
+                os.kill(pid, 9)
+            except OSError:
+                pass
+            killed.add(pid)
+    return len(killed)

@@ -1,0 +1,263 @@
+"""What to do when workers end, fail, fall silent or are asked to stop: events in, actions out.
+
+Time is an argument and nothing here touches a process, so every order of events can be tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from syncvar_launcher.exits import INTERNAL, RENDEZVOUS, TIMEOUT, describe_exit, exit_code_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncvar.config import RuntimeConfig
+
+__all__ = ["Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Terminate", "Weight"]
+
+_TERM, _KILL = 15, 9
+_TERMINATED = (-_TERM, -_KILL, 128 + _TERM, 128 + _KILL)
+
+
+class Weight(IntEnum):
+    """How likely a failure is the cause of the others; the lowest wins, then the first."""
+
+    OWN = 0
+    DISAGREEMENT = 1
+    CONSEQUENCE = 2
+
+
+_WEIGHTS = {
+    "DeadlineExceeded": Weight.DISAGREEMENT,
+    "MismatchError": Weight.DISAGREEMENT,
+    "RendezvousError": Weight.DISAGREEMENT,
+    "PeerLost": Weight.CONSEQUENCE,
+    "GroupBroken": Weight.CONSEQUENCE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a rank counts as failed.
+
+    Args:
+        rank: Which one, -1 for the job as a whole.
+        weight: How likely it is the cause of the others.
+        status: Its exit status, None while it has not ended.
+        exit_code: The code that the launcher exits with if this is the first cause.
+        reason: In words, for the other ranks.
+        error: Name of the exception, or an empty text.
+        traceback: Its traceback, or an empty text.
+    """
+
+    rank: int
+    weight: Weight
+    status: int | None
+    exit_code: int
+    reason: str
+    error: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the other ranks that this one is lost."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """Send SIGTERM to these ranks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send SIGKILL to the sessions of these ranks."""
+
+    ranks: tuple[int, ...]
+
+
+Action = Announce | Terminate | Kill
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the job ended.
+
+    Args:
+        exit_code: The launcher's exit code.
+        cause: The first failure by cause, None when there was none.
+        interrupted: The number of the signal that ended the job, or 0.
+    """
+
+    exit_code: int
+    cause: Cause | None
+    interrupted: int
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """The state of a job's workers.
+
+    Args:
+        workers: How many.
+        config: Graces.
+        is_command: The workers are arbitrary commands, which need not say goodbye.
+        now: Seconds of a monotonic clock.
+        timeout_s: Time limit of the job, in seconds; infinite for none.
+    """
+
+    workers: int
+    config: RuntimeConfig
+    is_command: bool
+    now: float
+    timeout_s: float = float("inf")
+    running: set[int] = field(default_factory=set)
+    causes: dict[int, Cause] = field(default_factory=dict)
+    job_cause: Cause | None = None
+    interrupted: int = 0
+    _said_goodbye: set[int] = field(default_factory=set)
+    _term_at: float | None = None
+    _kill_at: float | None = None
+    _terminated: bool = False
+    _killed: bool = False
+    _began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.running = set(range(self.workers))
+        self._began = self.now
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def goodbye(self, rank: int) -> None:
+        """Note that a worker's script has ended in order; its process is about to end."""
+        self._said_goodbye.add(rank)
+
+    def failed(self, rank: int, record: Mapping[str, str | int], now: float) -> list[Action]:
+        """Note what a worker said of its own failure, before its process ends.
+
+        Args:
+            rank: Which one.
+            record: "error" (name of the exception), "message", "traceback", "exit_code".
+            now: Seconds.
+        """
+        error = str(record["error"])
+        reason = f"uncaught {error}: {record['message']}" if error != "SystemExit" else f"exited with status {record['exit_code']}"
+        exit_code = int(record["exit_code"])
+        weight = Weight.CONSEQUENCE if self._terminated and exit_code in _TERMINATED else _WEIGHTS.get(error, Weight.OWN)
+        return self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
+
+    def exited(self, rank: int, status: int, now: float, *, joined: bool) -> list[Action]:
+        """Note the end of a process.
+
+        Args:
+            rank: Which one.
+            status: Exit code, or minus the signal.
+            now: Seconds.
+            joined: It is a member of the job that has not left.
+        """
+        self.running.discard(rank)
+        told = self.causes.get(rank)
+        if told is not None:
+            self.causes[rank] = Cause(
+                rank, told.weight, status, told.exit_code if status >= 0 else exit_code_of(status), told.reason,
+                told.error, told.traceback,
+            )  # fmt: skip
+            return []
+        if status == 0 and (rank in self._said_goodbye or (self.is_command and not joined)):
+            return []
+        weight = Weight.CONSEQUENCE if self._terminated and status in _TERMINATED else Weight.OWN
+        if status == 0:
+            reason, code = "left with status 0 before shutdown", INTERNAL
+        elif status < 0:
+            reason, code = f"signal {-status}", exit_code_of(status)
+        else:
+            reason, code = describe_exit(status), status
+        return self._fail(Cause(rank, weight, status, code, reason), now)
+
+    def silent(self, rank: int, reason: str, now: float) -> list[Action]:
+        """Note that a rank gives no sign of life."""
+        return self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)
+
+    def did_not_meet(self, reason: str, now: float) -> list[Action]:
+        """Note that the ranks did not all meet."""
+        self.job_cause = self.job_cause or Cause(-1, Weight.OWN, None, RENDEZVOUS, reason)
+        self._end_at(now)
+        return []
+
+    def signalled(self, number: int, now: float) -> list[Action]:
+        """Handle a signal to the launcher: the first ends gracefully, the second at once."""
+        if self.interrupted or self._killed:
+            return self._kill()
+        self.interrupted = number
+        return self._terminate(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Look at the clock."""
+        if now - self._began >= self.timeout_s and self.job_cause is None and self.running and self._term_at is None:
+            limit = f"the time limit of {self.timeout_s:g} s passed"
+            self.job_cause = Cause(-1, Weight.OWN, None, TIMEOUT, limit)
+            return self._terminate(now)
+        if self._kill_at is not None and now >= self._kill_at:
+            return self._kill()
+        if self._term_at is not None and not self._terminated and now >= self._term_at:
+            return self._terminate(now)
+        return []
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every worker has ended."""
+        return not self.running
+
+    def next_due(self) -> float:
+        """Return when `tick` must be called next, in seconds of the clock."""
+        due = [self._began + self.timeout_s]
+        if not self._killed:
+            due += [at for at in (self._kill_at, None if self._terminated else self._term_at) if at is not None]
+        return min(due)
+
+    def outcome(self) -> Outcome:
+        """Return how the job ended, by cause and not by clock."""
+        if self.interrupted:
+            return Outcome(128 + self.interrupted, None, self.interrupted)
+        causes = list(self.causes.values())
+        if self.job_cause is not None and not any(cause.weight == Weight.OWN for cause in causes):
+            return Outcome(self.job_cause.exit_code, self.job_cause, 0)
+        if not causes:
+            return Outcome(0, None, 0)
+        first = min(causes, key=lambda cause: cause.weight)  # the first one of the lowest weight: dicts keep order
+        return Outcome(first.exit_code or INTERNAL, first, 0)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _fail(self, cause: Cause, now: float) -> list[Action]:
+        if cause.rank in self.causes:
+            return []
+        self.causes[cause.rank] = cause
+        self._end_at(now)
+        return [Announce(cause.rank, cause.reason)]
+
+    def _end_at(self, now: float) -> None:
+        if self._term_at is None:
+            self._term_at = now + self.config.abort_grace_s
+            self._kill_at = self._term_at + self.config.term_grace_s
+
+    def _terminate(self, now: float) -> list[Action]:
+        self._terminated = True
+        self._term_at = now
+        self._kill_at = now + self.config.term_grace_s
+        return [Terminate(tuple(sorted(self.running)))]
+
+    def _kill(self) -> list[Action]:
+        self._terminated = self._killed = True
+        self._kill_at = None
+        return [Kill(tuple(sorted(self.running)))]

@@ -1,0 +1,159 @@
+"""What a worker runs first: `python -m syncvar.bootstrap script.py …` or `… -m module …`.
+
+It runs the user's script as `__main__` and sees to it that the launcher always learns how the script ended: in order,
+by an exception (with its traceback), or by exit. It joins nothing: the script does, when it first uses syncvar.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["main"]
+
+_TEXT_MAX = 200_000
+_CONSEQUENCES = ("PeerLost", "GroupBroken")
+_EXIT_CODES = {
+    "PeerLost": 70,
+    "GroupBroken": 70,
+    "DeadlineExceeded": 70,
+    "InternalError": 70,
+    "RendezvousError": 69,
+    "MismatchError": 76,
+    "HandshakeError": 76,
+}
+
+
+class _Word:
+    """The worker's own word to its agent, over an inherited pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._process = os.getpid()
+        self._has_failed = False
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+
+    def goodbye(self) -> None:
+        """Say that the script ended in order; nothing after a failure."""
+        if not self._has_failed:
+            self._send({"event": "goodbye"})
+
+    def failed(self, error: str, message: str, text: str, exit_code: int) -> None:
+        """Say how the script failed."""
+        self._has_failed = True
+        record = {
+            "event": "failed",
+            "error": error,
+            "message": message[:2000],
+            "traceback": text[-_TEXT_MAX:],
+            "exit_code": exit_code,
+        }
+        self._send(record)
+
+    def _send(self, record: dict[str, str | int]) -> None:
+        if self._descriptor < 0 or os.getpid() != self._process:
+            return
+        import msgpack
+
+        data = msgpack.packb(record, use_bin_type=True)
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            self._descriptor = -1  # the agent is gone, and this process is about to be
+
+
+def main() -> None:
+    """Run the script or module that the arguments name."""
+    word = _Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
+    process = os.getpid()
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    atexit.register(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
+    try:
+        _run(sys.argv[1:])
+    except SystemExit as request:
+        code = request.code
+        if code is None or code == 0:
+            return
+        if os.getpid() == process:
+            _let_go()
+            number = code if isinstance(code, int) else 1
+            word.failed("SystemExit", str(code), "" if isinstance(code, int) else str(code), number & 0xFF)
+        raise
+    except BaseException as error:  # noqa: BLE001  (the last frame that sees it)
+        if os.getpid() != process:
+            raise
+        _fail(word, error)
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments and arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        sys.path[0] = os.getcwd()  # noqa: PTH109
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = arguments
+        sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))  # noqa: PTH120
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _let_go() -> None:
+    context = sys.modules.get("syncvar.runtime.context")
+    if context is not None:
+        try:
+            context.abandon()
+        except Exception as error:  # noqa: BLE001  (the script's own failure is what matters now)
+            sys.stderr.write(f"syncvar: leaving the job failed: {error}\n")
+
+
+def _fail(word: _Word, error: BaseException) -> NoReturn:
+    name = type(error).__name__
+    code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
+    trimmed = error.with_traceback(_without_our_frames(error.__traceback__))
+    text = "".join(traceback.format_exception(trimmed))
+    word.failed(name if _is_ours(error) or not isinstance(error, SystemExit) else "SystemExit", str(error), text, code)
+    _let_go()
+    if _is_ours(error) and name in _CONSEQUENCES:
+        # Every survivor would print the same traceback; the launcher shows the cause once, and this line for each.
+        sys.stderr.write(f"{name}: {error}\n")
+    else:
+        sys.stderr.write(text)
+    sys.stderr.flush()
+    raise SystemExit(code)
+
+
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__ == "syncvar.errors"
+
+
+def _without_our_frames(start: Any) -> Any:
+    """Drop the frames of this file and of runpy from the top of a traceback."""
+    here = (__file__, runpy.__file__, "<frozen runpy>")
+    current = start
+    while current is not None and current.tb_frame.f_code.co_filename in here:
+        current = current.tb_next
+    return current or start
+
+
+if __name__ == "__main__":
+    main()
