@@ -88,8 +88,9 @@ Round = tuple[Step, ...]
 The transfers (Send, Recv, RecvReduce) come first in the tuple and are posted together: a send reads what the chunk
 held when the round began. There is at most one transfer to each peer and one from each peer, and both ends of it
 have the same round number: a rank with nothing to do yields an empty round. No written range overlaps another written
-range or a sent one. When all transfers are complete the local steps (Copy, Reduce) run in the order given. A range that was sent in an earlier round may be written only by something that follows from the
-peer's having received it: the memory of a send is borrowed until then.
+range or a sent one. When all transfers are complete the local steps (Copy, Reduce) run in the order given. A range
+that was sent in an earlier round may be written only by something that follows from the peer's having received it: the
+memory of a send is borrowed until then.
 """
 
 
