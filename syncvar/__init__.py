@@ -48,6 +48,27 @@ if TYPE_CHECKING:
     from syncvar.identity import host_count, host_index, local_rank, local_world_size, rank, world_size
     from syncvar.runtime.context import init, is_initialized, shutdown
     from syncvar.runtime.group import Work
+    from syncvar.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        ReduceOp,
+        ReplicaContext,
+        Strategy,
+        ValueContext,
+        Variable,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from syncvar.variables import (
+        DistributedValues,
+        Explanation,
+        Mirrored,
+        PerReplica,
+        VariableAggregation,
+        VariableSynchronization,
+    )
 
 __version__ = "0.1.0"
 
@@ -64,6 +85,13 @@ _HOMES = {
     "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "world_size"),
     "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
     "syncvar.runtime.group": ("Work",),
+    "syncvar.strategies": (
+        "MirroredStrategy", "MultiWorkerMirroredStrategy", "ReduceOp", "ReplicaContext", "Strategy", "ValueContext",
+        "Variable", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context",
+    ),
+    "syncvar.variables": (
+        "DistributedValues", "Explanation", "Mirrored", "PerReplica", "VariableAggregation", "VariableSynchronization",
+    ),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -72,23 +100,36 @@ __all__ = [
     "ConfigError",
     "Corrupt",
     "DeadlineExceeded",
+    "DistributedValues",
+    "Explanation",
     "Group",
     "GroupBroken",
     "HandshakeError",
     "HostUnreachable",
     "InternalError",
     "LaunchError",
+    "Mirrored",
+    "MirroredStrategy",
     "MismatchError",
+    "MultiWorkerMirroredStrategy",
     "NoAggregation",
     "NotFound",
     "PeerLost",
+    "PerReplica",
     "PlanError",
     "RankFailed",
+    "ReduceOp",
     "RendezvousError",
+    "ReplicaContext",
     "RowOutOfRange",
+    "Strategy",
     "SyncvarError",
     "TransportError",
     "UsageError",
+    "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "Work",
     "all_gather",
     "all_gather_object",
@@ -97,8 +138,12 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "gather_object",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
     "host_count",
     "host_index",
+    "in_cross_replica_context",
     "init",
     "is_initialized",
     "local_rank",

@@ -94,6 +94,7 @@ class Engine:
         self._credits: dict[tuple[int, int], _Credit] = {}
         self._owed: dict[tuple[int, int], int] = {}
         self._doomed: list[Message] = []
+        self._passed: dict[int, tuple[tuple[int, ...], int, int]] = {}
         self._left: dict[int, dict[int, int]] = {}
         self._suspects: dict[int, tuple[str, float]] = {}
         self._inbox: collections.deque[Operation] = collections.deque()
@@ -201,6 +202,15 @@ class Engine:
         self._tell(
             "left_run", group=group, members=list(members), call=call, epoch_end=epoch_end, reason=reason[:2000]
         )
+
+    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int) -> None:
+        """Note that this rank ended a block of calls after `last`; peers seen in a later call of it are told.
+
+        Normally nobody is, and nothing is sent.
+        """
+        self._passed[group] = (members, last, epoch_end)
+        if any(early == group and last < call <= epoch_end for early, call in list(self._early)):
+            self._tell_passed(group)
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group."""
@@ -394,8 +404,17 @@ class Engine:
         header = frame.header
         if header.call < self._next_call.get(header.group, 0):
             self.consumed(header.source, header.group, header.nbytes)  # of a call that has ended here
+            passed = self._passed.get(header.group)
+            if passed is not None and passed[1] < header.call <= passed[2]:
+                self._tell_passed(header.group)
             return
         self._early.setdefault((header.group, header.call), []).append(frame)
+
+    def _tell_passed(self, group: int) -> None:
+        passed = self._passed.pop(group, None)
+        if passed is not None and self.failure is None:
+            members, last, epoch_end = passed
+            self.left_run(group, members, last, epoch_end, f"rank {self.rank} ended it without making this call")
 
     # -- links ----------------------------------------------------------------------------------------------------
 
@@ -530,6 +549,8 @@ class Engine:
         self._break(PeerLost(rank, host, message["reason"], detail))
 
     def _judged(self, verdict: Message) -> None:
+        reached = self._next_call  # verdicts on calls that lie behind are of no use any more
+        self._doomed = [old for old in self._doomed if old["last_call"] >= reached.get(old["group"], 0)]
         self._doomed.append(verdict)
         for (group, call), operation in list(self._active.items()):
             if group == verdict["group"] and verdict["call"] <= call <= verdict["last_call"]:

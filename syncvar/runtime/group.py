@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "Request", "Work", "fingerprint"]
 
 _PLANS_MAX = 512
-_EPOCH_CALLS = 1 << 20
+_EPOCH_CALLS = 1 << 36
 
 
 @lru_cache(maxsize=4096)
@@ -135,6 +135,7 @@ class Communicator:
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
         self.engine = engine
         self.next_call = 0
+        self._epoch = 0
         self._busy = threading.Lock()
         self._plans: dict[tuple[Any, ...], Prepared] = {}
         self._forked: UsageError | None = None
@@ -219,13 +220,24 @@ class Communicator:
     def begin_epoch(self) -> int:
         """Begin a new block of call numbers (at the start of `strategy.run`); returns its last number.
 
-        Ranks that left the block before at different calls are at the same number again.
+        Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are
+        at the same number again.
         """
-        start = (self.next_call + _EPOCH_CALLS - 1) // _EPOCH_CALLS * _EPOCH_CALLS
-        self.next_call = start
+        self._epoch += 1
+        self.next_call = self._epoch * _EPOCH_CALLS
         if self.engine is not None:
-            self.engine.announce(self.identity, start)
-        return start + _EPOCH_CALLS - 1
+            self.engine.announce(self.identity, self.next_call)
+        return self.next_call + _EPOCH_CALLS - 1
+
+    def end_epoch(self, epoch_end: int) -> None:
+        """End a block (when `strategy.run` returns or raises), so that all ranks go on at the same number.
+
+        A peer that waits in a call of the block which this rank never made is told so when its frame is seen.
+        """
+        last = self.next_call - 1
+        self.begin_epoch()
+        if self.engine is not None and self.size > 1:
+            self.engine.passed_over(self.identity, self.members, last, epoch_end)
 
     def leave_epoch(self, epoch_end: int, reason: str) -> None:
         """Tell the group that this rank left the block early, by an exception."""

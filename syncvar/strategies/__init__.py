@@ -1,0 +1,36 @@
+"""Strategies: which replicas a variable has, and in which context a program runs.
+
+* `base`: scope, run, reduce, gather. `mirrored`: the strategies with a copy on every replica.
+* `contexts`: asking where the program is; the replica context. `reducing`: values over replicas.
+
+`Variable` is offered here too, because a variable needs the default strategy, which this room makes.
+"""
+
+from __future__ import annotations
+
+from syncvar.strategies.base import Strategy
+from syncvar.strategies.contexts import (
+    ReplicaContext,
+    ValueContext,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+from syncvar.strategies.reducing import ReduceOp
+from syncvar.variables import Variable
+
+__all__ = [
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "ReduceOp",
+    "ReplicaContext",
+    "Strategy",
+    "ValueContext",
+    "Variable",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]

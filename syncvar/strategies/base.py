@@ -1,0 +1,255 @@
+"""What every strategy is: a group of replicas, its scope, `run`, and the collectives on values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import ConfigError, UsageError
+from syncvar.runtime.context import current
+from syncvar.strategies.contexts import ValueContext
+from syncvar.strategies.reducing import gather_values, local_part, reduce_values
+from syncvar.variables import DistributedValues, PerReplica
+from syncvar.variables.places import Place, current_place, places
+from syncvar.variables.policy import Context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["Strategy"]
+
+
+class Strategy:
+    """Replicas in sync: one process each, all members of one group.
+
+    Args:
+        communicator: The calls of the group.
+        strict: Initial values that differ between replicas are an error.
+        check_cross_writes: Compare what the replicas write in cross context.
+        reproducible: Sum by the tree over replicas, independent of algorithm and hosts.
+        timeout: Seconds that a call waits; None means the job's default.
+        is_default: It is the strategy of a program that enters no scope.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        strict: bool = False,
+        check_cross_writes: bool = True,
+        reproducible: bool = False,
+        timeout: float | None = None,
+        is_default: bool = False,
+    ) -> None:
+        for name, flag in (("strict", strict), ("check_cross_writes", check_cross_writes), ("reproducible", reproducible)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name} must be True or False, not {flag!r}")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+            raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
+        self._communicator = communicator
+        self.strict = strict
+        self.check_cross_writes = check_cross_writes
+        self.reproducible = reproducible
+        self.timeout = timeout
+        self.is_default = is_default
+
+    @property
+    def communicator(self) -> Communicator:
+        """The calls of the replicas' group; of use to this package only."""
+        return self._communicator
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of this strategy."""
+        return self._communicator.size
+
+    def __repr__(self) -> str:
+        return f"<sv.{type(self).__name__} of {self.num_replicas_in_sync} replicas>"
+
+    # -- contexts -------------------------------------------------------------------------------------------------
+
+    def scope(self) -> Scope:
+        """Return a context manager: variables made in it belong to this strategy, and code in it is in cross context.
+
+        It may be entered again, also inside itself. Scope is per thread.
+
+        Example:
+            >>> import syncvar as sv
+            >>> strategy = sv.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     v = sv.Variable(1.0)
+            >>> v.strategy is strategy
+            True
+        """
+        return Scope(self)
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """Call `fn(*args, **kwargs)` as this replica, in replica context; every replica does the same.
+
+        Args:
+            fn: Makes the same collective calls and writes on every replica, with its own values.
+            args: Tuple or list; a PerReplica or Mirrored in it, also inside structures, becomes this process's part.
+            kwargs: Dict or None.
+
+        Returns:
+            What `fn` returns here.
+
+        Raises:
+            UsageError: Inside `run` or `merge_call`, or under another strategy.
+            ConfigError: args or kwargs of another type.
+            MismatchError: An exception left `fn` on another replica while this one waited for it.
+
+        Example:
+            >>> import syncvar as sv
+            >>> strategy = sv.MirroredStrategy()
+            >>> strategy.run(lambda x: x + 1, args=(sv.PerReplica(2),))
+            3
+        """
+        if not isinstance(args, tuple | list):
+            raise ConfigError(f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)")
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
+        self._require("run")
+        given = [_unwrapped(one) for one in args]
+        named = {name: _unwrapped(one) for name, one in (kwargs or {}).items()}
+        aligned = self._aligned()
+        ends = [communicator.begin_epoch() for communicator in aligned]
+        stack = places()
+        depth = len(stack)
+        stack.append(Place(self, Context.REPLICA))
+        try:
+            return fn(*given, **named)
+        except BaseException as error:
+            for communicator, end in zip(aligned, ends, strict=True):
+                communicator.leave_epoch(end, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            del stack[depth:]
+            for communicator, end in zip(aligned, ends, strict=True):
+                communicator.end_epoch(end)
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """Combine a value of all replicas, and give it to all. Collective.
+
+        Args:
+            reduce_op: A ReduceOp or its name.
+            value: This replica's array, PerReplica, Mirrored or variable, or a structure of these.
+            axis: None combines elementwise over the replicas. An int or a tuple reduces this replica's part along it
+                first; MEAN is then the total sum over the total count, so uneven and empty parts weigh right.
+
+        Raises:
+            UsageError: In replica context.
+            ConfigError: A bad op, axis or value here; the others raise MismatchError.
+            MismatchError: The replicas' values do not fit together.
+
+        Example:
+            >>> import syncvar as sv
+            >>> sv.MirroredStrategy().reduce("MEAN", [1.0, 3.0], axis=0)
+            array(2.)
+        """
+        self._require("reduce")
+        return reduce_values(
+            self._communicator, reduce_op, value, axis, self.timeout, reproducible=self.reproducible
+        )
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate a value of all replicas, in their order, and give it to all. Collective.
+
+        Args:
+            value: This replica's array, PerReplica, Mirrored or variable, or a structure of these.
+            axis: Where to concatenate; may be negative. Lengths along it may differ.
+
+        Raises:
+            UsageError: In replica context.
+            ConfigError: A scalar, or an axis that the value does not have; the others raise MismatchError.
+        """
+        self._require("gather")
+        return gather_values(self._communicator, value, axis, self.timeout, "gather")
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple of this process's part of a value; structures stay structures, a variable gives its copy."""
+        return (local_part(value),)
+
+    def experimental_distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> PerReplica:
+        """Return a PerReplica of what `fn` makes for this replica.
+
+        Args:
+            fn: Called once with a ValueContext.
+        """
+        return PerReplica(fn(ValueContext(self._communicator.member_rank, self.num_replicas_in_sync)))
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _require(self, what: str) -> None:
+        """Raise UsageError unless `what` may be called here."""
+        self._communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
+        place = current_place()
+        if place is None:
+            return
+        if place.owner is not self:
+            raise UsageError(
+                f"strategy.{what} is called under another strategy; leave its scope or run first, or call "
+                f"sv.get_strategy().{what}"
+            )
+        if place.context is Context.REPLICA:
+            instead = {
+                "run": "call the function directly",
+                "reduce": "write sv.get_replica_context().all_reduce(op, x)",
+                "gather": "write sv.get_replica_context().all_gather(x, axis)",
+            }
+            raise UsageError(f"strategy.{what} is called inside run; {instead.get(what, 'do it outside')}")
+        if place.context is Context.MERGE and what == "run":
+            raise UsageError("strategy.run is called inside merge_call; call the function directly")
+
+    def _aligned(self) -> list[Communicator]:
+        """Return the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks."""
+        world = current().world
+        mine = self._communicator
+        return [mine, world] if mine is not world and mine.members == world.members else [mine]
+
+
+class Scope:
+    """The context manager of `Strategy.scope`."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        strategy = self._strategy
+        strategy.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
+        place = current_place()
+        if place is not None:
+            if place.owner is not strategy:
+                raise UsageError("a scope is entered under another strategy; leave that one's scope first")
+            if place.context is not Context.CROSS:
+                raise UsageError(
+                    "a scope is entered inside strategy.run; enter it around run, and make variables before"
+                )
+        places().append(Place(strategy, Context.CROSS))
+        return strategy
+
+    def __exit__(self, *error: object) -> None:
+        places().pop()
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, DistributedValues):
+        return value.values[0]
+    if isinstance(value, dict):
+        return {key: _unwrapped(item) for key, item in value.items()} if _holds(value.values()) else value
+    if isinstance(value, list | tuple) and _holds(value):
+        items = [_unwrapped(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _holds(items: Any) -> bool:
+    return any(
+        isinstance(item, DistributedValues)
+        or (isinstance(item, dict) and _holds(item.values()))
+        or (isinstance(item, list | tuple) and _holds(item))
+        for item in items
+    )

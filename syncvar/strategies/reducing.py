@@ -1,0 +1,198 @@
+"""Reducing and gathering values of all replicas: what `Strategy.reduce` and the replica context share."""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._arguments import as_array, flatten, unflatten
+from syncvar.collectives.all_gather import gather_request
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.errors import ConfigError
+from syncvar.runtime.group import Request
+from syncvar.runtime.kernels import reduction
+from syncvar.variables import DistributedValues, Variable
+from syncvar.variables.policy import as_member
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.executor import Stage
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
+
+
+class ReduceOp(Enum):
+    """How values of several replicas are combined.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.get_strategy().reduce(sv.ReduceOp.SUM, [1.0, 2.0], axis=0)
+        array(3.)
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+
+
+def own_part(value: Any) -> Any:
+    """Return this process's part of a DistributedValues, and anything else as it is."""
+    return value.values[0] if isinstance(value, DistributedValues) else value
+
+
+def local_part(value: Any) -> Any:
+    """Return this process's part of a structure, leaf by leaf; a variable gives its own copy."""
+    if isinstance(value, Variable):
+        return value.local_value()
+    if isinstance(value, DistributedValues):
+        return local_part(value.values[0])
+    if isinstance(value, dict):
+        return {key: local_part(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(local_part(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(local_part(item) for item in value)
+    return value
+
+
+def reduce_values(
+    communicator: Communicator, reduce_op: Any, value: Any, axis: Any, timeout: float | None, *, reproducible: bool
+) -> Any:
+    """Reduce a value or structure over replicas: first along `axis` of this replica's part, then across.
+
+    Args:
+        communicator: The replicas' group.
+        reduce_op: A ReduceOp or its name.
+        value: This replica's array or structure of arrays.
+        axis: int, tuple of ints, or None for elementwise over the replicas.
+        timeout: Seconds.
+        reproducible: Sum by the tree.
+    """
+
+    def check() -> Request:
+        op = as_member(ReduceOp, reduce_op, "reduce_op")
+        axes = _checked_axes(axis)
+        structure, leaves = flatten(local_part(value))
+        arrays = [as_array(leaf) for leaf in leaves]
+        name = f"strategy.reduce({op.name}, axis={axes})"
+        if axes is None:
+            request = reduce_request(communicator, arrays, op.value, reproducible=reproducible, name=name)
+            return _structured(request, lambda parts: unflatten(structure, parts), structure)
+        places = [_normalized(axes, array.ndim) for array in arrays]
+        parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
+        if op is not ReduceOp.MEAN:
+            request = reduce_request(communicator, parts, op.value, reproducible=reproducible, name=name)
+            return _structured(request, lambda made: unflatten(structure, _as_asked(made, op, arrays)), structure)
+        counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
+        request = reduce_request(communicator, [*parts, *counts], "sum", reproducible=reproducible, name=name)
+
+        def finish(made: list[NDArray[Any]]) -> Any:
+            totals, numbers = made[: len(parts)], made[len(parts) :]
+            with np.errstate(invalid="ignore", divide="ignore"):  # no element at all: NaN, as NumPy's mean
+                means = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]
+            return unflatten(structure, _as_asked(means, op, arrays))
+
+        return _structured(request, finish, structure)
+
+    return communicator.perform("strategy.reduce", check, timeout)
+
+
+def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str) -> Any:
+    """Concatenate a value or structure over replicas, in their order; lengths along `axis` may differ.
+
+    Args:
+        communicator: The replicas' group.
+        value: This replica's array or structure of arrays.
+        axis: Where to concatenate; may be negative.
+        timeout: Seconds.
+        name: The public call.
+    """
+
+    def check() -> Request:
+        part = local_part(value)
+        for leaf in flatten(part)[1]:
+            if as_array(leaf).ndim == 0:
+                raise ConfigError(f"{name} concatenates along an axis, and a scalar has none; pass np.reshape(x, (1,))")
+        return gather_request(communicator, part, axis, name=name)
+
+    return communicator.perform(name, check, timeout)
+
+
+def _structured(request: Request, finish: Any, structure: Any) -> Request:
+    """Return the request with its result put together, and the structure among what is compared."""
+    body = request.body
+
+    def run() -> Generator[Stage, None, Any]:
+        return finish((yield from body))
+
+    digest = request.digest ^ (hash_of(structure) & ((1 << 64) - 1))
+    return Request(request.what, digest, run())
+
+
+def hash_of(structure: Any) -> int:
+    """Return a digest of a structure that is the same in every process."""
+    from syncvar.runtime.group import fingerprint
+
+    return fingerprint("structure", structure)
+
+
+def _checked_axes(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    given = axis if isinstance(axis, tuple) else (axis,)
+    if any(isinstance(one, bool | np.bool_) for one in given):
+        raise ConfigError(f"axis must be an integer, a tuple of integers or None, not {axis!r}")
+    try:
+        return tuple(operator.index(one) for one in given)
+    except TypeError as error:
+        raise ConfigError(f"axis must be an integer, a tuple of integers or None, not {axis!r}") from error
+
+
+def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ConfigError(f"axis {axis} is outside a value of {ndim} dimensions; axis=None combines elementwise")
+    places = tuple(axis % ndim for axis in axes)
+    if len(set(places)) != len(places):
+        raise ConfigError(f"axis {axes} names a dimension twice")
+    return places
+
+
+def _along(op: str, array: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
+    how = reduction(op, array.dtype)
+    if how.name in ("min", "max"):
+        if _count(array, axes) == 0:
+            shape = tuple(length for place, length in enumerate(array.shape) if place not in axes)
+            return np.full(shape, _identity(how.name, array.dtype), array.dtype)
+        return np.asarray(how.ufunc.reduce(array, axis=axes))
+    return np.asarray(how.ufunc.reduce(array, axis=axes, dtype=how.accumulate))
+
+
+def _identity(name: str, dtype: np.dtype[Any]) -> Any:
+    if dtype.kind == "b":
+        return name == "min"
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).max if name == "min" else np.iinfo(dtype).min
+    return np.inf if name == "min" else -np.inf
+
+
+def _count(array: NDArray[Any], axes: tuple[int, ...]) -> int:
+    count = 1
+    for axis in axes:
+        count *= array.shape[axis]
+    return count
+
+
+def _as_asked(parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    return [
+        np.asarray(part, reduction(op.value, array.dtype).result) for part, array in zip(parts, arrays, strict=True)
+    ]

@@ -1,0 +1,25 @@
+"""Synchronized variables: one copy on each replica, kept in step as the mode says.
+
+* `policy`: the whole contract as one pure table; start reading there.
+* `variable`: carries the table out, by one read path and one write path.
+* `creation`: names, manifests, the chief's initial value. `requests`: what travels.
+* `casting`, `splitting`: which values may go in, and the exact split of a sum. `protocol`: behaving as an array.
+* `places`: where a thread is. `values`: PerReplica and Mirrored.
+"""
+
+from __future__ import annotations
+
+from syncvar.variables.explanation import Explanation
+from syncvar.variables.policy import VariableAggregation, VariableSynchronization
+from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
+from syncvar.variables.variable import Variable
+
+__all__ = [
+    "DistributedValues",
+    "Explanation",
+    "Mirrored",
+    "PerReplica",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+]

@@ -1,0 +1,118 @@
+"""Values on their way into a variable: which may go in, as which dtype; their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._arguments import as_array
+from syncvar.errors import ConfigError, UsageError
+from syncvar.variables.values import Mirrored, PerReplica
+from syncvar.wire import dtype_index
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["checked_dtype", "digest_of", "initial_array", "operand_array"]
+
+_PYTHON_NUMBERS = (bool, int, float, complex)
+_ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
+
+
+def checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return `dtype` as a dtype that can be communicated.
+
+    Raises:
+        ConfigError: It is none, or cannot travel.
+    """
+    try:
+        made = np.dtype(dtype)
+    except TypeError as error:
+        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r}: {error}") from error
+    if not made.isnative:
+        made = made.newbyteorder("=")
+    dtype_index(made)
+    return made
+
+
+def initial_array(value: Any, dtype: np.dtype[Any] | None, what: str) -> NDArray[Any]:
+    """Return an initial value as an array of its own.
+
+    Python floats make float32, ints int64, bools bool; arrays keep their dtype.
+
+    Raises:
+        ConfigError: It cannot be an array, or does not go into `dtype`.
+    """
+    array = _array(value, what)
+    if dtype is None:
+        dtype = np.dtype(np.float32) if _is_weak(value) and array.dtype == np.float64 else array.dtype
+    return _cast(array, dtype, what, weak=_is_weak(value))
+
+
+def operand_array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+    """Return an operand as an array of exactly this shape and dtype.
+
+    Arrays are cast by NumPy's same_kind; Python numbers (and lists of them) are weak: they take the dtype if it can
+    hold them.
+
+    Raises:
+        ConfigError: Wrong shape or dtype, or no value at all.
+        UsageError: A PerReplica: it has to be reduced first.
+    """
+    array = _array(value, what)
+    if array.shape != shape:
+        raise ConfigError(
+            f"{what}: the value has shape {array.shape}, the variable {shape}; nothing is broadcast. Write "
+            f"np.broadcast_to(x, {shape}) if that is meant"
+        )
+    return _cast(array, dtype, what, weak=_is_weak(value))
+
+
+def digest_of(array: NDArray[Any]) -> int:
+    """Return the 64-bit digest of dtype, shape and bytes."""
+    made = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=8)
+    made.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return int.from_bytes(made.digest(), "little")
+
+
+def _array(value: Any, what: str) -> NDArray[Any]:
+    if isinstance(value, PerReplica):
+        raise UsageError(
+            f"{what}: a PerReplica holds one value for each replica; reduce it first: "
+            f"x = strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, args=(x,))"
+        )
+    return as_array(value.values[0] if isinstance(value, Mirrored) else value, f"{what}: the value")
+
+
+def _is_weak(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_weak(part) for part in value)
+    return isinstance(value, _PYTHON_NUMBERS) and not isinstance(value, np.generic)
+
+
+def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -> NDArray[Any]:
+    if array.dtype == dtype:
+        return array
+    if not weak:
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ConfigError(
+                f"{what}: {array.dtype.name} does not go into {dtype.name} (NumPy's same_kind rule). Write "
+                f"x.astype('{dtype.name}') if that is meant"
+            )
+        return array.astype(dtype)
+    if _ORDER[array.dtype.kind] > _ORDER[dtype.kind]:
+        raise ConfigError(f"{what}: a Python {_NAMES[array.dtype.kind]} does not go into {dtype.name}")
+    if dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise ConfigError(f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not {array.tolist()!r}"[:300])
+    with np.errstate(over="ignore"):
+        made = array.astype(dtype)
+    if dtype.kind not in "biu" and bool(np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))):
+        raise ConfigError(f"{what}: {dtype.name} cannot hold {array.tolist()!r}"[:300])
+    return made
+
+
+_NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}

@@ -1,0 +1,104 @@
+"""Where a thread is: inside which strategy's scope, run or merge; and whose variables it makes.
+
+The stack of places belongs to (context, thread). The strategies push to it; variables only look.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from syncvar.errors import InternalError, UsageError
+from syncvar.runtime.context import current
+from syncvar.variables.policy import Context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["Owner", "Place", "context_of", "current_owner", "current_place", "default_owner", "places", "set_default"]
+
+
+class Owner(Protocol):
+    """What a variable needs of the strategy that made it."""
+
+    is_default: bool
+    strict: bool
+    check_cross_writes: bool
+    reproducible: bool
+    timeout: float | None
+
+    @property
+    def communicator(self) -> Communicator:
+        """The calls of the replicas' group."""
+
+
+class Place(NamedTuple):
+    """One entered scope, run or merge."""
+
+    owner: Owner
+    context: Context
+
+
+_makers: list[Callable[[], Owner]] = []
+
+
+def set_default(maker: Callable[[], Owner]) -> None:
+    """Name the function that makes a context's default strategy; the room above calls this once."""
+    _makers[:] = [maker]
+
+
+def default_owner() -> Owner:
+    """Return the context's default strategy, which spans the world."""
+    extras = current().extras
+    owner: Owner | None = extras.get("default_strategy")
+    if owner is None:
+        if not _makers:
+            raise InternalError("no strategy has been imported: use variables through `import syncvar as sv`")
+        owner = extras["default_strategy"] = _makers[0]()
+    return owner
+
+
+def places() -> list[Place]:
+    """Return this thread's stack of places, to look at and to push to."""
+    extras = current().extras
+    local = extras.get("places")
+    if local is None:
+        local = extras.setdefault("places", threading.local())
+    try:
+        stack: list[Place] = local.stack
+    except AttributeError:
+        stack = local.stack = []
+    return stack
+
+
+def current_place() -> Place | None:
+    """Return the innermost place, or None outside every scope."""
+    stack = places()
+    return stack[-1] if stack else None
+
+
+def current_owner() -> Owner:
+    """Return the strategy in force."""
+    place = current_place()
+    return default_owner() if place is None else place.owner
+
+
+def context_of(owner: Owner, what: str) -> Context:
+    """Return the context in which a call on a variable of `owner` is made.
+
+    Raises:
+        UsageError: The innermost place belongs to another explicit strategy.
+    """
+    place = current_place()
+    if place is None:
+        return Context.SPMD if owner.is_default else Context.CROSS
+    if place.owner is owner:
+        return place.context
+    if owner.is_default:
+        return Context.CROSS
+    raise UsageError(
+        f"{what}: the variable belongs to another strategy than the scope it is used in; use it under "
+        f"`with variable.strategy.scope():`, or outside every scope"
+    )

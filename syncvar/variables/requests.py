@@ -1,0 +1,64 @@
+"""What travels for a variable, as requests to its group: each call of a variable is one call of the group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.collectives._headers import array_record, exchange
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.broadcast import broadcast_request
+from syncvar.errors import InternalError, MismatchError
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.variables.casting import digest_of
+from syncvar.variables.policy import Travel
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.executor import Stage
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["request_of", "same_request"]
+
+
+def request_of(
+    travel: Travel, communicator: Communicator, x: NDArray[Any], what: str, hint: str, *, reproducible: bool
+) -> Request:
+    """Return the request that carries `x`; its result is what all replicas have together.
+
+    Args:
+        travel: SUM, MEAN, FIRST or SAME.
+        communicator: The replicas' group.
+        x: This replica's part; shape and dtype the same everywhere.
+        what: The kind of call and the variable's name; compared between the replicas.
+        hint: What to do about values that differ (SAME).
+        reproducible: Sum by the tree.
+    """
+    if travel is Travel.SUM or travel is Travel.MEAN:
+        op = "sum" if travel is Travel.SUM else "mean"
+        return reduce_request(communicator, x, op, reproducible=reproducible, name=what)
+    if travel is Travel.FIRST:
+        return broadcast_request(communicator, x, 0, name=what)
+    if travel is Travel.SAME:
+        return same_request(communicator, x, what, hint)
+    raise InternalError(f"{what}: no request carries {travel}")
+
+
+def same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: str) -> Request:
+    """Return the request that compares the digests of what all replicas bring; its result is `x`."""
+    record = array_record(x, digest_of(x))
+
+    def body() -> Generator[Stage, None, NDArray[Any]]:
+        records = yield from exchange(communicator, record)
+        if any(one != records[0] for one in records):
+            table = {
+                communicator.members[replica]: f"{one.describe()} with digest {one.nbytes:016x}"
+                for replica, one in enumerate(records)
+            }
+            raise MismatchError(f"{what}: the replicas bring different values, nothing was written. {hint}", table)
+        return x
+
+    shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
+    return Request(shown, fingerprint("same", what, x.dtype.name, x.shape), body())

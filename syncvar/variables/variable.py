@@ -1,0 +1,404 @@
+"""The synchronized variable: one write path and one read path, both driven by the table in `policy`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives.barrier import meet
+from syncvar.errors import ConfigError, UsageError
+from syncvar.runtime.kernels import reduction
+from syncvar.variables import creation
+from syncvar.variables.casting import checked_dtype, initial_array, operand_array
+from syncvar.variables.explanation import Explanation
+from syncvar.variables.places import context_of, current_owner
+from syncvar.variables.policy import (
+    Action,
+    Effect,
+    Operation,
+    Travel,
+    VariableAggregation,
+    VariableSynchronization,
+    as_member,
+    decide,
+    resolve,
+)
+from syncvar.variables.protocol import ArrayProtocol
+from syncvar.variables.requests import request_of
+from syncvar.variables.splitting import share_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.variables.places import Owner
+
+__all__ = ["Variable"]
+
+_PACES = ("eager", "deferred")
+
+
+class Variable(ArrayProtocol):
+    """A value with one copy on each replica, kept in step as its mode says.
+
+    Making one is collective, except under NONE. It belongs to the strategy in force: the scope's, or outside every
+    scope the default strategy, which spans the world.
+
+    Args:
+        initial_value: Array, number, another variable (its value), or a callable (called once, on the chief; under
+            NONE by each replica). Every replica takes the chief's, except under NONE.
+        trainable: None means True, but False for ON_READ.
+        name: 1 to 128 of `A-Z a-z 0-9 _ . / -`; a name taken twice gets `_1`, `_2`.
+        dtype: None means that of the value; Python floats make float32, ints int64.
+        synchronization: When the copies are made to agree.
+        aggregation: How values of several replicas become one.
+
+    Raises:
+        ConfigError: A wrong argument; the other replicas raise MismatchError.
+        MismatchError: The replicas ask for different variables.
+
+    Example:
+        >>> import syncvar as sv
+        >>> v = sv.Variable([1.0, 2.0], aggregation="SUM")
+        >>> v.assign_add([1.0, 1.0]).numpy()
+        array([2., 3.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        *,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: Any = VariableSynchronization.AUTO,
+        aggregation: Any = VariableAggregation.NONE,
+    ) -> None:
+        self._make(current_owner(), initial_value, trainable, name, dtype, synchronization, aggregation)
+
+    def _make(
+        self,
+        owner: Owner,
+        initial_value: Any,
+        trainable: bool | None,
+        name: str | None,
+        dtype: Any,
+        synchronization: Any,
+        aggregation: Any,
+        *,
+        own: bool = False,
+    ) -> None:
+        self._owner = owner
+        communicator = owner.communicator
+        self.name = str(name)
+        self._reads = self._writes = self._collectives = 0
+        self._pace: str | None = None
+        self._changes: list[tuple[int, str, str, str]] = []
+        requested = as_member(VariableSynchronization, synchronization, "synchronization")
+        self._requested = requested
+        self._synchronization, self._rule = resolve(requested)
+        self._aggregation = as_member(VariableAggregation, aggregation, "aggregation")
+        action = self._decide(Operation.CREATE)
+        apart = action.travel is Travel.NOTHING
+        namespace = "NONE" if apart else communicator.members
+        value: NDArray[Any] | None = None
+        failure: Exception | None = None
+        try:
+            wanted = None if dtype is None else checked_dtype(dtype)
+            base = creation.checked_name(name)
+            if trainable is not None and not isinstance(trainable, bool | np.bool_):
+                raise ConfigError(f"trainable must be True, False or None, not {trainable!r}")  # noqa: TRY301
+            if apart or communicator.member_rank == 0 or not callable(initial_value):
+                given = initial_value() if callable(initial_value) else initial_value
+                given = given.read_value() if isinstance(given, Variable) else given
+                value = initial_array(given, wanted, f"variable {base!r}: initial_value")
+                self._check_aggregation(value.dtype, base)
+        except Exception as error:  # told to the other replicas by the call below
+            failure = error
+        self.trainable = requested is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
+        differ: list[int] = []
+
+        def check() -> Any:
+            if failure is not None:
+                raise failure
+            self.name = creation.free_name(base, namespace)
+            manifest = creation.Manifest(
+                self.name,
+                None if value is None else value.shape,
+                None if value is None else value.dtype.name,
+                requested.name,
+                self._aggregation.name,
+                self.trainable,
+                f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} reproducible={owner.reproducible}",
+            )
+            return creation.create_request(owner, manifest, value, own=own)
+
+        if apart:
+            if failure is not None:
+                raise failure
+            self.name = creation.free_name(base, namespace)
+        else:
+            value, differ = communicator.perform("create variable", check, owner.timeout)
+        assert value is not None
+        creation.take_name(self.name, namespace)
+        self._shape, self._dtype = value.shape, value.dtype
+        share = action.effect is Effect.SHARE and not own
+        self._keep(np.array(self._share(value) if share else value, copy=True))
+        if differ and communicator.rank == 0:
+            creation.warn_of_differences(self.name, differ, stacklevel=3)
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape, fixed for ever."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Data type, fixed for ever."""
+        return self._dtype
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """The mode in force: ON_WRITE, ON_READ or NONE."""
+        return self._synchronization
+
+    @property
+    def requested_synchronization(self) -> VariableSynchronization:
+        """The mode that the program asked for; may be AUTO."""
+        return self._requested
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How values of several replicas become one."""
+        return self._aggregation
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that made it."""
+        return self._owner
+
+    def __repr__(self) -> str:
+        shown = np.array2string(self._copy, threshold=20, separator=", ")
+        return (
+            f"<sv.Variable {self.name!r} {self._synchronization.name} + {self._aggregation.name} shape={self._shape} "
+            f"dtype={self._dtype.name} local={shown}>"
+        )
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read_value(self, copy: bool = True) -> NDArray[Any]:  # noqa: FBT001, FBT002  (the public signature)
+        """Return the value, read-only; it never changes when the variable is written later.
+
+        Collective for ON_READ outside `run`; never for ON_WRITE and NONE.
+
+        Args:
+            copy: False allows a view that is valid until the next write.
+
+        Raises:
+            NoAggregation: ON_READ with aggregation NONE, outside `run`.
+
+        Example:
+            >>> import syncvar as sv
+            >>> v = sv.Variable(2.0)
+            >>> v.read_value(), float(v), v * 2
+            (array(2., dtype=float32), 2.0, np.float32(4.0))
+        """
+        del copy  # writes replace the array, so that a view of it is as good as a copy
+        return self._read(Operation.READ)
+
+    def value(self) -> NDArray[Any]:
+        """Return `read_value()`."""
+        return self._read(Operation.READ)
+
+    def numpy(self) -> NDArray[Any]:
+        """Return `read_value()`."""
+        return self._read(Operation.READ)
+
+    def local_value(self) -> NDArray[Any]:
+        """Return this replica's copy, read-only; sends nothing, in every context.
+
+        Example:
+            >>> import syncvar as sv
+            >>> sv.Variable(1, synchronization="ON_READ").local_value()
+            array(1)
+        """
+        return self._read(Operation.LOCAL)
+
+    def sync(self) -> NDArray[Any]:
+        """Meet all replicas and return the variable's value; collective in every context (not for NONE).
+
+        Raises:
+            NoAggregation: ON_READ with aggregation NONE.
+        """
+        return self._read(Operation.SYNC)
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def assign(self, x: Any) -> Variable:
+        """Set the value; see `policy` for what each mode does in each context. Returns the variable.
+
+        Raises:
+            NoAggregation: ON_WRITE with aggregation NONE, inside `run`.
+            ConfigError: Wrong shape or dtype; nothing is written anywhere if the write communicates.
+            MismatchError: Another replica's write differs.
+
+        Example:
+            >>> import syncvar as sv
+            >>> float(sv.Variable(0.0).assign(3.0))
+            3.0
+        """
+        return self._write(Operation.ASSIGN, x)
+
+    def assign_add(self, x: Any) -> Variable:
+        """Add to the value; as `assign`."""
+        return self._write(Operation.ASSIGN_ADD, x)
+
+    def assign_sub(self, x: Any) -> Variable:
+        """Subtract from the value; as `assign`."""
+        return self._write(Operation.ASSIGN_SUB, x)
+
+    # -- explaining and steering ----------------------------------------------------------------------------------
+
+    def explain(self) -> Explanation:
+        """Return the mode in force, the requested one, the rule, numbers and changes; sends nothing.
+
+        Example:
+            >>> import syncvar as sv
+            >>> print(sv.Variable(0.0, name="explained").explain())
+            mode ON_WRITE (eager), requested AUTO
+            rule: AUTO behaves as ON_WRITE; only when its communication happens may differ
+            numbers: replicas 1, reads 0, writes 0, collectives 0, nbytes 4
+        """
+        auto = self._requested is VariableSynchronization.AUTO
+        numbers = {
+            "replicas": self._owner.communicator.size,
+            "reads": self._reads,
+            "writes": self._writes,
+            "collectives": self._collectives,
+            "nbytes": self._copy.nbytes,
+        }
+        mode = self._synchronization.name + (f" ({self._pace or 'eager'})" if auto else "")
+        return Explanation(mode, self._requested.name, self._rule, numbers, list(self._changes))
+
+    def pin(self, mode: str | None) -> None:
+        """Fix the pace of an AUTO variable: "eager", "deferred", or None to let AUTO decide again. Collective.
+
+        Raises:
+            ConfigError: Another mode.
+            UsageError: The variable was not asked as AUTO.
+        """
+        if self._requested is not VariableSynchronization.AUTO:
+            raise UsageError(
+                f"variable {self.name!r} was asked as {self._requested.name}, which never changes; pin is for "
+                f"sv.Variable(…, synchronization=sv.VariableSynchronization.AUTO)"
+            )
+
+        def check() -> None:
+            if mode is not None and mode not in _PACES:
+                raise ConfigError(f"pin takes 'eager', 'deferred' or None, not {mode!r}")
+
+        what = f"pin variable {self.name!r} to {mode}"
+        meet(self._owner.communicator, what, ("pin", self.name, mode), self._owner.timeout, check)
+        if mode != self._pace:
+            why = "pinned" if mode else "pin taken off"
+            self._changes.append((self._writes, self._pace or "eager", mode or "eager", why))
+            self._pace = mode
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        made = Variable.__new__(Variable)
+        memo[id(self)] = made
+        made._make(  # noqa: SLF001
+            self._owner, self._copy, self.trainable, self.name, None, self._requested, self._aggregation, own=True
+        )
+        return made
+
+    # -- the two paths --------------------------------------------------------------------------------------------
+
+    def _decide(self, operation: Operation) -> Action:
+        context = context_of(self._owner, f"{operation.value} of variable {self.name!r}")
+        action = decide(self._synchronization, self._aggregation, context, operation)
+        if action.error is not None:
+            call = f"{self.name}.{operation.value}(…)"
+            raise action.error(
+                f"{operation.value} of variable {self.name!r} ({self._synchronization.name}, aggregation "
+                f"{self._aggregation.name}) in {context.value} context: {action.rule}. Write instead:\n    "
+                + action.fix.format(name=self.name, call=call)
+            )
+        return action
+
+    def _read(self, operation: Operation) -> NDArray[Any]:
+        travel = self._decide(operation).travel
+        self._reads += 1
+        if travel is Travel.NOTHING:
+            return self._copy.view()
+        what = f"{operation.value} of variable {self.name!r}"
+        owner = self._owner
+        if travel is Travel.MEETING:
+            self._collectives += 1
+            meet(owner.communicator, what, (what,), owner.timeout)
+            return self._copy.view()
+        value = self._travel(travel, what, lambda: self._copy)
+        value.flags.writeable = False
+        return value.view()
+
+    def _write(self, operation: Operation, x: Any) -> Variable:
+        action = self._decide(operation)
+        if isinstance(x, Variable):
+            x = x.read_value()
+        what = f"{operation.value} of variable {self.name!r}"
+
+        def operand() -> NDArray[Any]:
+            if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
+                raise ConfigError(f"{what}: bool has no sum; use assign, or a variable of an integer dtype")
+            if self._dtype.kind == "b" and action.effect is Effect.SHARE:
+                raise ConfigError(f"{what}: the copies of a bool variable have no sum to be split from")
+            return operand_array(x, self._shape, self._dtype, what)
+
+        if action.travel is Travel.NOTHING or (action.travel is Travel.SAME and not self._owner.check_cross_writes):
+            together = operand()
+        else:
+            together = self._travel(action.travel, what, operand)
+        if action.effect is Effect.SHARE:
+            together = self._share(together)
+        self._keep(self._combined(operation, together))
+        self._writes += 1
+        return self
+
+    def _travel(self, travel: Travel, what: str, mine: Any) -> NDArray[Any]:
+        owner = self._owner
+        communicator = owner.communicator
+
+        def check() -> Any:
+            x = mine()
+            hint = f"Write the same value on every replica, or give the variable an aggregation (it has {self._aggregation.name})"
+            return request_of(travel, communicator, x, what, hint, reproducible=owner.reproducible)
+
+        self._collectives += 1
+        result: NDArray[Any] = communicator.perform(what, check, owner.timeout)
+        return result
+
+    def _share(self, value: NDArray[Any]) -> NDArray[Any]:
+        communicator = self._owner.communicator
+        return share_of(value, communicator.size, communicator.member_rank)
+
+    def _combined(self, operation: Operation, x: NDArray[Any]) -> NDArray[Any]:
+        if operation is Operation.ASSIGN:
+            return np.array(x, dtype=self._dtype, copy=True)
+        ufunc = np.add if operation is Operation.ASSIGN_ADD else np.subtract
+        return np.asarray(ufunc(self._copy, x))
+
+    def _keep(self, value: NDArray[Any]) -> None:
+        """Make `value`, which nobody else holds, this replica's copy."""
+        value.flags.writeable = False
+        self._copy = value
+
+    def _check_aggregation(self, dtype: np.dtype[Any], name: str) -> None:
+        if self._aggregation is VariableAggregation.MEAN and dtype.kind in "biu":
+            raise ConfigError(
+                f"variable {name!r}: MEAN of {dtype.name} is no {dtype.name}; use a floating dtype "
+                f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
+            )
+        if self._aggregation is VariableAggregation.MEAN:
+            reduction("mean", dtype)
