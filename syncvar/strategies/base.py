@@ -42,10 +42,16 @@ class Strategy:
         timeout: float | None = None,
         is_default: bool = False,
     ) -> None:
-        for name, flag in (("strict", strict), ("check_cross_writes", check_cross_writes), ("reproducible", reproducible)):
+        for name, flag in (
+            ("strict", strict),
+            ("check_cross_writes", check_cross_writes),
+            ("reproducible", reproducible),
+        ):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name} must be True or False, not {flag!r}")
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+        if timeout is not None and (
+            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
+        ):
             raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
         self._communicator = communicator
         self.strict = strict

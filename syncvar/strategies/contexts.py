@@ -85,7 +85,12 @@ class ReplicaContext:
         """
         strategy = self._inside("all_reduce")
         return reduce_values(
-            strategy.communicator, reduce_op, value, None, strategy.timeout, reproducible=strategy.reproducible
+            strategy.communicator,
+            reduce_op,
+            value,
+            None,
+            strategy.timeout,
+            reproducible=strategy.reproducible,
         )
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -123,7 +128,9 @@ class ReplicaContext:
         stack = places()
         stack.append(Place(strategy, Context.MERGE))
         try:
-            result = merge_fn(strategy, *map(_grouped, args), **{key: _grouped(one) for key, one in (kwargs or {}).items()})
+            result = merge_fn(
+                strategy, *map(_grouped, args), **{key: _grouped(one) for key, one in (kwargs or {}).items()}
+            )
         finally:
             stack.pop()
         return own_part(result) if isinstance(result, DistributedValues) else result
@@ -185,8 +192,8 @@ def _grouped(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return {key: _grouped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not all(isinstance(item, int | float | np.generic) for item in value):
+    if isinstance(value, list | tuple) and not all(
+        isinstance(item, int | float | np.generic) for item in value
+    ):
         return type(value)(_grouped(item) for item in value)
     return PerReplica(value)
-
-

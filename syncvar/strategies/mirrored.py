@@ -69,7 +69,11 @@ class MirroredStrategy(Strategy):
 
     def _default_members(self) -> tuple[int, ...]:
         context = current()
-        if context.host_count > 1 and context.local_rank == 0 and not context.extras.get("said_local_replicas"):
+        if (
+            context.host_count > 1
+            and context.local_rank == 0
+            and not context.extras.get("said_local_replicas")
+        ):
             context.extras["said_local_replicas"] = True
             _log.warning(
                 "MirroredStrategy spans the %d ranks of this host; the %d hosts have replicas of their own. "

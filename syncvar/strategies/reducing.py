@@ -65,7 +65,13 @@ def local_part(value: Any) -> Any:
 
 
 def reduce_values(
-    communicator: Communicator, reduce_op: Any, value: Any, axis: Any, timeout: float | None, *, reproducible: bool
+    communicator: Communicator,
+    reduce_op: Any,
+    value: Any,
+    axis: Any,
+    timeout: float | None,
+    *,
+    reproducible: bool,
 ) -> Any:
     """Reduce a value or structure over replicas: first along `axis` of this replica's part, then across.
 
@@ -91,7 +97,9 @@ def reduce_values(
         parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
         if op is not ReduceOp.MEAN:
             request = reduce_request(communicator, parts, op.value, reproducible=reproducible, name=name)
-            return _structured(request, lambda made: unflatten(structure, _as_asked(made, op, arrays)), structure)
+            return _structured(
+                request, lambda made: unflatten(structure, _as_asked(made, op, arrays)), structure
+            )
         counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
         request = reduce_request(communicator, [*parts, *counts], "sum", reproducible=reproducible, name=name)
 
@@ -121,7 +129,9 @@ def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: fl
         part = local_part(value)
         for leaf in flatten(part)[1]:
             if as_array(leaf).ndim == 0:
-                raise ConfigError(f"{name} concatenates along an axis, and a scalar has none; pass np.reshape(x, (1,))")
+                raise ConfigError(
+                    f"{name} concatenates along an axis, and a scalar has none; pass np.reshape(x, (1,))"
+                )
         return gather_request(communicator, part, axis, name=name)
 
     return communicator.perform(name, check, timeout)
@@ -160,7 +170,9 @@ def _checked_axes(axis: Any) -> tuple[int, ...] | None:
 def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     for axis in axes:
         if not -ndim <= axis < ndim:
-            raise ConfigError(f"axis {axis} is outside a value of {ndim} dimensions; axis=None combines elementwise")
+            raise ConfigError(
+                f"axis {axis} is outside a value of {ndim} dimensions; axis=None combines elementwise"
+            )
     places = tuple(axis % ndim for axis in axes)
     if len(set(places)) != len(places):
         raise ConfigError(f"axis {axes} names a dimension twice")
@@ -194,5 +206,6 @@ def _count(array: NDArray[Any], axes: tuple[int, ...]) -> int:
 
 def _as_asked(parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
     return [
-        np.asarray(part, reduction(op.value, array.dtype).result) for part, array in zip(parts, arrays, strict=True)
+        np.asarray(part, reduction(op.value, array.dtype).result)
+        for part, array in zip(parts, arrays, strict=True)
     ]

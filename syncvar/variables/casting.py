@@ -28,7 +28,7 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
         ConfigError: It is none, or cannot travel.
     """
     try:
-        made = np.dtype(dtype)
+        made: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r}: {error}") from error
     if not made.isnative:
@@ -73,7 +73,7 @@ def operand_array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what
 def digest_of(array: NDArray[Any]) -> int:
     """Return the 64-bit digest of dtype, shape and bytes."""
     made = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=8)
-    made.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    made.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
     return int.from_bytes(made.digest(), "little")
 
 
@@ -107,7 +107,9 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
     if dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:
         limits = np.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
-            raise ConfigError(f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not {array.tolist()!r}"[:300])
+            raise ConfigError(
+                f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not {array.tolist()!r}"[:300]
+            )
     with np.errstate(over="ignore"):
         made = array.astype(dtype)
     if dtype.kind not in "biu" and bool(np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))):

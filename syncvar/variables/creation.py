@@ -110,7 +110,9 @@ def create_request(owner: Owner, mine: Manifest, value: NDArray[Any] | None, *, 
             return value, []
         shape, dtype = manifests[0].shape, manifests[0].dtype
         assert shape is not None
-        made = yield from broadcast_flat(communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0)
+        made = yield from broadcast_flat(
+            communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0
+        )
         digests = [digest for _, digest in everyone]
         differ = [replica for replica, digest in enumerate(digests) if digest not in (None, digests[0])]
         if differ and owner.strict:
@@ -119,7 +121,9 @@ def create_request(owner: Owner, mine: Manifest, value: NDArray[Any] | None, *, 
                 for replica, digest in enumerate(digests)
                 if digest is not None
             }
-            raise MismatchError(f"the initial values of variable {mine.name!r} differ, and the strategy is strict", table)
+            raise MismatchError(
+                f"the initial values of variable {mine.name!r} differ, and the strategy is strict", table
+            )
         return made, differ
 
     return Request(f"create variable {mine.name!r}", fingerprint("create variable"), body())

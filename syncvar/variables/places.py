@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["Owner", "Place", "context_of", "current_owner", "current_place", "default_owner", "places", "set_default"]
+__all__ = [
+    "Owner",
+    "Place",
+    "context_of",
+    "current_owner",
+    "current_place",
+    "default_owner",
+    "places",
+    "set_default",
+]
 
 
 class Owner(Protocol):

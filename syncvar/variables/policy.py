@@ -140,7 +140,11 @@ _ON_WRITE, _ON_READ = VariableSynchronization.ON_WRITE, VariableSynchronization.
 _WRITTEN = (_AUTO, _ON_WRITE)
 _SHARED = (_AUTO, _ON_WRITE, _ON_READ)
 _APART = VariableAggregation.NONE
-_SUM, _MEAN, _FIRST = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA
+_SUM, _MEAN, _FIRST = (
+    VariableAggregation.SUM,
+    VariableAggregation.MEAN,
+    VariableAggregation.ONLY_FIRST_REPLICA,
+)
 _ANY_SYNC, _ANY_AGG, _ANYWHERE = tuple(VariableSynchronization), tuple(VariableAggregation), tuple(Context)
 _OWN_VALUES = (Context.REPLICA, Context.SPMD)
 _SAME_VALUES = (Context.CROSS, Context.MERGE)
@@ -280,7 +284,10 @@ class Rule:
 
 @lru_cache(maxsize=1024)
 def decide(
-    synchronization: VariableSynchronization, aggregation: VariableAggregation, context: Context, operation: Operation
+    synchronization: VariableSynchronization,
+    aggregation: VariableAggregation,
+    context: Context,
+    operation: Operation,
 ) -> Action:
     """Return what a call does, and why.
 
@@ -303,10 +310,12 @@ def table() -> Iterator[Rule]:
     """Yield the whole table, cell by cell.
 
     Example:
-        >>> print(next(rule for rule in table() if rule.action.error))
-        read on ON_READ + NONE in cross: NoAggregation, because the copies would have to be combined, but the variable has aggregation NONE
+        >>> print(next(rule for rule in table() if rule.action.travel is Travel.SUM))
+        assign on AUTO + SUM in replica: all-reduce, sum; it changes the copy: the sum of what the replicas pass is written to every copy
     """
-    for synchronization, aggregation, context, operation in product(_ANY_SYNC, _ANY_AGG, _ANYWHERE, tuple(Operation)):
+    for synchronization, aggregation, context, operation in product(
+        _ANY_SYNC, _ANY_AGG, _ANYWHERE, tuple(Operation)
+    ):
         action = decide(synchronization, aggregation, context, operation)
         yield Rule(synchronization, aggregation, context, operation, action)
 

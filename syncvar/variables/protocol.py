@@ -98,10 +98,10 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         return bool(self.read_value())
 
     def __index__(self) -> int:
-        return operator.index(self.read_value())  # type: ignore[arg-type]
+        return operator.index(self.read_value())
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"the variable {self.name!r} cannot be pickled: its copies live in {'several processes'}. Save it with "
+            f"the variable {self.name!r} cannot be pickled: its copies live in several processes. Save it with "
             f"sv.Checkpoint(v=v).save(path), or pickle v.numpy()"
         )

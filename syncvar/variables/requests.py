@@ -57,7 +57,9 @@ def same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: s
                 communicator.members[replica]: f"{one.describe()} with digest {one.nbytes:016x}"
                 for replica, one in enumerate(records)
             }
-            raise MismatchError(f"{what}: the replicas bring different values, nothing was written. {hint}", table)
+            raise MismatchError(
+                f"{what}: the replicas bring different values, nothing was written. {hint}", table
+            )
         return x
 
     shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"

@@ -54,7 +54,8 @@ def _integer_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
         return value if index == 0 else np.zeros_like(value)
     quotient = value // divisor
     quotient = quotient + ((value < 0) & (value % divisor != 0)).astype(value.dtype)
-    return value - quotient * value.dtype.type(count - 1) if index == 0 else quotient
+    rest: NDArray[Any] = value - quotient * value.dtype.type(count - 1)
+    return rest if index == 0 else quotient
 
 
 def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:

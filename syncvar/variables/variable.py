@@ -74,18 +74,26 @@ class Variable(ArrayProtocol):
         synchronization: Any = VariableSynchronization.AUTO,
         aggregation: Any = VariableAggregation.NONE,
     ) -> None:
-        self._make(current_owner(), initial_value, trainable, name, dtype, synchronization, aggregation)
+        self._make(
+            current_owner(),
+            initial_value,
+            trainable=trainable,
+            name=name,
+            dtype=dtype,
+            synchronization=synchronization,
+            aggregation=aggregation,
+        )
 
     def _make(
         self,
         owner: Owner,
         initial_value: Any,
+        *,
         trainable: bool | None,
         name: str | None,
         dtype: Any,
         synchronization: Any,
         aggregation: Any,
-        *,
         own: bool = False,
     ) -> None:
         self._owner = owner
@@ -115,7 +123,9 @@ class Variable(ArrayProtocol):
                 self._check_aggregation(value.dtype, base)
         except Exception as error:  # told to the other replicas by the call below
             failure = error
-        self.trainable = requested is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
+        self.trainable = (
+            requested is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
+        )
         differ: list[int] = []
 
         def check() -> Any:
@@ -188,7 +198,7 @@ class Variable(ArrayProtocol):
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def read_value(self, copy: bool = True) -> NDArray[Any]:  # noqa: FBT001, FBT002  (the public signature)
+    def read_value(self, copy: bool = True) -> NDArray[Any]:
         """Return the value, read-only; it never changes when the variable is written later.
 
         Collective for ON_READ outside `run`; never for ON_WRITE and NONE.
@@ -309,8 +319,15 @@ class Variable(ArrayProtocol):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         made = Variable.__new__(Variable)
         memo[id(self)] = made
-        made._make(  # noqa: SLF001
-            self._owner, self._copy, self.trainable, self.name, None, self._requested, self._aggregation, own=True
+        made._make(
+            self._owner,
+            self._copy,
+            trainable=self.trainable,
+            name=self.name,
+            dtype=None,
+            synchronization=self._requested,
+            aggregation=self._aggregation,
+            own=True,
         )
         return made
 
@@ -356,7 +373,9 @@ class Variable(ArrayProtocol):
                 raise ConfigError(f"{what}: the copies of a bool variable have no sum to be split from")
             return operand_array(x, self._shape, self._dtype, what)
 
-        if action.travel is Travel.NOTHING or (action.travel is Travel.SAME and not self._owner.check_cross_writes):
+        if action.travel is Travel.NOTHING or (
+            action.travel is Travel.SAME and not self._owner.check_cross_writes
+        ):
             together = operand()
         else:
             together = self._travel(action.travel, what, operand)

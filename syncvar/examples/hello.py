@@ -1,0 +1,31 @@
+"""Say hello from every worker, and add something up.
+
+syncvar-launch --workers 4 -m syncvar.examples.hello
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+import syncvar as sv
+
+
+def main() -> None:
+    """Run as one worker."""
+    rank, workers = sv.rank(), sv.world_size()
+    print(f"hello from rank {rank} of {workers}, process {os.getpid()}", flush=True)
+
+    total = sv.all_reduce(np.array([rank, 1.0]))  # every worker gets the sum of what all of them bring
+    expected = [workers * (workers - 1) / 2, workers]
+    if total.tolist() != expected:
+        raise SystemExit(f"rank {rank}: the sum is {total.tolist()}, expected {expected}")
+
+    sv.barrier()
+    if rank == 0:
+        print(f"sum of ranks = {total[0]:g}, workers = {total[1]:g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
