@@ -100,6 +100,7 @@ class Engine:
         self._inbox: collections.deque[Operation] = collections.deque()
         self._followers: list[threading.Event] = []
         self._failure_raised = False
+        self._has_skipped = False
         self._last_caller = 0.0
         self._stopping = False
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
@@ -123,8 +124,13 @@ class Engine:
         raise GroupBroken(f"this group broke earlier: {failure}", failure)
 
     def announce(self, group: int, next_call: int) -> None:
-        """Note the next call number of a group; frames of earlier calls that are not running are dropped."""
+        """Note that calls of a group below `next_call` will not be started here any more.
+
+        Their frames are dropped. A call that is started announces itself, under the lock: its frames may have come
+        before, and the progress thread must not take them for frames of a call that is over.
+        """
         self._next_call[group] = next_call
+        self._has_skipped = True
 
     def forget(self, group: int) -> None:
         """Give up what is stored for a group."""
@@ -320,6 +326,8 @@ class Engine:
         """Take everything that has arrived and advance what it concerns."""
         if self._inbox:
             self._start_waiting()
+        if self._has_skipped:
+            self._drop_skipped()
         receive = self._transport.receive
         while True:
             arrival = receive()
@@ -363,11 +371,13 @@ class Engine:
                 continue
             refusal = self._refusal(operation)
             if refusal is not None:
+                self._next_call[operation.group] = operation.call + 1
                 operation.fail(refusal)
                 for frame in self._early.pop(key, ()):
                     self.consumed(frame.header.source, operation.group, frame.header.nbytes)
                 continue
             self._active[key] = operation
+            self._next_call[operation.group] = operation.call + 1
             operation.advance(self)
             for frame in self._early.pop(key, ()):
                 if key in self._active:
@@ -415,6 +425,13 @@ class Engine:
         if passed is not None and self.failure is None:
             members, last, epoch_end = passed
             self.left_run(group, members, last, epoch_end, f"rank {self.rank} ended it without making this call")
+
+    def _drop_skipped(self) -> None:
+        self._has_skipped = False
+        for group, call in list(self._early):
+            if call < self._next_call.get(group, 0):
+                for frame in self._early.pop((group, call)):
+                    self.consumed(frame.header.source, group, frame.header.nbytes)
 
     # -- links ----------------------------------------------------------------------------------------------------
 

@@ -196,13 +196,12 @@ class Communicator:
         try:
             call = self.next_call
             self.next_call = call + 1
-            if engine is not None:
-                engine.announce(self.identity, call + 1)
             try:
                 allowed = None if timeout is None else _checked_timeout(timeout)
                 request = check()
             except Exception as error:
                 if engine is not None and self.size > 1:
+                    engine.announce(self.identity, call + 1)
                     engine.poison(self.identity, self.members, call, name, f"{type(error).__name__}: {error}")
                 raise
             operation = Operation(self.identity, self.members, call, request.digest, request.what, request.body)
