@@ -186,6 +186,7 @@ class Engine:
 
     def run(self, operation: Operation, timeout_s: float | None) -> Any:
         """Start an operation and wait for it."""
+        operation.thread = threading.get_ident()
         self.start(operation, timeout_s)
         return self.wait(operation)
 
@@ -210,13 +211,12 @@ class Engine:
         )
 
     def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int) -> None:
-        """Note that this rank ended a block of calls after `last`; peers seen in a later call of it are told.
+        """Note that this rank ends a block of calls after `last`; the next block is announced after this.
 
-        Normally nobody is, and nothing is sent.
+        When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
+        well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
         self._passed[group] = (members, last, epoch_end)
-        if any(early == group and last < call <= epoch_end for early, call in list(self._early)):
-            self._tell_passed(group)
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group."""
@@ -414,17 +414,30 @@ class Engine:
         header = frame.header
         if header.call < self._next_call.get(header.group, 0):
             self.consumed(header.source, header.group, header.nbytes)  # of a call that has ended here
-            passed = self._passed.get(header.group)
-            if passed is not None and passed[1] < header.call <= passed[2]:
-                self._tell_passed(header.group)
+            self._check_passed(header.group, header.call)
             return
         self._early.setdefault((header.group, header.call), []).append(frame)
 
-    def _tell_passed(self, group: int) -> None:
-        passed = self._passed.pop(group, None)
-        if passed is not None and self.failure is None:
-            members, last, epoch_end = passed
-            self.left_run(group, members, last, epoch_end, f"rank {self.rank} ended it without making this call")
+    def _check_passed(self, group: int, call: int) -> None:
+        """Tell the group if a peer makes a call that this rank left `strategy.run` without."""
+        members, last, epoch_end = self._passed.get(group, ((), 0, -1))
+        if not last < call <= epoch_end or self.failure is not None:
+            return
+        del self._passed[group]
+        running = [number for other, number in self._active if other == group and number > epoch_end]
+        following = min(running, default=self._next_call.get(group, epoch_end + 1))
+        reason = f"rank {self.rank} ended it without making a call that another rank made"
+        self.left_run(group, members, last, epoch_end, reason)
+        self.left_run(group, members, epoch_end, following, reason)
+        self._judged(
+            {
+                "group": group,
+                "call": epoch_end + 1,
+                "last_call": following,
+                "text": f"in the strategy.run before, another rank made a call that rank {self.rank} did not make",
+                "table": {self.rank: "ended strategy.run without it"},
+            }
+        )
 
     def _drop_skipped(self) -> None:
         self._has_skipped = False
@@ -432,6 +445,7 @@ class Engine:
             if call < self._next_call.get(group, 0):
                 for frame in self._early.pop((group, call)):
                     self.consumed(frame.header.source, group, frame.header.nbytes)
+                self._check_passed(group, call)
 
     # -- links ----------------------------------------------------------------------------------------------------
 

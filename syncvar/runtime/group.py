@@ -233,10 +233,9 @@ class Communicator:
 
         A peer that waits in a call of the block which this rank never made is told so when its frame is seen.
         """
-        last = self.next_call - 1
-        self.begin_epoch()
         if self.engine is not None and self.size > 1:
-            self.engine.passed_over(self.identity, self.members, last, epoch_end)
+            self.engine.passed_over(self.identity, self.members, self.next_call - 1, epoch_end)
+        self.begin_epoch()
 
     def leave_epoch(self, epoch_end: int, reason: str) -> None:
         """Tell the group that this rank left the block early, by an exception."""
