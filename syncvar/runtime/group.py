@@ -229,7 +229,7 @@ class Communicator:
         return self.next_call + _EPOCH_CALLS - 1
 
     def end_epoch(self, epoch_end: int) -> None:
-        """End a block (when `strategy.run` returns or raises), so that all ranks go on at the same number.
+        """End a block (when `strategy.run` returns), so that all ranks go on at the same number.
 
         A peer that waits in a call of the block which this rank never made is told so when its frame is seen.
         """
@@ -238,9 +238,10 @@ class Communicator:
         self.begin_epoch()
 
     def leave_epoch(self, epoch_end: int, reason: str) -> None:
-        """Tell the group that this rank left the block early, by an exception."""
+        """End a block by an exception: the group is told at once."""
         if self.engine is not None and self.size > 1 and self.engine.failure is None:
             self.engine.left_run(self.identity, self.members, self.next_call - 1, epoch_end, reason)
+        self.begin_epoch()
 
     def disown(self, failure: UsageError) -> None:
         """Refuse every later call: this process is a forked copy."""

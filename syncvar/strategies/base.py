@@ -125,15 +125,16 @@ class Strategy:
         depth = len(stack)
         stack.append(Place(self, Context.REPLICA))
         try:
-            return fn(*given, **named)
+            result = fn(*given, **named)
         except BaseException as error:
             for communicator, end in zip(aligned, ends, strict=True):
                 communicator.leave_epoch(end, f"{type(error).__name__}: {error}")
             raise
         finally:
             del stack[depth:]
-            for communicator, end in zip(aligned, ends, strict=True):
-                communicator.end_epoch(end)
+        for communicator, end in zip(aligned, ends, strict=True):
+            communicator.end_epoch(end)
+        return result
 
     # -- values ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from syncvar.wire import dtype_index
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["checked_dtype", "digest_of", "initial_array", "operand_array"]
+__all__ = ["checked_dtype", "digest_of", "initial_array", "operand_array", "plain_array"]
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
@@ -45,7 +45,7 @@ def initial_array(value: Any, dtype: np.dtype[Any] | None, what: str) -> NDArray
     Raises:
         ConfigError: It cannot be an array, or does not go into `dtype`.
     """
-    array = _array(value, what)
+    array = plain_array(value, f"{what}: the value")
     if dtype is None:
         dtype = np.dtype(np.float32) if _is_weak(value) and array.dtype == np.float64 else array.dtype
     return _cast(array, dtype, what, weak=_is_weak(value))
@@ -61,7 +61,7 @@ def operand_array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what
         ConfigError: Wrong shape or dtype, or no value at all.
         UsageError: A PerReplica: it has to be reduced first.
     """
-    array = _array(value, what)
+    array = plain_array(value, f"{what}: the value")
     if array.shape != shape:
         raise ConfigError(
             f"{what}: the value has shape {array.shape}, the variable {shape}; nothing is broadcast. Write "
@@ -77,13 +77,19 @@ def digest_of(array: NDArray[Any]) -> int:
     return int.from_bytes(made.digest(), "little")
 
 
-def _array(value: Any, what: str) -> NDArray[Any]:
+def plain_array(value: Any, what: str) -> NDArray[Any]:
+    """Return any value but a PerReplica as an array.
+
+    Raises:
+        ConfigError: It cannot be one.
+        UsageError: A PerReplica.
+    """
     if isinstance(value, PerReplica):
         raise UsageError(
             f"{what}: a PerReplica holds one value for each replica; reduce it first: "
             f"x = strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, args=(x,))"
         )
-    return as_array(value.values[0] if isinstance(value, Mirrored) else value, f"{what}: the value")
+    return as_array(value.values[0] if isinstance(value, Mirrored) else value, what)
 
 
 def _is_weak(value: Any) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from syncvar.collectives._headers import array_record, exchange
+from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.errors import InternalError, MismatchError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.casting import digest_of
-from syncvar.variables.policy import Travel
+from syncvar.variables.policy import Action, Effect, Travel
+from syncvar.variables.rows import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -20,33 +24,78 @@ if TYPE_CHECKING:
     from syncvar.runtime.executor import Stage
     from syncvar.runtime.group import Communicator
 
-__all__ = ["request_of", "same_request"]
+__all__ = ["request_of", "rows_request"]
 
 
 def request_of(
-    travel: Travel, communicator: Communicator, x: NDArray[Any], what: str, hint: str, *, reproducible: bool
+    action: Action, communicator: Communicator, x: NDArray[Any], what: str, hint: str, *, reproducible: bool
 ) -> Request:
     """Return the request that carries `x`; its result is what all replicas have together.
 
     Args:
-        travel: SUM, MEAN, FIRST or SAME.
+        action: Its travel is SUM, MEAN, FIRST or SAME.
         communicator: The replicas' group.
         x: This replica's part; shape and dtype the same everywhere.
         what: The kind of call and the variable's name; compared between the replicas.
         hint: What to do about values that differ (SAME).
         reproducible: Sum by the tree.
     """
+    travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
         return reduce_request(communicator, x, op, reproducible=reproducible, name=what)
     if travel is Travel.FIRST:
         return broadcast_request(communicator, x, 0, name=what)
     if travel is Travel.SAME:
-        return same_request(communicator, x, what, hint)
+        return _same_request(communicator, x, what, hint)
     raise InternalError(f"{what}: no request carries {travel}")
 
 
-def same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: str) -> Request:
+def rows_request(
+    action: Action,
+    communicator: Communicator,
+    x: tuple[NDArray[Any], Rows],
+    what: str,
+    hint: str,
+    *,
+    reproducible: bool,
+) -> Request:
+    """Return the request that carries rows; its result is (copy to change, rows to apply).
+
+    Args:
+        action: Its travel is ALL_ROWS, MEAN_ROWS, FIRST_ROWS or SAME.
+        communicator: The replicas' group.
+        x: This replica's copy and rows.
+        what: The kind of call and the variable's name; compared between the replicas.
+        hint: What to do about rows that differ.
+        reproducible: Sum by the tree.
+    """
+    travel = action.travel
+    copy, rows = x
+    brought: Any = {"indices": rows.indices, "values": rows.values}
+    if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
+        request = gather_request(communicator, brought, 0, name=what)
+    elif travel is Travel.FIRST_ROWS:
+        request = broadcast_request(communicator, brought if communicator.rank == 0 else None, 0, name=what)
+    elif travel is Travel.SAME:
+        joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
+        request = _same_request(communicator, joined, what, hint)
+    else:
+        raise InternalError(f"{what}: no request carries {travel}")
+    first = request.body
+    second = None
+    if action.effect is Effect.SPLIT_ANEW:
+        second = reduce_request(communicator, copy, "sum", reproducible=reproducible, name=what).body
+
+    def body() -> Generator[Stage, None, tuple[NDArray[Any], Rows]]:
+        together = yield from first
+        total = copy if second is None else (yield from second)
+        return total, rows if travel is Travel.SAME else Rows(together["indices"], together["values"])
+
+    return Request(request.what, request.digest, body())
+
+
+def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: str) -> Request:
     """Return the request that compares the digests of what all replicas bring; its result is `x`."""
     record = array_record(x, digest_of(x))
 
@@ -63,4 +112,4 @@ def same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: s
         return x
 
     shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
-    return Request(shown, fingerprint("same", what, x.dtype.name, x.shape), body())
+    return Request(shown, fingerprint("same", what), body())

@@ -25,7 +25,8 @@ from syncvar.variables.policy import (
     resolve,
 )
 from syncvar.variables.protocol import ArrayProtocol
-from syncvar.variables.requests import request_of
+from syncvar.variables.requests import request_of, rows_request
+from syncvar.variables.rows import Rows, applied, checked_rows
 from syncvar.variables.splitting import share_of
 
 if TYPE_CHECKING:
@@ -259,15 +260,59 @@ class Variable(ArrayProtocol):
             >>> float(sv.Variable(0.0).assign(3.0))
             3.0
         """
-        return self._write(Operation.ASSIGN, x)
+        return self._assign(Operation.ASSIGN, x)
 
     def assign_add(self, x: Any) -> Variable:
         """Add to the value; as `assign`."""
-        return self._write(Operation.ASSIGN_ADD, x)
+        return self._assign(Operation.ASSIGN_ADD, x)
 
     def assign_sub(self, x: Any) -> Variable:
         """Subtract from the value; as `assign`."""
-        return self._write(Operation.ASSIGN_SUB, x)
+        return self._assign(Operation.ASSIGN_SUB, x)
+
+    def scatter_add(self, indices: Any, values: Any) -> Variable:
+        """Add to rows. Rows named twice are added twice, in the order of (replica, position). Returns the variable.
+
+        Args:
+            indices: Integers in [0, rows), of any shape S.
+            values: Shape S + shape[1:].
+
+        Raises:
+            RowOutOfRange: An index outside the variable; nothing is written anywhere if the write communicates.
+            UsageError: The mode has no meaning for it: scatter_mul, scatter_div and scatter_update of ON_WRITE with
+                SUM or MEAN in replica context.
+
+        Example:
+            >>> import syncvar as sv
+            >>> v = sv.Variable([1.0, 2.0, 3.0], synchronization="NONE")
+            >>> v.scatter_add([0, 0], [10.0, 10.0]).numpy()
+            array([21.,  2.,  3.], dtype=float32)
+        """
+        return self._scatter(Operation.SCATTER_ADD, indices, values)
+
+    def scatter_sub(self, indices: Any, values: Any) -> Variable:
+        """Subtract from rows; as `scatter_add`."""
+        return self._scatter(Operation.SCATTER_SUB, indices, values)
+
+    def scatter_mul(self, indices: Any, values: Any) -> Variable:
+        """Multiply rows; as `scatter_add`."""
+        return self._scatter(Operation.SCATTER_MUL, indices, values)
+
+    def scatter_div(self, indices: Any, values: Any) -> Variable:
+        """Divide rows, integers truncated toward zero; as `scatter_add`."""
+        return self._scatter(Operation.SCATTER_DIV, indices, values)
+
+    def scatter_min(self, indices: Any, values: Any) -> Variable:
+        """Make rows the smaller of themselves and the values; as `scatter_add`."""
+        return self._scatter(Operation.SCATTER_MIN, indices, values)
+
+    def scatter_max(self, indices: Any, values: Any) -> Variable:
+        """Make rows the larger of themselves and the values; as `scatter_add`."""
+        return self._scatter(Operation.SCATTER_MAX, indices, values)
+
+    def scatter_update(self, indices: Any, values: Any) -> Variable:
+        """Replace rows; of a row named twice the last value remains. As `scatter_add`."""
+        return self._scatter(Operation.SCATTER_UPDATE, indices, values)
 
     # -- explaining and steering ----------------------------------------------------------------------------------
 
@@ -346,7 +391,8 @@ class Variable(ArrayProtocol):
         return action
 
     def _read(self, operation: Operation) -> NDArray[Any]:
-        travel = self._decide(operation).travel
+        action = self._decide(operation)
+        travel = action.travel
         self._reads += 1
         if travel is Travel.NOTHING:
             return self._copy.view()
@@ -356,57 +402,83 @@ class Variable(ArrayProtocol):
             self._collectives += 1
             meet(owner.communicator, what, (what,), owner.timeout)
             return self._copy.view()
-        value = self._travel(travel, what, lambda: self._copy)
+        value: NDArray[Any] = self._travel(action, what, lambda: self._copy, request_of)
         value.flags.writeable = False
         return value.view()
 
-    def _write(self, operation: Operation, x: Any) -> Variable:
+    def _assign(self, operation: Operation, x: Any) -> Variable:
         action = self._decide(operation)
         if isinstance(x, Variable):
             x = x.read_value()
         what = f"{operation.value} of variable {self.name!r}"
+        is_reduced = action.travel in (Travel.SUM, Travel.MEAN)
 
-        def operand() -> NDArray[Any]:
+        def mine() -> NDArray[Any]:
             if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
                 raise ConfigError(f"{what}: bool has no sum; use assign, or a variable of an integer dtype")
             if self._dtype.kind == "b" and action.effect is Effect.SHARE:
                 raise ConfigError(f"{what}: the copies of a bool variable have no sum to be split from")
-            return operand_array(x, self._shape, self._dtype, what)
+            array = operand_array(x, self._shape, self._dtype, what)
+            # Half types are summed in float32 and rounded once, after they are added to the copy.
+            return array.astype(reduction("sum", array.dtype).accumulate) if is_reduced else array
 
-        if action.travel is Travel.NOTHING or (
-            action.travel is Travel.SAME and not self._owner.check_cross_writes
-        ):
-            together = operand()
+        def combine(together: NDArray[Any]) -> NDArray[Any]:
+            if action.effect is Effect.SHARE:
+                together = self._share(together)
+            if operation is not Operation.ASSIGN:
+                ufunc = np.add if operation is Operation.ASSIGN_ADD else np.subtract
+                together = np.asarray(ufunc(self._copy, together))
+            return np.array(together, dtype=self._dtype, copy=True)
+
+        return self._write(action, what, mine, request_of, combine)
+
+    def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
+        action = self._decide(operation)
+        what = f"{operation.value} of variable {self.name!r}"
+        if isinstance(values, Variable):
+            values = values.read_value()
+        divisor = self._owner.communicator.size if action.travel is Travel.MEAN_ROWS else 1
+
+        def mine() -> tuple[NDArray[Any], Rows]:
+            if action.effect is Effect.SPLIT_ANEW and self._dtype.kind == "b":
+                raise ConfigError(f"{what}: the copies of a bool variable have no sum to be split from")
+            return self._copy, checked_rows(operation, indices, values, self._shape, self._dtype, what)
+
+        def combine(together: tuple[NDArray[Any], Rows]) -> NDArray[Any]:
+            made = applied(operation, *together, divisor=divisor)
+            return np.array(self._share(made), copy=True) if action.effect is Effect.SPLIT_ANEW else made
+
+        return self._write(action, what, mine, rows_request, combine)
+
+    def _write(self, action: Action, what: str, mine: Any, request: Any, combine: Any) -> Variable:
+        """Make a write: `mine` checks the operand, `request` carries it, `combine` makes the new copy of what came."""
+        is_free = action.travel is Travel.SAME and not self._owner.check_cross_writes
+        if action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW):
+            together = mine()
         else:
-            together = self._travel(action.travel, what, operand)
-        if action.effect is Effect.SHARE:
-            together = self._share(together)
-        self._keep(self._combined(operation, together))
+            together = self._travel(action, what, mine, request)
+        value: NDArray[Any] = combine(together)
+        self._keep(value)
         self._writes += 1
         return self
 
-    def _travel(self, travel: Travel, what: str, mine: Any) -> NDArray[Any]:
+    def _travel(self, action: Action, what: str, mine: Any, request: Any) -> Any:
+        """Make one call of the group; a rank whose `mine` raises tells the others, and no copy changes."""
         owner = self._owner
-        communicator = owner.communicator
+        hint = (
+            f"Write the same on every replica, or give the variable an aggregation that combines (it has "
+            f"{self._aggregation.name}), such as aggregation=sv.VariableAggregation.SUM"
+        )
 
         def check() -> Any:
-            x = mine()
-            hint = f"Write the same value on every replica, or give the variable an aggregation (it has {self._aggregation.name})"
-            return request_of(travel, communicator, x, what, hint, reproducible=owner.reproducible)
+            return request(action, owner.communicator, mine(), what, hint, reproducible=owner.reproducible)
 
         self._collectives += 1
-        result: NDArray[Any] = communicator.perform(what, check, owner.timeout)
-        return result
+        return owner.communicator.perform(what, check, owner.timeout)
 
     def _share(self, value: NDArray[Any]) -> NDArray[Any]:
         communicator = self._owner.communicator
         return share_of(value, communicator.size, communicator.member_rank)
-
-    def _combined(self, operation: Operation, x: NDArray[Any]) -> NDArray[Any]:
-        if operation is Operation.ASSIGN:
-            return np.array(x, dtype=self._dtype, copy=True)
-        ufunc = np.add if operation is Operation.ASSIGN_ADD else np.subtract
-        return np.asarray(ufunc(self._copy, x))
 
     def _keep(self, value: NDArray[Any]) -> None:
         """Make `value`, which nobody else holds, this replica's copy."""
@@ -414,10 +486,8 @@ class Variable(ArrayProtocol):
         self._copy = value
 
     def _check_aggregation(self, dtype: np.dtype[Any], name: str) -> None:
-        if self._aggregation is VariableAggregation.MEAN and dtype.kind in "biu":
+        if self._aggregation is VariableAggregation.MEAN and dtype.kind not in "fV":
             raise ConfigError(
                 f"variable {name!r}: MEAN of {dtype.name} is no {dtype.name}; use a floating dtype "
                 f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
             )
-        if self._aggregation is VariableAggregation.MEAN:
-            reduction("mean", dtype)

@@ -1,0 +1,101 @@
+"""Rows given by indices: the operand of the scatter operations, and how it is applied."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.errors import ConfigError, RowOutOfRange
+from syncvar.runtime.kernels import reduction
+from syncvar.variables.casting import operand_array, plain_array
+from syncvar.variables.policy import Operation
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Rows", "applied", "checked_rows"]
+
+_UFUNCS: dict[Operation, np.ufunc] = {
+    Operation.SCATTER_ADD: np.add,
+    Operation.SCATTER_SUB: np.subtract,
+    Operation.SCATTER_MUL: np.multiply,
+    Operation.SCATTER_DIV: np.divide,
+    Operation.SCATTER_MIN: np.minimum,
+    Operation.SCATTER_MAX: np.maximum,
+}
+_OF_BOOLS = (Operation.SCATTER_UPDATE, Operation.SCATTER_MIN, Operation.SCATTER_MAX)
+
+
+class Rows(NamedTuple):
+    """Rows of a variable.
+
+    Args:
+        indices: int64[k], each in [0, rows).
+        values: The variable's dtype, shape (k, *row).
+    """
+
+    indices: NDArray[Any]
+    values: NDArray[Any]
+
+
+def checked_rows(
+    operation: Operation, indices: Any, values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str
+) -> Rows:
+    """Return the operand of a scatter operation on a variable of this shape and dtype.
+
+    Raises:
+        RowOutOfRange: An index outside [0, rows); negative ones too.
+        ConfigError: A scalar variable, indices that are no integers, values of a wrong shape or dtype.
+    """
+    if not shape:
+        raise ConfigError(f"{what}: a scalar has no rows; use assign, assign_add or assign_sub")
+    if dtype.kind == "b" and operation not in _OF_BOOLS:
+        raise ConfigError(
+            f"{what}: bool has no sum or product; use scatter_update, scatter_min or scatter_max"
+        )
+    if dtype.kind == "c" and operation in (Operation.SCATTER_MIN, Operation.SCATTER_MAX):
+        raise ConfigError(f"{what}: complex numbers have no order")
+    rows = plain_array(indices, f"{what}: indices")
+    if rows.dtype.kind not in "iu" and rows.size:
+        raise ConfigError(f"{what}: indices must be integers, not {rows.dtype.name}")
+    parts = operand_array(values, (*rows.shape, *shape[1:]), dtype, f"{what}: values")
+    flat = rows.reshape(-1).astype(np.int64)
+    outside = flat[(flat < 0) | (flat >= shape[0])]
+    if outside.size:
+        raise RowOutOfRange(
+            f"{what}: row {int(outside[0])} is outside the variable's rows 0 to {shape[0] - 1}"
+        )
+    return Rows(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))
+
+
+def applied(operation: Operation, copy: NDArray[Any], rows: Rows, divisor: int = 1) -> NDArray[Any]:
+    """Return a new array: `copy` with the rows applied one after another; half types are rounded once.
+
+    Args:
+        operation: Which scatter.
+        copy: The array, unchanged.
+        rows: In the order of (replica, position).
+        divisor: The values are divided by it first.
+    """
+    half = copy.dtype.itemsize == 2 and copy.dtype.kind in "fV"
+    dtype = reduction("sum", copy.dtype).accumulate if half else copy.dtype
+    made = np.array(copy, dtype=dtype, copy=True)
+    values = rows.values.astype(dtype)
+    if divisor > 1:
+        values = values / np.asarray(divisor, dtype)
+    if operation is Operation.SCATTER_UPDATE:
+        made[rows.indices] = values  # of rows named twice, the last remains
+    elif operation is Operation.SCATTER_DIV and dtype.kind in "iu":
+        for row, value in zip(rows.indices, values, strict=True):
+            made[row] = _truncated(made[row], value)
+    else:
+        _UFUNCS[operation].at(made, rows.indices, values)
+    return made if made.dtype == copy.dtype else made.astype(copy.dtype)
+
+
+def _truncated(dividend: NDArray[Any], divisor: NDArray[Any]) -> NDArray[Any]:
+    """Return the quotient truncated toward zero."""
+    quotient = dividend // divisor
+    inexact = (dividend % divisor != 0) & ((dividend < 0) != (divisor < 0))
+    return np.asarray(quotient + inexact.astype(quotient.dtype))
