@@ -320,7 +320,7 @@ class _Run:
             rank=cause.rank,
             status=cause.status,
             host=self.job.host if cause.rank >= 0 else "",
-            reason=cause.reason if cause.error or cause.status is None or cause.status == 0 else "",
+            reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else "",
             call=self._call(cause),
             elapsed_s=time.monotonic() - self.began,
             traceback=cause.traceback,
@@ -338,8 +338,8 @@ class _Run:
         told = self.supervisor.causes.get(rank)
         position = self.positions.get(rank) or self.store.coordinator.position(rank)
         if told is not None and told.error:
-            last = told.traceback.strip().rsplit("\n", 1)[-1][:200]
-            return f"{position}; then {told.error}" if position.startswith("waiting") else last or told.error
+            what = told.reason.removeprefix("uncaught ").split("\n", 1)[0]
+            return f"{position}; then {told.error}" if position.startswith("waiting") else what
         return position
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -129,9 +129,8 @@ def _let_go() -> None:
 def _fail(word: _Word, error: BaseException) -> NoReturn:
     name = type(error).__name__
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
-    trimmed = error.with_traceback(_without_our_frames(error.__traceback__))
-    text = "".join(traceback.format_exception(trimmed))
-    word.failed(name if _is_ours(error) or not isinstance(error, SystemExit) else "SystemExit", str(error), text, code)
+    text = _traceback_text(error)
+    word.failed(name, str(error), text, code)
     _let_go()
     if _is_ours(error) and name in _CONSEQUENCES:
         # Every survivor would print the same traceback; the launcher shows the cause once, and this line for each.
@@ -146,13 +145,33 @@ def _is_ours(error: BaseException) -> bool:
     return type(error).__module__ == "syncvar.errors"
 
 
-def _without_our_frames(start: Any) -> Any:
-    """Drop the frames of this file and of runpy from the top of a traceback."""
-    here = (__file__, runpy.__file__, "<frozen runpy>")
-    current = start
-    while current is not None and current.tb_frame.f_code.co_filename in here:
-        current = current.tb_next
-    return current or start
+def _traceback_text(error: BaseException) -> str:
+    """Return the traceback as the user should see it: without our frames around theirs.
+
+    Frames of this file and of runpy at the top go always. Frames of the package at the bottom go when the error is
+    one of ours that speaks of the user's call; those of an InternalError stay, because they are what a report needs.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    name = type(error).__name__
+    if os.environ.get("SYNCVAR_FULL_TRACEBACK") or name in ("InternalError", "PlanError"):
+        return "".join(whole.format())
+    level: traceback.TracebackException | None = whole
+    while level is not None:
+        frames = list(level.stack)
+        while frames and frames[0].filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            del frames[0]
+        if level.exc_type is not None and level.exc_type.__module__ == "syncvar.errors":
+            while len(frames) > 1 and _is_inside(frames[-1].filename):
+                del frames[-1]
+        if frames:
+            level.stack = traceback.StackSummary.from_list(frames)
+        level = level.__cause__ or level.__context__
+    return "".join(whole.format())
+
+
+def _is_inside(filename: str) -> bool:
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+    return filename.startswith(package) and not filename.startswith(package + "examples" + os.sep)
 
 
 if __name__ == "__main__":

@@ -169,18 +169,17 @@ def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tupl
     result = []
     for key, here in sorted(calls.items()):
         present = {report.rank for report in reports if report.entered.get(key[0], -1) >= key[1]}
-        late = [rank for rank in here[0].members if rank not in present] or sorted(
-            {rank for report in here for rank in report.awaiting}
-        )
+        late = [rank for rank in here[0].members if rank not in present]
         others = []
         for rank in late:
             elsewhere = [report for report in reports if report.rank == rank]
             if elsewhere:
                 others.append(f"rank {rank} waits in {elsewhere[0].describe()}")
         verb = "waits" if len(here) == 1 else "wait"
+        whom = f"{rank_list(late)}, not there yet" if late else "data; all ranks are there"
         sentence = (
             f"{rank_list(r.rank for r in here)} {verb} since {now - min(r.since for r in here):.0f} s in "
-            f"{here[0].describe()} for {rank_list(late)}, not there yet"
+            f"{here[0].describe()} for {whom}"
         )
         result.append((key, sentence + ("; " + "; ".join(others) if others else "")))
     return result
