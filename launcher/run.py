@@ -17,7 +17,7 @@ import zmq
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError
 from syncvar.runtime.store import Store
-from syncvar.wire import Health
+from syncvar.wire import Health, pack_object
 from syncvar_launcher import exits, options
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "main"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NEVER_PASSED = ("SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS")
+_NEVER_PASSED = ("SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,6 +159,10 @@ class _Run:
         )
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.looked = 0.0
+        # The read end of a pipe whose other end `sv.run` holds: its end means that the calling program is gone.
+        self.parent = int(job.environ.get("SYNCVAR_PARENT_FD", "-1"))
+        if self.parent >= 0:
+            os.set_inheritable(self.parent, False)
 
     def run(self) -> int:
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -222,6 +226,8 @@ class _Run:
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
             poller.register(wake_read, zmq.POLLIN)
+            if self.parent >= 0:
+                poller.register(self.parent, zmq.POLLIN)
             for descriptor in self.agent.descriptors():
                 poller.register(descriptor, zmq.POLLIN)
             ready: list[Any] = [item for item, _ in poller.poll(max(0.0, due - now) * 1000 + 1)]
@@ -231,6 +237,9 @@ class _Run:
             for item in ready:
                 if item == wake_read:
                     os.read(wake_read, 4096)
+                elif item == self.parent:
+                    self.parent = -1
+                    self._do(self.supervisor.signalled(signal.SIGHUP, now))
                 elif isinstance(item, int):
                     for event in self.agent.readable(item):
                         self._handle(event)
@@ -327,8 +336,14 @@ class _Run:
             last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
         )
         others = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if rank != cause.rank]
-        text = failure_block(failure, others, arguments=self.job.arguments, log_dir=log_dir)
-        self.forwarder.say(text)
+        outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
+        arguments = [] if outcome_file else self.job.arguments  # `sv.run` has no command line to try again
+        text = failure_block(failure, others, arguments=arguments, log_dir=log_dir)
+        if outcome_file:
+            told = {"rank": cause.rank, "host": self.job.host, "exit_code": outcome.exit_code, "text": text}
+            Path(outcome_file).write_bytes(pack_object(told))
+        else:
+            self.forwarder.say(text)
 
     def _call(self, cause: Cause) -> str:
         position = self.positions.get(cause.rank, "")

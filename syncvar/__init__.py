@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from syncvar.identity import host_count, host_index, local_rank, local_world_size, rank, world_size
+    from syncvar.launching import run
     from syncvar.runtime.context import init, is_initialized, shutdown
     from syncvar.runtime.group import Work
     from syncvar.strategies import (
@@ -84,6 +85,7 @@ _HOMES = {
     ),
     "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "world_size"),
     "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
+    "syncvar.launching": ("run",),
     "syncvar.runtime.group": ("Work",),
     "syncvar.strategies": (
         "MirroredStrategy", "MultiWorkerMirroredStrategy", "ReduceOp", "ReplicaContext", "Strategy", "ValueContext",
@@ -150,6 +152,7 @@ __all__ = [
     "local_world_size",
     "new_group",
     "rank",
+    "run",
     "scatter_object",
     "shutdown",
     "tree_sum",

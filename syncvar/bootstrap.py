@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _TEXT_MAX = 200_000
+_RUNPY = (runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 _CONSEQUENCES = ("PeerLost", "GroupBroken")
 _EXIT_CODES = {
     "PeerLost": 70,
@@ -148,7 +149,7 @@ def _is_ours(error: BaseException) -> bool:
 def _traceback_text(error: BaseException) -> str:
     """Return the traceback as the user should see it: without our frames around theirs.
 
-    Frames of this file and of runpy at the top go always. Frames of the package at the bottom go when the error is
+    Frames of the package and of runpy at the top go always. Frames of the package at the bottom go when the error is
     one of ours that speaks of the user's call; those of an InternalError stay, because they are what a report needs.
     """
     whole = traceback.TracebackException.from_exception(error)
@@ -158,7 +159,7 @@ def _traceback_text(error: BaseException) -> str:
     level: traceback.TracebackException | None = whole
     while level is not None:
         frames = list(level.stack)
-        while frames and frames[0].filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        while len(frames) > 1 and (frames[0].filename in _RUNPY or _is_inside(frames[0].filename)):
             del frames[0]
         if level.exc_type is not None and level.exc_type.__module__ == "syncvar.errors":
             while len(frames) > 1 and _is_inside(frames[-1].filename):

@@ -1,0 +1,181 @@
+"""Start workers from a program or notebook: `sv.run`.
+
+The launcher runs as a child process. The function travels by name (or, from a notebook, through `syncvar.notebook`),
+its arguments and results as plain data; nothing here is left behind when the call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from syncvar.env import PREFIX
+from syncvar.errors import ConfigError, LaunchError, RankFailed
+from syncvar.wire import pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["run"]
+
+_GRACE_S = 30.0
+_NOT_INHERITED = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT", "RENDEZVOUS", "JOB_ID",
+    "ROLE", "GENERATION", "HOST", "STATUS_FD",
+)  # fmt: skip
+
+
+def run(
+    fn: Callable[..., Any],
+    workers: int = 1,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` as every rank of a new job and return the results by rank.
+
+    Works from a script (its top level must be importable without side effects, as for multiprocessing's "spawn"), a
+    module, and, with the package cloudpickle, a notebook. What the workers print appears here as it comes.
+
+    Args:
+        fn: Function to call; it may use everything of syncvar.
+        workers: How many ranks.
+        args: Positional arguments: None, bool, int, float, complex, str, bytes, list, tuple, dict and NumPy arrays.
+        kwargs: Keyword arguments of the same kinds.
+        timeout: Seconds allowed for the whole job; None for no limit.
+
+    Returns:
+        For each rank what `fn` returned there, of the same kinds as arguments.
+
+    Raises:
+        ConfigError: A wrong argument; nothing was started.
+        RankFailed: A worker failed; rank, host, exit code and traceback of the first failure are its attributes.
+        LaunchError: The launcher itself failed.
+
+    Cost: starting the workers, 0.2 to 0.4 s.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.run(divmod, workers=1, args=(7, 2))
+        [(3, 1)]
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers must be a positive integer, not {workers!r}")
+    if not callable(fn):
+        raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
+    call = pack_object({"fn": _describe(fn), "args": tuple(args), "kwargs": dict(kwargs or {})})
+    folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
+    call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
+    alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
+    try:
+        with open(call_fd, "wb", closefd=False) as file:  # noqa: PTH123
+            file.write(call)
+        command = [sys.executable, "-m", "syncvar_launcher", "--workers", str(workers)]
+        if timeout is not None:
+            command += ["--timeout", str(timeout)]
+        environ = {name: value for name, value in os.environ.items() if name not in {PREFIX + n for n in _NOT_INHERITED}}
+        environ |= {
+            "SYNCVAR_PASS_FDS": str(call_fd),
+            "SYNCVAR_PARENT_FD": str(alive_read),
+            "SYNCVAR_CALL_FD": str(call_fd),
+            "SYNCVAR_RESULT_DIR": str(folder),
+            "SYNCVAR_OUTCOME_FILE": str(folder / "outcome"),
+            "PYTHONPATH": os.pathsep.join(path for path in (*sys.path, os.environ.get("PYTHONPATH", "")) if path),
+        }
+        process = subprocess.Popen(  # noqa: S603
+            [*command, "-m", "syncvar.remote_call"],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(call_fd, alive_read),
+            start_new_session=True,
+        )
+        code = _wait(process)
+        if code != 0:
+            raise _failure(folder, code)
+        return [_result(folder, rank) for rank in range(workers)]
+    finally:
+        for descriptor in (call_fd, alive_read, alive_write):
+            os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Return how a worker finds the function: ("module", …), ("file", …) or ("copy", …)."""
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    found: Any = sys.modules.get(module or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if module is not None and found is fn:
+        if module != "__main__":
+            return ("module", module, name)
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        if spec is not None and spec.name != "__main__":
+            return ("module", spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name, name)
+        path = getattr(main, "__file__", None)
+        if path and Path(path).is_file():
+            return ("file", str(Path(path).resolve()), name)
+    from syncvar.notebook import pack_function
+
+    return ("copy", pack_function(fn).hex())
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    pumps = [
+        threading.Thread(target=_pump, args=(source, sink), name="syncvar-output", daemon=True)
+        for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    ]
+    for pump in pumps:
+        pump.start()
+    try:
+        code = process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
+    finally:
+        for pump in pumps:
+            pump.join()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+    return code
+
+
+def _pump(source: IO[bytes] | None, sink: Any) -> None:
+    if source is None:
+        return
+    with contextlib.suppress(ValueError, OSError):
+        for line in iter(source.readline, b""):
+            sink.write(line.decode(errors="backslashreplace"))
+            sink.flush()
+
+
+def _failure(folder: Path, code: int) -> LaunchError:
+    try:
+        outcome = unpack_object((folder / "outcome").read_bytes())
+    except OSError:
+        return LaunchError(f"the launcher ended with exit code {code}")
+    return RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
+
+
+def _result(folder: Path, rank: int) -> Any:
+    try:
+        return unpack_object((folder / f"result.{rank}").read_bytes())
+    except FileNotFoundError:
+        raise LaunchError(f"rank {rank} ended without returning a result") from None

@@ -1,0 +1,54 @@
+"""The worker's side of `sv.run`: fetch the call from the inherited descriptor, make it, leave the result in a file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from syncvar.errors import ConfigError
+from syncvar.wire import pack_object, unpack_object
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Make the call that `sv.run` described."""
+    descriptor = int(os.environ.pop("SYNCVAR_CALL_FD"))
+    folder = Path(os.environ.pop("SYNCVAR_RESULT_DIR"))
+    rank = os.environ["SYNCVAR_RANK"]
+    # All workers share the descriptor's position: read at an offset.
+    call = unpack_object(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    os.close(descriptor)
+    result = _find(*call["fn"])(*call["args"], **call["kwargs"])
+    try:
+        data = pack_object(result)
+    except ConfigError as error:
+        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from error
+    partial = folder / f"result.{rank}.part"
+    partial.write_bytes(data)
+    partial.rename(folder / f"result.{rank}")
+
+
+def _find(how: str, *where: str) -> Any:
+    if how == "copy":
+        from syncvar.notebook import unpack_function
+
+        return unpack_function(bytes.fromhex(where[0]))
+    place, name = where
+    if how == "module":
+        found: Any = importlib.import_module(place)
+    else:
+        sys.path.insert(0, str(Path(place).parent))
+        namespace = runpy.run_path(place, run_name="__syncvar_main__")
+        found, _, name = namespace[name.partition(".")[0]], None, name.partition(".")[2]
+    for part in name.split(".") if name else ():
+        found = getattr(found, part)
+    return found
+
+
+if __name__ == "__main__":
+    main()
