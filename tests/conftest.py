@@ -1,0 +1,172 @@
+"""No test leaves anything behind: children, descriptors, threads, socket files, job folders, shared-memory names.
+
+The check runs after the fixtures of a test have been torn down. What is still ending gets SETTLE_S seconds; after that
+the test fails, and what it left is removed so that the next test starts clean.
+
+Processes that a test started, directly or through a launcher, are known by a mark in their environment. Only processes
+that appeared during the test are looked at, so that the check costs a pure test less than a millisecond.
+"""
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+MARK = "SYNCVAR_TEST_MARK"
+SETTLE_S = 2.0
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+def pytest_configure(config):
+    # Short, because paths of unix sockets are limited to 107 bytes; private, because jobs keep their sockets in it.
+    config.syncvar_runtime_before = os.environ.get("XDG_RUNTIME_DIR")
+    config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir="/tmp")
+    os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime
+
+
+def pytest_unconfigure(config):
+    runtime = getattr(config, "syncvar_runtime", None)
+    if runtime is None:
+        return
+    shutil.rmtree(runtime, ignore_errors=True)
+    if config.syncvar_runtime_before is None:
+        os.environ.pop("XDG_RUNTIME_DIR", None)
+    else:
+        os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime_before
+
+
+def _text(path):
+    try:
+        return Path(path).read_text("ascii", "replace")
+    except OSError:
+        return ""
+
+
+def _children():
+    """Return this process's children, those not yet waited for included."""
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        for pid in _text(f"/proc/self/task/{task}/children").split():
+            found[int(pid)] = f"child process {pid} ({_text(f'/proc/{pid}/comm').strip()})"
+    return found
+
+
+def _descriptors():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith(f"/proc/{os.getpid()}/fd"):
+                found[int(name), target] = f"descriptor {name} -> {target}"
+    return found
+
+
+def _threads():
+    """Return Python's threads, and those that libzmq starts without telling Python."""
+    found = {thread.ident: f"thread {thread.name!r}" for thread in threading.enumerate()}
+    for task in os.listdir("/proc/self/task"):
+        comm = _text(f"/proc/self/task/{task}/comm").strip()
+        if comm.startswith("ZMQ"):
+            found["native", task] = f"thread {comm!r} of libzmq"
+    return found
+
+
+def _files(runtime):
+    found = {}
+    for folder, folders, files in os.walk(runtime):
+        for name in folders + files:
+            path = str(Path(folder, name))
+            if path not in (f"{runtime}/syncvar", f"{runtime}/syncvar/.lock"):
+                found[path] = f"file {path}"
+    return found
+
+
+def _shared_memory():
+    with contextlib.suppress(OSError):
+        return {name: f"shared memory {_SHARED_MEMORY}/{name}" for name in os.listdir(_SHARED_MEMORY)}
+    return {}
+
+
+def _processes():
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def marked_processes(mark, known=frozenset()):
+    """Return the processes, not in `known`, whose environment holds this mark: pid -> words."""
+    found = {}
+    wanted = f"{MARK}={mark}".encode()
+    for pid in _processes() - known - {os.getpid()}:
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes():
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[pid] = f"process {pid} of this test: {words.strip()[:200]}"
+    return found
+
+
+class _Snapshot:
+    """What there was before a test."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.mark = uuid.uuid4().hex
+        self.processes = _processes()
+        self.looks = [_children, _descriptors, _threads, lambda: _files(runtime), _shared_memory]
+        self.before = [look() for look in self.looks]
+
+    def news(self):
+        """Return what is there now and was not before, in words, by what it is."""
+        found = {}
+        for look, before in zip(self.looks, self.before, strict=True):
+            found |= {words: key for key, words in look().items() if key not in before}
+        found |= {words: pid for pid, words in marked_processes(self.mark, self.processes).items()}
+        return found
+
+    def left(self):
+        """Return what stays after everything had time to end."""
+        found = self.news()
+        if not found:
+            return found
+        gc.collect()
+        until, pause = time.monotonic() + SETTLE_S, 0.002
+        while (found := self.news()) and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(0.05, pause * 2)
+        return found
+
+    def clear(self):
+        """End the processes of the test and remove its files."""
+        before = self.before[0]
+        for pid in {*marked_processes(self.mark, self.processes), *(_children().keys() - before.keys())}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, 0)
+        for path in _files(self.runtime).keys() - self.before[3].keys():
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        for name in _shared_memory().keys() - self.before[4].keys():
+            with contextlib.suppress(OSError):
+                os.unlink(f"{_SHARED_MEMORY}/{name}")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(pytestconfig):
+    """Fail the test if it leaves anything behind. The value marks the processes of the test."""
+    snapshot = _Snapshot(pytestconfig.syncvar_runtime)
+    os.environ[MARK] = snapshot.mark
+    yield snapshot.mark
+    left = snapshot.left()
+    del os.environ[MARK]
+    if left:
+        snapshot.clear()
+        pytest.fail("the test left behind:\n" + "\n".join(f"  {words}" for words in left), pytrace=False)

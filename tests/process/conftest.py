@@ -1,0 +1,22 @@
+"""Fixtures of the tests that start real jobs."""
+
+import itertools
+
+import pytest
+from launching import Job
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start jobs; those that still run at the end of the test are ended."""
+    jobs, number = [], itertools.count()
+
+    def start(script=None, **keywords):
+        folder = tmp_path / f"job{next(number)}"
+        folder.mkdir()
+        jobs.append(Job(folder, script, **keywords))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()

@@ -1,0 +1,109 @@
+"""The harness that finds what a test leaves behind, tested: leaks made on purpose must be told."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+
+LEAKS = '''
+import os, signal, socket, subprocess, sys, threading, time
+import pytest
+
+kept = []
+
+def test_clean():
+    kept.append([])
+
+def test_thread():
+    thread = threading.Thread(target=time.sleep, args=(1.5,), name="forgotten")
+    thread.start()
+    kept.append(thread)
+
+def test_libzmq_thread():
+    import zmq
+    context = zmq.Context()
+    context.socket(zmq.PUSH).close()
+    kept.append(context)
+
+def test_descriptor():
+    kept.append(os.pipe())
+
+def test_child():
+    kept.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+
+def test_grandchild_in_its_own_session():
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+def test_zombie():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+
+def test_socket_file():
+    end = socket.socket(socket.AF_UNIX)
+    end.bind(os.environ["XDG_RUNTIME_DIR"] + "/forgotten.sock")
+    end.close()
+
+def test_job_folder():
+    os.makedirs(os.environ["XDG_RUNTIME_DIR"] + "/syncvar/12ab34cd")
+
+def test_shared_memory():
+    with open("/dev/shm/syncvar-test-forgotten", "w"):
+        pass
+
+def test_slow_end():
+    thread = threading.Thread(target=time.sleep, args=(0.15,))
+    thread.start()
+
+def test_clean_again():
+    assert not [name for name in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if name != "syncvar"]
+'''
+
+CLEAN = {"test_clean", "test_slow_end", "test_clean_again"}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("leaks")
+    (folder / "conftest.py").write_text(CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4"))
+    (folder / "test_leaks.py").write_text(LEAKS)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", str(folder)],
+        capture_output=True, text=True, timeout=60, cwd=folder, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_thread", r"thread 'forgotten'"),
+        ("test_libzmq_thread", r"thread 'ZMQbg.*' of libzmq"),
+        ("test_descriptor", r"descriptor \d+ -> pipe:"),
+        ("test_child", r"child process \d+"),
+        ("test_grandchild_in_its_own_session", r"process \d+ of this test: .*sleep"),
+        ("test_zombie", r"child process \d+"),
+        ("test_socket_file", r"file /tmp/sv-\w+/forgotten\.sock"),
+        ("test_job_folder", r"file /tmp/sv-\w+/syncvar/12ab34cd"),
+        ("test_shared_memory", r"shared memory /dev/shm/syncvar-test-forgotten"),
+    ],
+)
+def test_a_leak_is_told(outcome, name, words):
+    assert re.search(rf"^ERROR \S*::{name} - Failed: the test le", outcome.stdout, re.MULTILINE), outcome.stdout
+    block = re.search(rf"ERROR at teardown of {name} _+\n(.*?)\n(___|===)", outcome.stdout, re.DOTALL)
+    assert re.search(words, block[1]), block[1]
+
+
+def test_tests_that_leave_nothing_pass(outcome):
+    errors = set(re.findall(r"^ERROR \S*::(\w+)", outcome.stdout, re.MULTILINE))
+    passed = set(re.findall(r"^PASSED \S*::(\w+)", outcome.stdout, re.MULTILINE))
+    assert not errors & CLEAN
+    assert passed >= CLEAN
+    assert outcome.returncode == 1
