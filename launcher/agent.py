@@ -128,10 +128,9 @@ class Agent:
         word, word_end = os.pipe2(os.O_CLOEXEC)
         ends = [word_end]
         out = err = -1
+        streams: tuple[int | None, int | None] = (None, None)
         try:
-            if terminal:
-                streams = (None, None)
-            else:
+            if not terminal:
                 out, out_end = os.pipe2(os.O_CLOEXEC)
                 err, err_end = os.pipe2(os.O_CLOEXEC)
                 ends += [out_end, err_end]

@@ -18,11 +18,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from syncvar_launcher import binding, exits, output
-
 from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
+from syncvar_launcher import binding, exits, output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -230,7 +230,7 @@ class _Run:
                 poller.register(self.parent, zmq.POLLIN)
             for descriptor in self.agent.descriptors():
                 poller.register(descriptor, zmq.POLLIN)
-            ready: list[Any] = [item for item, _ in poller.poll(max(0.0, due - now) * 1000 + 1)]
+            ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
             now = time.monotonic()
             # What workers say of themselves comes before what is seen of them.
             self.store.serve(now)

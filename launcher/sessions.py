@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 __all__ = ["kill_sessions", "members", "process_state", "start_time"]
@@ -57,9 +58,7 @@ def kill_sessions(sessions: dict[int, int]) -> int:
         if not alive:
             break
         for pid in alive:
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(pid, 9)
-            except OSError:
-                pass
             killed.add(pid)
     return len(killed)

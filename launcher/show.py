@@ -6,12 +6,11 @@ import shlex
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from syncvar.config import RuntimeConfig
 from syncvar_launcher.binding import BLAS_VARIABLES
 from syncvar_launcher.options import launch_keys
 from syncvar_launcher.output import escape
 from syncvar_launcher.report import compress_ranks, mask_environment
-
-from syncvar.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

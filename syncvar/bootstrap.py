@@ -53,7 +53,7 @@ class _Word:
     def failed(self, error: str, message: str, text: str, exit_code: int) -> None:
         """Say how the script failed."""
         self._has_failed = True
-        record = {
+        record: dict[str, str | int] = {
             "event": "failed",
             "error": error,
             "message": message[:2000],

@@ -188,7 +188,7 @@ def shutdown() -> None:
         SyncvarError: A started call that nobody waited for had failed.
     """
     with _state.lock:
-        context = getattr(_state.thread, "context", None) or _state.default
+        context: Context | None = getattr(_state.thread, "context", None) or _state.default
         if context is None or context.is_closed:
             return
         if context is _state.default:

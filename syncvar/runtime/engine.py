@@ -11,8 +11,6 @@ by every later call.
 from __future__ import annotations
 
 import collections
-import os
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,9 +25,11 @@ from syncvar.errors import (
     UsageError,
 )
 from syncvar.runtime.executor import Operation, State
+from syncvar.runtime.flow import Flow
+from syncvar.runtime.sites import call_site
 from syncvar.topology import rank_list
 from syncvar.transports import Frame, Lost
-from syncvar.wire import HEADER_NBYTES, Kind, Message, pack_header, pack_message
+from syncvar.wire import Kind, Message, pack_message
 
 if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
@@ -42,16 +42,6 @@ _CALLER_RECENT_S = 0.005
 _IDLE_S = 1.0
 _LOAN_LOOK_S = 0.0005
 _FOREVER = float("inf")
-
-
-class _Credit:
-    """Bytes on their way to a peer for one group, and frames that wait until some are used."""
-
-    __slots__ = ("outstanding", "queue")
-
-    def __init__(self) -> None:
-        self.outstanding = 0
-        self.queue: collections.deque[tuple[Operation, bytes, memoryview | None]] = collections.deque()
 
 
 class Engine:
@@ -82,7 +72,6 @@ class Engine:
         self.generation = generation
         self.segment_bytes = config.segment_bytes
         self.failure: TransportError | UsageError | None = None
-        self.frames_sent = 0
         self._transport = transport
         self._control = control
         self._config = config
@@ -91,8 +80,7 @@ class Engine:
         self._active: dict[tuple[int, int], Operation] = {}
         self._early: dict[tuple[int, int], list[Frame]] = {}
         self._next_call: dict[int, int] = {}
-        self._credits: dict[tuple[int, int], _Credit] = {}
-        self._owed: dict[tuple[int, int], int] = {}
+        self._flow = Flow(rank, generation, transport, config.window_bytes)
         self._doomed: list[Message] = []
         self._passed: dict[int, tuple[tuple[int, ...], int, int]] = {}
         self._left: dict[int, dict[int, int]] = {}
@@ -102,9 +90,14 @@ class Engine:
         self._failure_raised = False
         self._has_skipped = False
         self._last_caller = 0.0
-        self._stopping = False
+        self._stopped = threading.Event()
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
         self._progress.start()
+
+    @property
+    def frames_sent(self) -> int:
+        """How many data frames this process has sent."""
+        return self._flow.frames_sent
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -226,25 +219,11 @@ class Engine:
 
     def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
         """Send a frame now, or when the link's credit allows."""
-        credit = self._credits.get((peer, operation.group))
-        if credit is None:
-            credit = self._credits[peer, operation.group] = _Credit()
-        nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-        if credit.queue or (credit.outstanding and credit.outstanding + nbytes > self._config.window_bytes):
-            credit.queue.append((operation, header, payload))
-            operation.queued += 1
-            return
-        self._send(credit, nbytes, operation, peer, header, payload)
+        self._flow.post(operation, peer, header, payload)
 
     def consumed(self, peer: int, group: int, nbytes: int) -> None:
-        """Note that a frame has been used; give credit back in large pieces."""
-        key = (peer, group)
-        owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
-        if owed * 4 >= self._config.window_bytes:
-            header = pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed)
-            self._transport.send(peer, header)
-            owed = 0
-        self._owed[key] = owed
+        """Give credit back for a frame that has been used."""
+        self._flow.consumed(peer, group, nbytes)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -262,11 +241,11 @@ class Engine:
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
         self.failure = failure
-        self._stopping = True
+        self._stopped.set()
 
     def stop(self) -> None:
         """End the progress thread. Idempotent."""
-        self._stopping = True
+        self._stopped.set()
         self._transport.wake()
         if self._progress is not threading.current_thread():
             self._progress.join()
@@ -282,9 +261,7 @@ class Engine:
                 return
             now = time.monotonic()
             due = timers(now)
-            if operation.is_over:
-                return
-            if wait(due - now):
+            if due > now and wait(due - now):
                 self._hear()
 
     def _follow(self, operation: Operation) -> None:
@@ -302,9 +279,9 @@ class Engine:
 
     def _serve(self) -> None:
         transport = self._transport
-        while not self._stopping:
+        while not self._stopped.is_set():
             transport.wait_idle(_IDLE_S)
-            if self._stopping:
+            if self._stopped.is_set():
                 return
             if not self._active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
                 time.sleep(_CALLER_RECENT_S)
@@ -344,7 +321,7 @@ class Engine:
                 else:
                     self._deliver(operation, arrival)
             elif header.kind == Kind.CREDIT:
-                self._credited(header.source, header.group, header.nbytes)
+                self._flow.credited(header.source, header.group, header.nbytes)
 
     def _deliver(self, operation: Operation, frame: Frame) -> None:
         if frame.header.fingerprint != operation.fingerprint:
@@ -447,41 +424,18 @@ class Engine:
                     self.consumed(frame.header.source, group, frame.header.nbytes)
                 self._check_passed(group, call)
 
-    # -- links ----------------------------------------------------------------------------------------------------
-
-    def _send(
-        self, credit: _Credit, nbytes: int, operation: Operation, peer: int, header: bytes, payload: memoryview | None
-    ) -> None:
-        credit.outstanding += nbytes
-        self.frames_sent += 1
-        loan = self._transport.send(peer, header, payload, borrow=True)
-        if loan is not None and not loan.is_done():
-            operation.loans.append(loan)
-
-    def _credited(self, peer: int, group: int, nbytes: int) -> None:
-        credit = self._credits.get((peer, group))
-        if credit is None:
-            return
-        credit.outstanding -= nbytes
-        while credit.queue:
-            operation, header, payload = credit.queue[0]
-            size = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-            if credit.outstanding and credit.outstanding + size > self._config.window_bytes:
-                return
-            credit.queue.popleft()
-            operation.queued -= 1
-            self._send(credit, size, operation, peer, header, payload)
-
     # -- clock ----------------------------------------------------------------------------------------------------
 
     def _timers(self, now: float) -> float:
-        """Do what is due; return when the next thing is."""
+        """Do what is due; return when the next thing is (`now` when something has changed)."""
         due = now + _IDLE_S
+        changed = False
         for operation in list(self._active.values()):
             if operation.state == State.DRAINING:
                 operation.advance(self)
                 if operation.is_over:
                     self._retire(operation)
+                    changed = True
                     continue
                 due = min(due, now + _LOAN_LOOK_S)
             if now >= operation.deadline:
@@ -499,7 +453,7 @@ class Engine:
                     return now
                 else:
                     due = min(due, until)
-        return due
+        return now if changed else due
 
     def _deadline(self, operation: Operation, now: float) -> None:
         missing = operation.awaiting
@@ -535,7 +489,7 @@ class Engine:
             call=operation.call,
             fingerprint=operation.fingerprint,
             what=operation.what,
-            site=_call_site(operation.thread),
+            site=call_site(operation.thread),
             awaiting=list(operation.awaiting),
             waited_s=now - operation.started,
             mismatch=operation.mismatch,
@@ -612,18 +566,5 @@ class Engine:
                 operation.fail(self.failure)
         self._active.clear()
         self._early.clear()
-        self._credits.clear()
+        self._flow.clear()
         self._hand_over()
-
-
-def _call_site(thread: int) -> str:
-    """Return file:line and function of the first frame of a thread that is not ours."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith("syncvar.") or module.startswith("syncvar.examples."):
-            path = frame.f_code.co_filename
-            relative = os.path.relpath(path)
-            return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "a place unknown"

@@ -280,7 +280,7 @@ class Operation:
                 Kind.DATA, outlet.rank, outlet.generation, self.group, self.call, tag, segment, self.fingerprint,
                 piece.nbytes,
             )  # fmt: skip
-            outlet.post(self, peer, header, memoryview(piece.view(np.uint8)) if end > start else None)
+            outlet.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1
             start = end
             if start >= stop:

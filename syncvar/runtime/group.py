@@ -149,8 +149,10 @@ class Communicator:
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            where = {"counts": counts} if isinstance(counts, tuple) else {"count": counts}
-            plan = build(collective, algorithm, self.member_rank, self.size, root=root, **where)  # type: ignore[arg-type]
+            if isinstance(counts, tuple):
+                plan = build(collective, algorithm, self.member_rank, self.size, root=root, counts=counts)
+            else:
+                plan = build(collective, algorithm, self.member_rank, self.size, root=root, count=counts)
             found = self._plans[key] = prepare(plan, self.members)
         return found
 

@@ -68,6 +68,8 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     if kind == "c" and name in ("min", "max"):
         raise ConfigError(f"{name} of complex numbers has no meaning: they have no order")
     is_mean = name == "mean"
+    accumulate: np.dtype[Any]
+    result: np.dtype[Any]
     if is_mean and kind in "iu":
         accumulate = result = np.dtype(np.float64)
     elif dtype.itemsize == 2 and kind in "fV":

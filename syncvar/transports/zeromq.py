@@ -25,7 +25,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from syncvar.errors import ConfigError, TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
-from syncvar.wire import CONTROL_NBYTES_MAX, HEADER_NBYTES, Kind, Message, pack_header, parse_header, parse_message
+from syncvar.wire import (
+    CONTROL_NBYTES_MAX,
+    HEADER_NBYTES,
+    Kind,
+    Message,
+    pack_header,
+    parse_header,
+    parse_message,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -79,7 +79,7 @@ def parse_message(data: bytes) -> Message:
         raise WireError(f"not a control message: {error}") from error
     if not isinstance(message, dict):
         raise WireError("a control message must be a map")
-    schema = _SCHEMA.get(message.get("kind", ""), None) if isinstance(message.get("kind"), str) else None
+    schema = _SCHEMA.get(message.get("kind", "")) if isinstance(message.get("kind"), str) else None
     if schema is None:
         raise WireError(f"unknown kind of control message {str(message.get('kind'))[:40]!r}")
     for name, kinds in schema.items():

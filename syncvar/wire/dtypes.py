@@ -49,5 +49,5 @@ def dtype_from_index(index: int) -> np.dtype[Any]:
             import ml_dtypes
         except ImportError:
             raise ConfigError("bfloat16 needs the package ml_dtypes: pip install 'syncvar[half]'") from None
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]
     return np.dtype(name)

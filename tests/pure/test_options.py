@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from syncvar_launcher import options as options_module
-from syncvar_launcher.options import help_text, launch_keys, parse
 
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
+from syncvar_launcher import options as options_module
+from syncvar_launcher.options import help_text, launch_keys, parse
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
