@@ -1,8 +1,8 @@
 import pytest
-from syncvar_launcher.options import launch_keys, parse
-from syncvar_launcher.show import dry_run_text, settings_rows
 
 from syncvar.config import RuntimeConfig
+from syncvar_launcher.options import launch_keys, parse
+from syncvar_launcher.show import dry_run_text, settings_rows
 
 
 @pytest.fixture

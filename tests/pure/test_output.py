@@ -6,9 +6,9 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from syncvar_launcher.output import IDLE_S, LINE_NBYTES, OutputForwarder, Sink, escape
 
 from syncvar.errors import ConfigError
+from syncvar_launcher.output import IDLE_S, LINE_NBYTES, OutputForwarder, Sink, escape
 
 
 class Broken(io.RawIOBase):

@@ -1,4 +1,5 @@
 import pytest
+
 from syncvar_launcher import exits
 from syncvar_launcher.report import (
     Failure,
