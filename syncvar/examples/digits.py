@@ -86,6 +86,21 @@ def updates(
     return [images.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)], loss, right
 
 
+def own_shards(workers: int, rank: int) -> range:
+    """Return the micro-shards of one worker: an equal share, in order.
+
+    Raises:
+        ConfigError: They cannot be shared evenly.
+    """
+    if MICRO_SHARDS % workers:
+        raise sv.ConfigError(
+            f"a step has {MICRO_SHARDS} micro-shards, which {workers} workers cannot share evenly: run with "
+            f"--workers 1, 2 or 4"
+        )
+    share = MICRO_SHARDS // workers
+    return range(rank * share, (rank + 1) * share)
+
+
 class Trainer:
     """One worker's part of the training.
 
@@ -97,14 +112,7 @@ class Trainer:
     def __init__(self, data: Data, strategy: sv.MirroredStrategy) -> None:
         self.data = data
         self.strategy = strategy
-        workers = strategy.num_replicas_in_sync
-        if MICRO_SHARDS % workers:
-            raise sv.ConfigError(
-                f"a step has {MICRO_SHARDS} micro-shards, which {workers} workers cannot share evenly: run with "
-                f"--workers 1, 2 or 4"
-            )
-        share = MICRO_SHARDS // workers
-        self.own_shards = range(sv.rank() * share, (sv.rank() + 1) * share)
+        self.own_shards = own_shards(strategy.num_replicas_in_sync, sv.rank())
         draw = np.random.default_rng(1)
 
         def layer(rows: int, columns: int) -> NDArray[Any]:
@@ -187,6 +195,9 @@ def main() -> None:
     began = time.perf_counter()
     sv.init()
     strategy = sv.MirroredStrategy(reproducible=True)
+    own_shards(
+        strategy.num_replicas_in_sync, sv.rank()
+    )  # refuse a wrong number of workers before loading anything
     trainer = Trainer(load(), strategy)
     is_chief = sv.rank() == 0
     draw = np.random.default_rng(2)

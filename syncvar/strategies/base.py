@@ -54,6 +54,7 @@ class Strategy:
         ):
             raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
         self._communicator = communicator
+        self.context = current()
         self.strict = strict
         self.check_cross_writes = check_cross_writes
         self.reproducible = reproducible
@@ -62,7 +63,16 @@ class Strategy:
 
     @property
     def communicator(self) -> Communicator:
-        """The calls of the replicas' group; of use to this package only."""
+        """The calls of the replicas' group; of use to this package only.
+
+        Raises:
+            UsageError: The process has left the job that the strategy was made in.
+        """
+        if self.context.is_closed:
+            raise UsageError(
+                "this strategy and its variables belong to a job that this process has left (sv.shutdown); make them "
+                "again after sv.init(). `v.local_value()` still gives this replica's copy"
+            )
         return self._communicator
 
     @property
@@ -192,7 +202,7 @@ class Strategy:
 
     def _require(self, what: str) -> None:
         """Raise UsageError unless `what` may be called here."""
-        self._communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
+        self.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
         place = current_place()
         if place is None:
             return
@@ -213,7 +223,7 @@ class Strategy:
 
     def _aligned(self) -> list[Communicator]:
         """Return the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks."""
-        world = current().world
+        world = self.context.world
         mine = self._communicator
         return [mine, world] if mine is not world and mine.members == world.members else [mine]
 

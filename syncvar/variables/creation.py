@@ -12,11 +12,25 @@ import numpy as np
 from syncvar.collectives._headers import BYTES, Record, exchange
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.broadcast import broadcast_flat
-from syncvar.errors import ConfigError, MismatchError
+from syncvar.errors import ConfigError, InternalError, MismatchError
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.variables.casting import digest_of
-from syncvar.wire import pack_object, unpack_object
+from syncvar.variables.casting import checked_dtype, digest_of, initial_array
+from syncvar.variables.places import Owner, context_of
+from syncvar.variables.policy import (
+    Action,
+    Effect,
+    Operation,
+    Travel,
+    VariableAggregation,
+    VariableSynchronization,
+    as_member,
+    decide,
+    resolve,
+)
+from syncvar.variables.protocol import ArrayProtocol
+from syncvar.variables.splitting import share_of
+from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -24,9 +38,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.executor import Stage
-    from syncvar.variables.places import Owner
 
-__all__ = ["Manifest", "checked_name", "create_request", "free_name", "take_name", "warn_of_differences"]
+__all__ = ["Made", "Wish", "make_on_replicas"]
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
@@ -49,7 +62,119 @@ class Manifest(NamedTuple):
         return f"{self.name!r}: {value}, {self.synchronization} + {self.aggregation}, {kind}, strategy with {self.options}"
 
 
-def checked_name(name: Any) -> str:
+class Wish(NamedTuple):
+    """What a program asks for, unchecked: the arguments of `Variable`."""
+
+    initial_value: Any
+    trainable: Any
+    name: Any
+    dtype: Any
+    synchronization: Any
+    aggregation: Any
+
+
+class Made(NamedTuple):
+    """What a variable starts with on this replica."""
+
+    owner: Owner
+    name: str
+    value: NDArray[Any]
+    trainable: bool
+    requested: VariableSynchronization
+    aggregation: VariableAggregation
+
+
+class _Checked(NamedTuple):
+    """A wish that is in order on this replica; no value where only the chief has one."""
+
+    base: str
+    value: NDArray[Any] | None
+    trainable: bool
+    requested: VariableSynchronization
+    aggregation: VariableAggregation
+    action: Action
+
+
+def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel: int = 1) -> Made:
+    """Check a wish, compare it with the other replicas', and return what this replica's copy starts with.
+
+    Collective, except under NONE. A replica whose wish is not in order tells the others.
+
+    Args:
+        owner: The strategy.
+        wish: The arguments of `Variable`.
+        own: Each replica keeps its own value (a copy of an existing variable).
+        stacklevel: Frames between the caller's program and this function, for warnings.
+
+    Raises:
+        ConfigError: A wrong argument here.
+        MismatchError: Another replica asks for something else.
+    """
+    communicator = owner.communicator
+    checked: _Checked | None = None
+    failure: Exception | None = None
+    try:
+        checked = _checked(owner, wish)
+    except Exception as error:  # told to the other replicas by the call below
+        failure = error
+    apart = _is_apart(wish.synchronization)
+    namespace = "NONE" if apart else communicator.members
+
+    def check() -> Request:
+        if checked is None:
+            raise failure or InternalError("a wish was neither checked nor refused")
+        return _create_request(owner, free_name(checked.base, namespace), checked, own=own)
+
+    value: Any
+    value, differ = (None, []) if apart else communicator.perform("create variable", check, owner.timeout)
+    if checked is None:
+        raise failure or InternalError("a wish was neither checked nor refused")
+    value = checked.value if apart else value
+    name = free_name(checked.base, namespace)
+    _taken(namespace).add(name)
+    if checked.action.effect is Effect.SHARE and not own:
+        value = share_of(value, communicator.size, communicator.member_rank)
+    if differ and communicator.rank == 0:
+        _warn_of_differences(name, differ, stacklevel + 1)
+    start = np.array(value, copy=True)
+    return Made(owner, name, start, checked.trainable, checked.requested, checked.aggregation)
+
+
+def _is_apart(synchronization: Any) -> bool:
+    """Return whether making it must not send anything."""
+    none = VariableSynchronization.NONE
+    return synchronization is none or (
+        isinstance(synchronization, str) and synchronization.upper() == none.name
+    )
+
+
+def _checked(owner: Owner, wish: Wish) -> _Checked:
+    requested = as_member(VariableSynchronization, wish.synchronization, "synchronization")
+    aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
+    base = _checked_name(wish.name)
+    dtype = None if wish.dtype is None else checked_dtype(wish.dtype)
+    trainable = requested is not VariableSynchronization.ON_READ if wish.trainable is None else wish.trainable
+    if not isinstance(trainable, bool | np.bool_):
+        raise ConfigError(f"trainable must be True, False or None, not {trainable!r}")
+    action = decide(
+        resolve(requested)[0], aggregation, context_of(owner, f"variable {base!r}"), Operation.CREATE
+    )
+    value: NDArray[Any] | None = None
+    given = wish.initial_value
+    is_called = callable(given) and not isinstance(given, ArrayProtocol)
+    if action.travel is Travel.NOTHING or owner.communicator.member_rank == 0 or not is_called:
+        given = given() if is_called else given
+        given = given.read_value() if isinstance(given, ArrayProtocol) else given
+        value = initial_array(given, dtype, f"variable {base!r}: initial_value")
+        if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fV":
+            raise ConfigError(
+                f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a real floating dtype "
+                f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
+            )
+    return _Checked(base, value, bool(trainable), requested, aggregation, action)
+
+
+def _checked_name(name: Any) -> str:
     """Return a given name, or "Variable" for None.
 
     Raises:
@@ -63,6 +188,7 @@ def checked_name(name: Any) -> str:
 
 
 def _taken(namespace: Any) -> set[str]:
+    """Return the names used up. They are never given back: replicas collect garbage at different times."""
     names: dict[Any, set[str]] = current().extras.setdefault("names_of_variables", {})
     return names.setdefault(namespace, set())
 
@@ -78,24 +204,29 @@ def free_name(base: str, namespace: Any) -> str:
     return f"{base}_{number}"
 
 
-def take_name(name: str, namespace: Any) -> None:
-    """Use a name up. Names are never given back: replicas collect garbage at different times."""
-    _taken(namespace).add(name)
-
-
-def create_request(owner: Owner, mine: Manifest, value: NDArray[Any] | None, *, own: bool) -> Request:
+def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) -> Request:
     """Return the request that compares the manifests and gives every replica the chief's value.
 
     Args:
         owner: The strategy.
-        mine: What this replica asks for.
-        value: This replica's initial value; None where only the chief has one.
-        own: Each replica keeps its own value (a copy of an existing variable).
+        name: The name it will have.
+        checked: What this replica asks for.
+        own: Each replica keeps its own value.
 
     Returns:
         A request whose result is (value, replicas whose initial bytes differ from the chief's).
     """
     communicator = owner.communicator
+    value = checked.value
+    mine = Manifest(
+        name,
+        None if value is None else value.shape,
+        None if value is None else value.dtype.name,
+        checked.requested.name,
+        checked.aggregation.name,
+        checked.trainable,
+        f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} reproducible={owner.reproducible}",
+    )
     packed = pack_object([[*mine], None if value is None else digest_of(value)])
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
@@ -129,7 +260,7 @@ def create_request(owner: Owner, mine: Manifest, value: NDArray[Any] | None, *, 
     return Request(f"create variable {mine.name!r}", fingerprint("create variable"), body())
 
 
-def warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
+def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
     """Say once that replicas passed another initial value than the chief, whose value all take."""
     shown = ", ".join(map(str, differ[:8])) + (", …" if len(differ) > 8 else "")
     warnings.warn(
@@ -146,8 +277,6 @@ def _manifest(fields: Any) -> Manifest:
 
 
 def _dtype(name: str | None) -> np.dtype[Any]:
-    from syncvar.wire import DTYPE_NAMES, dtype_from_index
-
     return dtype_from_index(DTYPE_NAMES.index(str(name)))
 
 

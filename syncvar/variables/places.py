@@ -15,6 +15,7 @@ from syncvar.variables.policy import Context
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncvar.runtime.context import Context as Joined
     from syncvar.runtime.group import Communicator
 
 __all__ = [
@@ -37,6 +38,7 @@ class Owner(Protocol):
     check_cross_writes: bool
     reproducible: bool
     timeout: float | None
+    context: Joined
 
     @property
     def communicator(self) -> Communicator:
@@ -69,9 +71,9 @@ def default_owner() -> Owner:
     return owner
 
 
-def places() -> list[Place]:
-    """Return this thread's stack of places, to look at and to push to."""
-    extras = current().extras
+def places(joined: Joined | None = None) -> list[Place]:
+    """Return this thread's stack of places in a job (None: the one in force), to look at and to push to."""
+    extras = (joined or current()).extras
     local = extras.get("places")
     if local is None:
         local = extras.setdefault("places", threading.local())
@@ -100,7 +102,8 @@ def context_of(owner: Owner, what: str) -> Context:
     Raises:
         UsageError: The innermost place belongs to another explicit strategy.
     """
-    place = current_place()
+    stack = places(owner.context)  # of the job that it was made in: asking must not join another one
+    place = stack[-1] if stack else None
     if place is None:
         return Context.SPMD if owner.is_default else Context.CROSS
     if place.owner is owner:

@@ -11,6 +11,7 @@ from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.errors import InternalError, MismatchError
+from syncvar.runtime.executor import Stage
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.executor import Stage
     from syncvar.runtime.group import Communicator
 
 __all__ = ["request_of", "rows_request"]
@@ -33,7 +33,7 @@ def request_of(
     """Return the request that carries `x`; its result is what all replicas have together.
 
     Args:
-        action: Its travel is SUM, MEAN, FIRST or SAME.
+        action: Its travel is SUM, MEAN, FIRST, SAME or MEETING.
         communicator: The replicas' group.
         x: This replica's part; shape and dtype the same everywhere.
         what: The kind of call and the variable's name; compared between the replicas.
@@ -48,6 +48,8 @@ def request_of(
         return broadcast_request(communicator, x, 0, name=what)
     if travel is Travel.SAME:
         return _same_request(communicator, x, what, hint)
+    if travel is Travel.MEETING:
+        return _meeting_request(communicator, x, what)
     raise InternalError(f"{what}: no request carries {travel}")
 
 
@@ -113,3 +115,11 @@ def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: 
 
     shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
     return Request(shown, fingerprint("same", what), body())
+
+
+def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:
+    def body() -> Generator[Stage, None, NDArray[Any]]:
+        yield Stage(communicator.plan("barrier", "dissemination", 0), np.empty(0, np.uint8))
+        return x
+
+    return Request(what, fingerprint("meet", what), body())

@@ -9,8 +9,8 @@ import numpy as np
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
 from syncvar.runtime.kernels import reduction
-from syncvar.variables import creation
-from syncvar.variables.casting import checked_dtype, initial_array, operand_array
+from syncvar.variables.casting import operand_array
+from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
 from syncvar.variables.places import context_of, current_owner
 from syncvar.variables.policy import (
@@ -20,7 +20,6 @@ from syncvar.variables.policy import (
     Travel,
     VariableAggregation,
     VariableSynchronization,
-    as_member,
     decide,
     resolve,
 )
@@ -31,8 +30,6 @@ from syncvar.variables.splitting import share_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from syncvar.variables.places import Owner
 
 __all__ = ["Variable"]
 
@@ -75,88 +72,22 @@ class Variable(ArrayProtocol):
         synchronization: Any = VariableSynchronization.AUTO,
         aggregation: Any = VariableAggregation.NONE,
     ) -> None:
-        self._make(
-            current_owner(),
-            initial_value,
-            trainable=trainable,
-            name=name,
-            dtype=dtype,
-            synchronization=synchronization,
-            aggregation=aggregation,
-        )
+        wish = Wish(initial_value, trainable, name, dtype, synchronization, aggregation)
+        self._take(make_on_replicas(current_owner(), wish, stacklevel=3))
 
-    def _make(
-        self,
-        owner: Owner,
-        initial_value: Any,
-        *,
-        trainable: bool | None,
-        name: str | None,
-        dtype: Any,
-        synchronization: Any,
-        aggregation: Any,
-        own: bool = False,
-    ) -> None:
-        self._owner = owner
-        communicator = owner.communicator
-        self.name = str(name)
+    def _take(self, made: Made) -> None:
+        self._owner = made.owner
+        self.name = made.name
+        self.trainable = made.trainable
+        self._replicas = made.owner.communicator.size
+        self._requested = made.requested
+        self._synchronization, self._rule = resolve(made.requested)
+        self._aggregation = made.aggregation
+        self._shape, self._dtype = made.value.shape, made.value.dtype
         self._reads = self._writes = self._collectives = 0
         self._pace: str | None = None
         self._changes: list[tuple[int, str, str, str]] = []
-        requested = as_member(VariableSynchronization, synchronization, "synchronization")
-        self._requested = requested
-        self._synchronization, self._rule = resolve(requested)
-        self._aggregation = as_member(VariableAggregation, aggregation, "aggregation")
-        action = self._decide(Operation.CREATE)
-        apart = action.travel is Travel.NOTHING
-        namespace = "NONE" if apart else communicator.members
-        value: NDArray[Any] | None = None
-        failure: Exception | None = None
-        try:
-            wanted = None if dtype is None else checked_dtype(dtype)
-            base = creation.checked_name(name)
-            if trainable is not None and not isinstance(trainable, bool | np.bool_):
-                raise ConfigError(f"trainable must be True, False or None, not {trainable!r}")  # noqa: TRY301
-            if apart or communicator.member_rank == 0 or not callable(initial_value):
-                given = initial_value() if callable(initial_value) else initial_value
-                given = given.read_value() if isinstance(given, Variable) else given
-                value = initial_array(given, wanted, f"variable {base!r}: initial_value")
-                self._check_aggregation(value.dtype, base)
-        except Exception as error:  # told to the other replicas by the call below
-            failure = error
-        self.trainable = (
-            requested is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
-        )
-        differ: list[int] = []
-
-        def check() -> Any:
-            if failure is not None:
-                raise failure
-            self.name = creation.free_name(base, namespace)
-            manifest = creation.Manifest(
-                self.name,
-                None if value is None else value.shape,
-                None if value is None else value.dtype.name,
-                requested.name,
-                self._aggregation.name,
-                self.trainable,
-                f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} reproducible={owner.reproducible}",
-            )
-            return creation.create_request(owner, manifest, value, own=own)
-
-        if apart:
-            if failure is not None:
-                raise failure
-            self.name = creation.free_name(base, namespace)
-        else:
-            value, differ = communicator.perform("create variable", check, owner.timeout)
-        assert value is not None
-        creation.take_name(self.name, namespace)
-        self._shape, self._dtype = value.shape, value.dtype
-        share = action.effect is Effect.SHARE and not own
-        self._keep(np.array(self._share(value) if share else value, copy=True))
-        if differ and communicator.rank == 0:
-            creation.warn_of_differences(self.name, differ, stacklevel=3)
+        self._keep(made.value)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -328,7 +259,7 @@ class Variable(ArrayProtocol):
         """
         auto = self._requested is VariableSynchronization.AUTO
         numbers = {
-            "replicas": self._owner.communicator.size,
+            "replicas": self._replicas,
             "reads": self._reads,
             "writes": self._writes,
             "collectives": self._collectives,
@@ -364,16 +295,8 @@ class Variable(ArrayProtocol):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         made = Variable.__new__(Variable)
         memo[id(self)] = made
-        made._make(
-            self._owner,
-            self._copy,
-            trainable=self.trainable,
-            name=self.name,
-            dtype=None,
-            synchronization=self._requested,
-            aggregation=self._aggregation,
-            own=True,
-        )
+        wish = Wish(self._copy, self.trainable, self.name, None, self._requested, self._aggregation)
+        made._take(make_on_replicas(self._owner, wish, own=True))  # noqa: SLF001  (one of its own)
         return made
 
     # -- the two paths --------------------------------------------------------------------------------------------
@@ -396,13 +319,11 @@ class Variable(ArrayProtocol):
         self._reads += 1
         if travel is Travel.NOTHING:
             return self._copy.view()
-        what = f"{operation.value} of variable {self.name!r}"
-        owner = self._owner
-        if travel is Travel.MEETING:
-            self._collectives += 1
-            meet(owner.communicator, what, (what,), owner.timeout)
-            return self._copy.view()
+        kind = self._synchronization.name
+        what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"
         value: NDArray[Any] = self._travel(action, what, lambda: self._copy, request_of)
+        if travel is Travel.MEETING:
+            return self._copy.view()
         value.flags.writeable = False
         return value.view()
 
@@ -484,10 +405,3 @@ class Variable(ArrayProtocol):
         """Make `value`, which nobody else holds, this replica's copy."""
         value.flags.writeable = False
         self._copy = value
-
-    def _check_aggregation(self, dtype: np.dtype[Any], name: str) -> None:
-        if self._aggregation is VariableAggregation.MEAN and dtype.kind not in "fV":
-            raise ConfigError(
-                f"variable {name!r}: MEAN of {dtype.name} is no {dtype.name}; use a floating dtype "
-                f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
-            )
