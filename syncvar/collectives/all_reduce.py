@@ -84,8 +84,8 @@ def reduce_request(
         array = as_array(x)
         how = reduction(op, array.dtype)
         target = None if out is None else checked_output(out, array.shape, how.result)
-        digest = fingerprint(name, how.name, array.dtype.name, array.shape, reproducible)
-        what = f"{name}({how.name}, {array.dtype.name}{list(array.shape)})"
+        digest = fingerprint(name, how.name, how.source, array.shape, reproducible)
+        what = f"{name}({how.name}, {how.source}{list(array.shape)})"
         return Request(what, digest, _one(communicator, _flat(array, how), array.shape, how, target, reproducible))
     structure, leaves = flatten(x)
     arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]

@@ -39,6 +39,7 @@ __all__ = ["Engine"]
 
 _DETAIL_GRACE_S = 0.2  # how long a silent loss waits for the launcher to say what happened
 _CALLER_RECENT_S = 0.005
+_HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
 _LOAN_LOOK_S = 0.0005
 _FOREVER = float("inf")
@@ -90,6 +91,7 @@ class Engine:
         self._failure_raised = False
         self._has_skipped = False
         self._last_caller = 0.0
+        self._heard = 0.0
         self._stopped = threading.Event()
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
         self._progress.start()
@@ -254,7 +256,8 @@ class Engine:
 
     def _drive(self, operation: Operation) -> None:
         look, timers, wait = self._look, self._timers, self._transport.wait
-        self._hear()
+        if time.monotonic() - self._heard > _HEAR_S:
+            self._hear()
         while True:
             look()
             if operation.is_over:
@@ -503,6 +506,7 @@ class Engine:
         self._control.send(pack_message(kind, **fields))
 
     def _hear(self) -> None:
+        self._heard = time.monotonic()
         while True:
             message = self._control.receive()
             if message is None:

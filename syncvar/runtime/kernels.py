@@ -31,6 +31,7 @@ class Reduction(NamedTuple):
 
     Args:
         name: The op.
+        source: Name of the dtype of the contributions.
         ufunc: Combines two operands.
         accumulate: dtype in which contributions are combined.
         result: dtype of the result.
@@ -38,6 +39,7 @@ class Reduction(NamedTuple):
     """
 
     name: str
+    source: str
     ufunc: np.ufunc
     accumulate: np.dtype[Any]
     result: np.dtype[Any]
@@ -76,7 +78,7 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         accumulate, result = np.dtype(np.float32), dtype
     else:
         accumulate = result = dtype
-    return Reduction(name, _UFUNCS[name], accumulate, result, is_mean)
+    return Reduction(name, dtype.name, _UFUNCS[name], accumulate, result, is_mean)
 
 
 def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:

@@ -44,6 +44,7 @@ __all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "parse_contro
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CONTROL_IDENTITY = struct.Struct("<cI8s")
+_JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
 _BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
 _MONITOR_EVERY_S = 0.02
 _UNIX_PATH_MAX = 107
@@ -359,6 +360,9 @@ class ZeromqTransport:
         if payload is None or not payload.nbytes:
             link.socket.send(header, zmq.NOBLOCK)
             return None
+        if payload.nbytes <= _JOINED_NBYTES_MAX:
+            link.socket.send(header + payload, zmq.NOBLOCK)
+            return None
         link.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
         if borrow and payload.nbytes >= _BORROW_NBYTES_MIN:
             return _TrackedLoan(link.socket.send(payload, zmq.NOBLOCK, copy=False, track=True))
@@ -391,6 +395,8 @@ class ZeromqTransport:
         else:
             data = self._router.recv(zmq.NOBLOCK)
         payload: bytes | memoryview = b""
+        if len(data) > HEADER_NBYTES:
+            data, payload = data[:HEADER_NBYTES], memoryview(data)[HEADER_NBYTES:]
         if self._router.getsockopt(zmq.RCVMORE):
             payload = self._router.recv(zmq.NOBLOCK, copy=False).buffer
             while self._router.getsockopt(zmq.RCVMORE):
