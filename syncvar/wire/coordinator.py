@@ -88,8 +88,10 @@ class Coordinator:
             return f"generation {message['generation']} cannot be joined, {self.roll.generation} is in force", []
         member = Member(message["rank"], message["address"], message["host"], message["pid"], message["about"])
         refused = roll.join(member, now)
-        if refused or not roll.is_complete:
+        if refused:
             return refused, []
+        if not roll.is_complete:  # whoever comes after a rank was lost need not wait for it
+            return "", [Tell(member.rank, self._lost_data(rank, reason)) for rank, reason in self.gone.items()]
         if roll is self.next_roll:  # every rank has left the old generation and joined anew
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
             self.left.clear()
@@ -257,8 +259,11 @@ class Coordinator:
         return [Fail("RendezvousError", reason), *(Tell(rank, data) for rank in sorted(roll.members))]
 
     def _abort(self, rank: int, reason: str) -> list[Action]:
+        return self._tell_others(rank, self._lost_data(rank, reason))
+
+    def _lost_data(self, rank: int, reason: str) -> bytes:
         fields = {"kind_of_break": "lost", "reason": reason, "group": -1, "call": -1, "missing": []}
-        return self._tell_others(rank, self._abort_data(rank, fields))
+        return self._abort_data(rank, fields)
 
     def _abort_data(self, rank: int, fields: Message) -> bytes:
         names = ("kind_of_break", "reason", "group", "call", "missing")
