@@ -184,7 +184,7 @@ class Job:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def signal(self, number):
+    def send(self, number):
         """Send a signal to the launcher; return when."""
         now = time.monotonic()
         self.process.send_signal(number)

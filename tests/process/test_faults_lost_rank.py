@@ -1,0 +1,176 @@
+"""One rank of three is lost, in every way and phase; the others learn it in time, and the launcher names the culprit.
+
+Each row is fault x phase: F01 exception, F02 `os._exit(0)`, F03 SIGKILL, F06 SIGSTOP for ever. Phases: S spawn, R roll
+call (rank 0 waits, rank 2 comes when rank 1 is lost), C computing, X inside a collective, V writing a variable, E end. Rank 1 is the culprit. In X rank 0 holds the
+call back, so that the culprit is hit inside it; rank 0 then learns of the loss in a group of its own.
+"""
+
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+from launching import check_bound, last_exception
+
+SCRIPT = """
+import os, signal, sys, time
+import probe
+
+how, phase, culprit = sys.argv[1], sys.argv[2], 1
+rank = probe.RANK
+
+
+def fail():
+    if how == "raise":
+        probe.note("inject")
+        raise ValueError("planted failure")
+    if how == "leave":
+        probe.note("inject")
+        os._exit(0)
+    probe.note("ready")
+    time.sleep(60)
+
+
+def fail_inside(call):
+    if how in ("raise", "leave"):
+        signal.signal(signal.SIGALRM, lambda *_: fail())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    else:
+        probe.note("ready")
+    call()
+
+
+def body():
+    if phase == "S" and rank == culprit:
+        fail()
+    import numpy as np
+    import syncvar as sv
+
+    if phase == "R":
+        if rank == culprit:
+            probe.gate("joining-0")
+            probe.gate("joining-2")
+            probe.open_gate("failing")
+            fail()
+        probe.open_gate(f"joining-{rank}")
+        if rank == 2:  # comes when rank 1 is lost already
+            probe.gate("failing")
+            time.sleep(0.2)
+    sv.init()
+    assert sv.all_reduce(1) == 3
+    solo = sv.new_group([0])
+    variable = None
+    if phase == "V":
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            variable = sv.Variable(
+                0.0, synchronization=sv.VariableSynchronization.ON_WRITE, aggregation=sv.VariableAggregation.SUM
+            )
+
+        def step():
+            if rank == culprit:
+                time.sleep(0.2)
+                fail()
+            variable.assign(1.0)
+
+        strategy.run(step)
+    if phase == "C":
+        if rank == culprit:
+            time.sleep(0.2)
+            fail()
+        sv.all_reduce(np.ones(1000))
+    if phase == "X":
+        if rank == culprit:
+            fail_inside(lambda: sv.all_reduce(np.ones(1000)))
+        if rank == 0:
+            while True:  # computes; a call that needs nobody tells it of the loss
+                sv.barrier(group=solo)
+                time.sleep(0.01)
+        sv.all_reduce(np.ones(1000))
+    if phase == "E":
+        sv.barrier()
+        if rank == culprit:
+            fail()
+
+
+try:
+    body()
+except Exception as error:
+    if rank != culprit:
+        probe.raised(error)
+    raise
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault in one phase.
+
+    Args:
+        fault: Its number in the fault matrix.
+        how: What happens to rank 1: "raise", "leave", or the name of a signal that it gets.
+        phase: When.
+        exit_code: Of the launcher.
+        reason: Words that every survivor's PeerLost has.
+        bound_s: From the fault to the last survivor's exception, with the deadlines of the test profile.
+    """
+
+    fault: str
+    how: str
+    phase: str
+    exit_code: int
+    reason: str
+    bound_s: float
+
+    def __str__(self):
+        return f"{self.fault}-{self.how}-{self.phase}"
+
+
+ROWS = (
+    *(Row("F01", "raise", phase, 1, "ValueError", 0.5) for phase in "SRCXVE"),
+    *(Row("F02", "leave", phase, 70, "left with status 0 before shutdown", 0.5) for phase in "CXVE"),
+    *(Row("F03", "SIGKILL", phase, 137, "signal 9", 0.5) for phase in "SRCXVE"),
+    *(Row("F06", "SIGSTOP", phase, 70, "silent", 2.0) for phase in "RCXVE"),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_lost_rank(launch, row):
+    job = launch(SCRIPT, workers=3, arguments=[row.how, row.phase])
+    if row.how.startswith("SIG"):
+        job.await_events("ready")
+        if row.phase == "X":
+            time.sleep(0.2)
+        injected = job.kill_rank(1, getattr(signal, row.how))
+    else:
+        injected = job.await_events("inject")[0]["at"]
+    code = job.wait()
+    assert code == row.exit_code, job
+    for event in job.events("raised"):
+        if row.phase in "SE":
+            assert event["error"] == "PeerLost", job
+    if row.phase not in "SE":  # at S the others may not have joined yet, at E they may have finished
+        last, raised = last_exception(job, [0, 2])
+        for event in raised.values():
+            if row.how == "raise" and row.phase == "V" and event["error"] == "MismatchError":
+                assert "planted failure" in event["text"], job  # the exception that left strategy.run told itself
+                continue
+            assert event["error"] == "PeerLost", job
+            assert event["lost"] == 1, job
+            assert row.reason in event["reason"], job
+        check_bound(str(row), last - injected, row.bound_s)
+    check_bound(f"{row} to the end of the job", job.ended - injected, row.bound_s + 2.5)
+    what = job.report.split("syncvar: rank 1 on ", 1)
+    assert len(what) == 2, job
+    if row.how == "raise":
+        assert "ValueError: planted failure" in job.report, job
+        assert "script.py" in job.report, job
+        assert job.report.count("Traceback") == 1, job
+    if row.how == "leave":
+        assert "left with status 0 before shutdown" in job.report, job
+    if row.how == "SIGKILL":
+        assert "was killed by signal 9 (SIGKILL)" in job.report, job
+    if row.how == "SIGSTOP":
+        assert "suspect: silent for" in job.report, job
+        assert "state T" in job.report, job
+        assert job.report.index("suspect") < job.report.index("evidence"), job
