@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from syncvar.testing.transport_check import TRANSPORT_CHECKS, TransportFactory, check_transport
 from syncvar.testing.world import run_ranks
 from syncvar.transports.memory import Faults
 
-__all__ = ["Faults", "run_ranks"]
+__all__ = ["TRANSPORT_CHECKS", "Faults", "TransportFactory", "check_transport", "run_ranks"]
