@@ -29,6 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
+_tgkill = getattr(_libc, "tgkill", None)  # not in every libc
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +193,13 @@ class Agent:
             worker = self.workers.get(rank)
             if worker is not None and worker.status is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.process.pid, number)
+                    # To the main thread: a signal for a stopped process goes to whichever thread wakes first, and
+                    # Python would not see it before the main thread's sleep or wait is over.
+                    pid = worker.process.pid
+                    if _tgkill is None or _tgkill(pid, pid, number):
+                        os.kill(pid, number)
                     if number == signal.SIGTERM:
-                        os.kill(worker.process.pid, signal.SIGCONT)
+                        os.kill(pid, signal.SIGCONT)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""

@@ -166,10 +166,11 @@ class Supervisor:
         self.running.discard(rank)
         told = self.causes.get(rank)
         if told is not None:
-            self.causes[rank] = Cause(
-                rank, told.weight, status, told.exit_code if status >= 0 else exit_code_of(status), told.reason,
-                told.error, told.traceback,
-            )  # fmt: skip
+            if self._terminated and not told.error:
+                return []  # it was silent and we ended it: how it ended says nothing
+            own_end = status < 0 and not self._terminated  # else the signal may have been ours
+            code = exit_code_of(status) if own_end else told.exit_code
+            self.causes[rank] = Cause(rank, told.weight, status, code, told.reason, told.error, told.traceback)
             return []
         if status == 0 and (rank in self._said_goodbye or (self.is_command and not joined)):
             return []
