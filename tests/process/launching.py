@@ -213,7 +213,7 @@ class Job:
             self.process.kill()
         self.process.wait(10)
 
-    def __str__(self):
+    def __repr__(self):
         shown = f"--- {' '.join(self.line[1:])}\n--- exit {self.process.returncode}\n--- out\n{self.out}\n--- err\n{self.err}"
         return shown + "\n--- events\n" + "\n".join(map(str, self.events()))
 
