@@ -73,7 +73,7 @@ class Variable(ArrayProtocol):
         aggregation: Any = VariableAggregation.NONE,
     ) -> None:
         wish = Wish(initial_value, trainable, name, dtype, synchronization, aggregation)
-        self._take(make_on_replicas(current_owner(), wish, stacklevel=3))
+        self._take(make_on_replicas(current_owner(), wish, stacklevel=2))
 
     def _take(self, made: Made) -> None:
         self._owner = made.owner
