@@ -125,7 +125,7 @@ def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
         wanted = [
             Header(Kind.DATA, 1, _GENERATION, long, long - 1, big, big - 1, long - 2, 3),
             Header(Kind.DATA, 1, _GENERATION, 0, 0, 0, 0, 0, 0),
-            Header(Kind.CREDIT, 1, _GENERATION, 5, 0, 0, 0, 0, 1 << 50),
+            Header(Kind.CREDIT, 1, _GENERATION, 5, 0, 0, 0, 0, 1 << 39),
         ]
         for header in wanted:
             payload = memoryview(bytes(header.nbytes)) if header.kind == Kind.DATA else None
@@ -286,6 +286,8 @@ def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) ->
             for number in range(40):
                 _send(world, 1, 0, number, min(60_000, factory.nbytes_max), borrow=number % 2 == 1)
             world[1].close(5.0)
+            time.sleep(_QUIET_S)  # the frames and the close are there, and nobody has looked
+            world[0].wait(0.0)
             seen.until(lambda: len(seen.frames[0]) == 40, "what was sent before the close", [0, 2])  # noqa: B023
             assert [one.header.call for one in seen.frames[0]] == list(range(40))
             seen.quietly([0, 2])
@@ -307,6 +309,8 @@ def _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived(factory: Transpo
         time.sleep(_QUIET_S)  # they arrive, and nobody takes them
         seen.take([1])
         factory.lose(world, 1)
+        time.sleep(_QUIET_S)  # nor the loss
+        world[0].wait(0.0)
         seen.until(lambda: bool(seen.lost[0]), "the loss to be told", [0, 2])
         numbers = [one.header.call for one in seen.frames[0] if one.header.source == 1]
         assert numbers == list(range(31)), f"before the loss arrived {numbers}"

@@ -35,6 +35,8 @@ class Faults:
         loss: Probability that a DATA frame vanishes without a trace (no real transport here does that; a call must
             then end by its deadline).
         cut: (source, target, number): the link is cut before its frame of that number; both ends see `Lost`.
+
+    What happens to a frame depends on the seed, its link, whether it is data, and its number among such frames there.
     """
 
     seed: int = 0
@@ -72,9 +74,10 @@ class MemoryNetwork:
         self.woken = [False] * world_size
         self.said: list[str] = []
         self.frames_sent = 0
-        self._random: dict[tuple[int, int], random.Random] = {}
+        self._random: dict[tuple[int, int, bool], random.Random] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._dead_links: set[tuple[int, int]] = set()
+        self._generation = 0
 
     def post(self, source: int, target: int, frame: Frame) -> None:
         """Take a frame from `source` for `target`."""
@@ -89,10 +92,9 @@ class MemoryNetwork:
                 self.cut(source, target)
                 return
             self.frames_sent += 1
-            draw = self._random.setdefault(link, random.Random(f"{faults.seed}/{source}/{target}"))  # noqa: S311
-            delay = draw.randint(0, faults.delay_max) if faults.delay_max else 0
-            overtakes = faults.reorder > 0 and draw.random() < faults.reorder
-            if faults.loss > 0 and frame.header.kind == Kind.DATA and draw.random() < faults.loss:
+            is_data = frame.header.kind == Kind.DATA
+            delay, overtakes, is_lost = self._decide(source, target, is_data)
+            if is_lost and is_data:
                 return
             queue = self.flying[target]
             item = _Flying(self.looks[target] + delay, frame)
@@ -101,6 +103,38 @@ class MemoryNetwork:
             else:
                 queue.append(item)
             self.arrived[target].notify_all()
+
+    def _decide(self, source: int, target: int, is_data: bool) -> tuple[int, bool, bool]:
+        """Return (delay, overtakes, is lost) of the next frame of a link.
+
+        Frames of credit have decisions of their own: when they are sent depends on how threads run.
+        """
+        faults = self.faults
+        if not (faults.delay_max or faults.reorder or faults.loss):
+            return 0, False, False
+        draw = self._random.get((source, target, is_data))
+        if draw is None:
+            text = f"{faults.seed}/{source}/{target}/{is_data}"
+            draw = self._random[source, target, is_data] = random.Random(text)  # noqa: S311  (faults, not secrets)
+        return draw.randint(0, faults.delay_max), draw.random() < faults.reorder, draw.random() < faults.loss
+
+    def open(self, generation: int) -> None:
+        """Begin a generation when its first rank opens; all ranks have left the one before."""
+        with self.lock:
+            if generation != self._generation:
+                self._generation = generation
+                self._dead_links.clear()
+                for queue in (*self.flying, *self.events):
+                    queue.clear()
+
+    def leave(self, rank: int, *, orderly: bool) -> None:
+        """Close all links of a rank; without order, the others see them lost."""
+        with self.lock:
+            for peer in range(self.world_size):
+                if peer != rank and orderly:
+                    self._dead_links |= {(rank, peer), (peer, rank)}
+                elif peer != rank:
+                    self.cut(rank, peer)
 
     def cut(self, source: int, target: int) -> None:
         """Cut both directions between two ranks."""
@@ -202,7 +236,9 @@ class MemoryTransport:
         return f"memory://{self._rank}"
 
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
-        """Learn where the peers are; nothing is needed here."""
+        """Learn which generation this is; where the peers are is known."""
+        del addresses
+        self._network.open(generation)
 
     def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
         """Copy a frame over."""
@@ -228,9 +264,10 @@ class MemoryTransport:
         self._network.wake(self._rank)
 
     def close(self, linger_s: float) -> None:
-        """Give up the end."""
-        del linger_s
-        self._closed = True
+        """Give up all links, with a goodbye unless `linger_s` is 0."""
+        if not self._closed:
+            self._closed = True
+            self._network.leave(self._rank, orderly=linger_s > 0)
 
 
 class MemoryControl:

@@ -5,12 +5,14 @@ import shutil
 import tempfile
 
 import pytest
-import zmq
+import zmq.utils.garbage
 
 from syncvar.config import RuntimeConfig
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.memory import MemoryNetwork, MemoryTransport
 from syncvar.transports.zeromq import ZeromqTransport
+
+zmq.utils.garbage.gc.start()  # pyzmq keeps one thread for borrowed memory, for good: not a leak of any test
 
 CONFIG = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=5.0)
 
