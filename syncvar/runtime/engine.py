@@ -212,6 +212,8 @@ class Engine:
         well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
         self._passed[group] = (members, last, epoch_end)
+        if any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
+            del self._passed[group]  # the group knows already
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group."""
@@ -259,7 +261,7 @@ class Engine:
         if time.monotonic() - self._heard > _HEAR_S:
             self._hear()
         while True:
-            look()
+            look(operation)
             if operation.is_over:
                 return
             now = time.monotonic()
@@ -302,8 +304,8 @@ class Engine:
                 self._lock.release()
             self._hand_over()
 
-    def _look(self) -> None:
-        """Take everything that has arrived and advance what it concerns."""
+    def _look(self, until: Operation | None = None) -> None:
+        """Take what has arrived and advance what it concerns: everything, or until this operation is over."""
         if self._inbox:
             self._start_waiting()
         if self._has_skipped:
@@ -323,6 +325,8 @@ class Engine:
                     self._keep_early(arrival)
                 else:
                     self._deliver(operation, arrival)
+                    if operation is until and operation.is_over:
+                        return
             elif header.kind == Kind.CREDIT:
                 self._flow.credited(header.source, header.group, header.nbytes)
 
@@ -538,6 +542,10 @@ class Engine:
         self._break(PeerLost(rank, host, message["reason"], detail))
 
     def _judged(self, verdict: Message) -> None:
+        group = verdict["group"]
+        _, last, epoch_end = self._passed.get(group, ((), 0, -1))
+        if last < verdict["last_call"] and verdict["call"] <= epoch_end:
+            del self._passed[group]  # the group knows already, and later calls shall not fail for it
         reached = self._next_call  # verdicts on calls that lie behind are of no use any more
         self._doomed = [old for old in self._doomed if old["last_call"] >= reached.get(old["group"], 0)]
         self._doomed.append(verdict)

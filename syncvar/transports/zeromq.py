@@ -46,7 +46,7 @@ _IDENTITY = struct.Struct("<c8sII8s")
 _CONTROL_IDENTITY = struct.Struct("<cI8s")
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
 _BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
-_MONITOR_EVERY_S = 0.02
+_BRIEF_MS = 2
 _UNIX_PATH_MAX = 107
 
 
@@ -119,19 +119,24 @@ class ZeromqControl:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(endpoint)
         self._closed = False
+        self._has_sent = False
 
     def send(self, data: bytes) -> None:
         """Send a control message; dropped when the launcher is gone, since this process is about to be ended then."""
+        self._has_sent = True
         with contextlib.suppress(zmq.Again):
             self.socket.send(data, zmq.NOBLOCK)
 
+    def may_have_more(self) -> bool:
+        """Return whether a message may have come unnoticed: sending takes the descriptor's signal of arrivals away."""
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent
+
     def receive(self) -> Message | None:
         """Return the next control message, or None."""
-        try:
-            data = self.socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
+        if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             return None
-        return parse_message(data)
+        return parse_message(self.socket.recv(zmq.NOBLOCK))
 
     def close(self, linger_s: float) -> None:
         """Close the channel; messages already sent are flushed for at most `linger_s` seconds."""
@@ -176,7 +181,6 @@ class ZeromqTransport:
         self._departed: set[int] = set()
         self._pending_losses: collections.deque[Lost] = collections.deque()
         self._unsent: set[int] = set()
-        self._monitors_seen = 0.0
         self._closed = False
         self.refused_frames = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -193,12 +197,18 @@ class ZeromqTransport:
             self.close(0)
             raise
         self._waiting_for: list[tuple[Any, int]] = [(self._router, zmq.POLLIN), (self._wake, zmq.POLLIN)]
-        self._control_socket = control.socket if control else None
-        if control:
+        self._control = control
+        self._control_items: tuple[Any, ...] = ()
+        self._arrivals = select.poll()
+        self._arrivals.register(self._wake, select.POLLIN)
+        descriptors = [self._router.getsockopt(zmq.FD)]
+        if control is not None:
             self._waiting_for.append((control.socket, zmq.POLLIN))
-        for socket in (self._router, self._control_socket):
-            if socket is not None:
-                self._idle.register(socket.getsockopt(zmq.FD), select.POLLIN)
+            descriptors.append(control.socket.getsockopt(zmq.FD))
+            self._control_items = (control.socket, descriptors[1])
+        for descriptor in descriptors:
+            self._arrivals.register(descriptor, select.POLLIN)
+            self._idle.register(descriptor, select.POLLIN)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -231,11 +241,11 @@ class ZeromqTransport:
 
     def receive(self) -> Arrival | None:
         """Return the next arrival, or None."""
-        while True:
+        router = self._router
+        # Asking first is cheaper than the exception that an empty socket raises.
+        while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             try:
-                identity = self._router.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+                identity = router.recv(zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 raise TransportError(f"receiving failed: {error}") from error
             source = self._sources.get(identity)
@@ -249,30 +259,40 @@ class ZeromqTransport:
         return None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for anything; see the contract."""
-        now = time.monotonic()
-        if now - self._monitors_seen >= _MONITOR_EVERY_S:
-            self._monitors_seen = now
-            self._watch_links(now)
-            if self._pending_losses:
-                return True
-        items = self._waiting_for
-        if self._unsent:
-            items = items + [(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent]
-        if timeout_s >= _MONITOR_EVERY_S:
-            items = [*items, (self._router_monitor, zmq.POLLIN)]
-            items += [(link.monitor, zmq.POLLIN) for link in self._links.values() if link.monitor is not None]
-            self._monitors_seen = 0.0
-        ready = zmq_poll(items, max(1, int(min(timeout_s, 3600.0) * 1000)) if timeout_s > 0 else 0)
-        seen_control = False
+        """Wait for anything; see the contract.
+
+        Callers have taken everything that had arrived, so that the sockets' descriptors tell of everything that comes
+        later. Polling those costs one system call; ZeroMQ's own poll, which also looks at monitors and at sockets
+        that could not send, costs many and is kept for longer waits.
+        """
+        if self._control is not None and self._control.may_have_more():
+            return True
+        milliseconds = max(1, int(min(timeout_s, 3600.0) * 1000)) if timeout_s > 0 else 0
+        if not self._unsent:
+            ready = self._arrivals.poll(min(milliseconds, _BRIEF_MS))
+            if ready or milliseconds <= _BRIEF_MS:
+                return self._is_control(ready)
+            milliseconds -= _BRIEF_MS
+        self._watch_links(time.monotonic())
+        if self._pending_losses:
+            return True
+        items = [*self._waiting_for, (self._router_monitor, zmq.POLLIN)]
+        items += [(link.monitor, zmq.POLLIN) for link in self._links.values() if link.monitor is not None]
+        items += [(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent]
+        ready = zmq_poll(items, milliseconds)
+        self._watch_links(time.monotonic())
+        return self._is_control(ready)
+
+    def _is_control(self, ready: list[tuple[Any, int]]) -> bool:
+        seen = False
         for item, _ in ready:
-            if item is self._control_socket:
-                seen_control = True
-            elif item == self._wake:
+            if item == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-                seen_control = True
-        return seen_control
+                seen = True
+            elif item in self._control_items:
+                seen = True
+        return seen
 
     def wake(self) -> None:
         """Make `wait` and `wait_idle` return, from any thread."""
