@@ -214,10 +214,11 @@ class Coordinator:
     def _judge(self, now: float) -> list[Action]:
         reports = list(self._reports.values())
         verdicts = find_mismatch(reports, now) or find_deadlock(reports)
-        actions: list[Action] = []
-        for verdict in verdicts:
-            actions += self._announce(verdict)
-        return actions
+        waiting = set(self._reports)
+        told = [(verdict, tell) for verdict in verdicts for tell in self._announce(verdict)]
+        # What lets a rank go on comes last: it must not enter another refused call before it knows of that one too.
+        told.sort(key=lambda one: isinstance(one[1], Tell) and (one[1].rank, one[0].group, one[0].call) in waiting)
+        return [tell for _, tell in told]
 
     def _announce(self, verdict: Verdict) -> list[Action]:
         for key in [key for key in self._reports if key[1:] == (verdict.group, verdict.call)]:
