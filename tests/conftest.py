@@ -100,7 +100,7 @@ def _processes():
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
-def marked_processes(mark, known=frozenset()):
+def _marked_processes(mark, known):
     """Return the processes, not in `known`, whose environment holds this mark: pid -> words."""
     found = {}
     wanted = f"{MARK}={mark}".encode()
@@ -122,12 +122,16 @@ class _Snapshot:
         self.looks = [_children, _descriptors, _threads, lambda: _files(runtime), _shared_memory]
         self.before = [look() for look in self.looks]
 
+    def own_processes(self):
+        """Return the processes that the test has started, children of children included: pid -> words."""
+        return _marked_processes(self.mark, self.processes)
+
     def news(self):
         """Return what is there now and was not before, in words, by what it is."""
         found = {}
         for look, before in zip(self.looks, self.before, strict=True):
             found |= {words: key for key, words in look().items() if key not in before}
-        found |= {words: pid for pid, words in marked_processes(self.mark, self.processes).items()}
+        found |= {words: pid for pid, words in self.own_processes().items()}
         return found
 
     def left(self):
@@ -145,7 +149,7 @@ class _Snapshot:
     def clear(self):
         """End the processes of the test and remove its files."""
         before = self.before[0]
-        for pid in {*marked_processes(self.mark, self.processes), *(_children().keys() - before.keys())}:
+        for pid in {*self.own_processes(), *(_children().keys() - before.keys())}:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
@@ -161,10 +165,10 @@ class _Snapshot:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(pytestconfig):
-    """Fail the test if it leaves anything behind. The value marks the processes of the test."""
+    """Fail the test if it leaves anything behind. The value knows the processes of the test."""
     snapshot = _Snapshot(pytestconfig.syncvar_runtime)
     os.environ[MARK] = snapshot.mark
-    yield snapshot.mark
+    yield snapshot
     left = snapshot.left()
     del os.environ[MARK]
     if left:
