@@ -213,7 +213,7 @@ class Engine:
         """
         self._passed[group] = (members, last, epoch_end)
         if any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
-            del self._passed[group]  # the group knows already
+            self._passed.pop(group, None)  # the group knows already
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group."""
@@ -545,7 +545,7 @@ class Engine:
         group = verdict["group"]
         _, last, epoch_end = self._passed.get(group, ((), 0, -1))
         if last < verdict["last_call"] and verdict["call"] <= epoch_end:
-            del self._passed[group]  # the group knows already, and later calls shall not fail for it
+            self._passed.pop(group, None)  # the group knows already, and later calls shall not fail for it
         reached = self._next_call  # verdicts on calls that lie behind are of no use any more
         self._doomed = [old for old in self._doomed if old["last_call"] >= reached.get(old["group"], 0)]
         self._doomed.append(verdict)
