@@ -24,7 +24,7 @@ def where():
     return sv.in_cross_replica_context(), replica, sv.has_strategy()
 
 
-@pytest.mark.parametrize("size", (1, 2, 3))
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_where_the_program_is(size):
     def program():
         strategy, rank = sv.MirroredStrategy(), sv.rank()

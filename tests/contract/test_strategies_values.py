@@ -16,7 +16,7 @@ def everywhere(size, fn):
     return results
 
 
-@pytest.mark.parametrize("size", (1, 2, 3, 4))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", list(sv.ReduceOp))
 def test_elementwise(op, size):
     def program():

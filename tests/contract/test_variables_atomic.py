@@ -95,7 +95,7 @@ def test_add_against_subtract():
     assert everywhere(2, program) == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_same_error_on_all_replicas_leaves_the_group_usable(size):
     def program():
         strategy = sv.MirroredStrategy()
@@ -113,7 +113,7 @@ def test_the_same_error_on_all_replicas_leaves_the_group_usable(size):
     assert everywhere(size, program) == [(3.0 * size + 3.0, float(size))] * size
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 def test_an_exception_that_leaves_run_is_told_to_the_peers(size):
     def program():
         strategy = sv.MirroredStrategy()

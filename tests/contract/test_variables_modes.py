@@ -62,14 +62,14 @@ def test_on_write_without_aggregation(size):
         with strategy.scope():
             v = sv.Variable(1.0, name="v")
             v.assign_add(3.0)
-        with pytest.raises(NoAggregation, match="aggregation=sv.VariableAggregation.SUM"):
+        with pytest.raises(NoAggregation, match=r"aggregation=sv\.VariableAggregation\.SUM"):
             strategy.run(lambda: v.assign("whatever: mode comes before operand"))
         return float(plain), float(v)
 
     assert everywhere(size, program) == [(2.0, 4.0)] * size
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 def test_writes_that_must_be_the_same_but_are_not(size):
     def program():
         plain = sv.Variable(5.0, name="plain")
@@ -135,7 +135,7 @@ def test_cross_writes_of_on_read(size):
     assert everywhere(size, program) == [[7, 5, 9, -3, 1.5, 3.5]] * size
 
 
-@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_none_sends_no_frame_over_10_000_writes(size):
     def program():
         engine = current().engine
@@ -162,7 +162,7 @@ def test_none_may_differ_between_ranks_and_renames_nothing():
     assert everywhere(3, program) == [("v", 3.0)] * 3
 
 
-@pytest.mark.parametrize("size", (1, 3))
+@pytest.mark.parametrize("size", [1, 3])
 def test_auto_is_on_write_and_explains_itself(size):
     def program():
         v = sv.Variable(0.0, aggregation="SUM")
@@ -185,7 +185,7 @@ def test_auto_is_on_write_and_explains_itself(size):
     assert everywhere(size, program) == [float(size)] * size
 
 
-@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize("size", [1, 2])
 def test_operands(size):
     def program():
         strategy = sv.MirroredStrategy()

@@ -38,7 +38,7 @@ def looped(kind, start, ranks, scale=1.0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_in_run(kind, size):
     def program():
         strategy = sv.MirroredStrategy()

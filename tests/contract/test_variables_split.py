@@ -88,7 +88,7 @@ def test_bfloat16():
     assert sum(shares).astype(ml_dtypes.bfloat16).tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize("size", (1, 2, 3, 4))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_reading_gives_back_what_was_written(size):
     draw = np.random.default_rng(size)
     floats = (draw.normal(size=200) * 10.0 ** draw.integers(-20, 20, 200)).astype(np.float32)
