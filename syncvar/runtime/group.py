@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "Request", "Work", "fingerprint"]
 
 _PLANS_MAX = 512
-_EPOCH_CALLS = 1 << 36
+_EPOCH_CALLS = 10**10  # decimal, because call numbers are shown: call 30000000002 is number 2 of block 3
 
 
 @lru_cache(maxsize=4096)
@@ -224,7 +224,7 @@ class Communicator:
         Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are
         at the same number again.
         """
-        self._epoch += 1
+        self._epoch = max(self._epoch + 1, -(-self.next_call // _EPOCH_CALLS))
         self.next_call = self._epoch * _EPOCH_CALLS
         if self.engine is not None:
             self.engine.announce(self.identity, self.next_call)
