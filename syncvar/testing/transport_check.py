@@ -228,6 +228,7 @@ def _wait_ends_at_its_timeout(factory: TransportFactory) -> None:
             began = time.monotonic()
             returns = 0
             while time.monotonic() - began < 0.3:
+                assert world[0].receive() is None
                 wait(0.1)
                 returns += 1
             assert time.monotonic() - began < 0.3 + _SOON_S

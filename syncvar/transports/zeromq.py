@@ -47,6 +47,8 @@ _CONTROL_IDENTITY = struct.Struct("<cI8s")
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
 _BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
 _BRIEF_MS = 2
+_WATCH_EVERY_S = 0.02
+_OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the other is about to; it may bring frames
 _UNIX_PATH_MAX = 107
 
 
@@ -179,7 +181,9 @@ class ZeromqTransport:
         self._source_of_descriptor: dict[int, int] = {}
         self._lost: set[int] = set()
         self._departed: set[int] = set()
+        self._closing: dict[int, float] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
         self._pending_losses: collections.deque[Lost] = collections.deque()
+        self._watched = 0.0
         self._unsent: set[int] = set()
         self._closed = False
         self.refused_frames = 0
@@ -252,6 +256,8 @@ class ZeromqTransport:
             arrival = self._receive_frame(identity, source)
             if arrival is not None:
                 return arrival
+        if self._closing:
+            self._judge_closing()
         if self._unsent:
             self._flush()
         if self._pending_losses:
@@ -267,15 +273,19 @@ class ZeromqTransport:
         """
         if self._control is not None and self._control.may_have_more():
             return True
+        now = time.monotonic()
+        if now - self._watched >= _WATCH_EVERY_S:  # also a driver whose waits are all short must see losses
+            self._watch_links(now)
+        if self._closing:
+            timeout_s = min(timeout_s, min(self._closing.values()) - now)
+        if self._pending_losses:
+            timeout_s = 0.0
         milliseconds = max(1, int(min(timeout_s, 3600.0) * 1000)) if timeout_s > 0 else 0
         if not self._unsent:
             ready = self._arrivals.poll(min(milliseconds, _BRIEF_MS))
             if ready or milliseconds <= _BRIEF_MS:
                 return self._is_control(ready)
             milliseconds -= _BRIEF_MS
-        self._watch_links(time.monotonic())
-        if self._pending_losses:
-            return True
         items = [*self._waiting_for, (self._router_monitor, zmq.POLLIN)]
         items += [(link.monitor, zmq.POLLIN) for link in self._links.values() if link.monitor is not None]
         items += [(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent]
@@ -296,7 +306,7 @@ class ZeromqTransport:
 
     def wake(self) -> None:
         """Make `wait` and `wait_idle` return, from any thread."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # closed: then nobody waits
             os.eventfd_write(self._wake, 1)
             os.eventfd_write(self._wake_idle, 1)
 
@@ -462,9 +472,10 @@ class ZeromqTransport:
                 return
             peer = self._source_of_descriptor.pop(int(event["value"]), None)
             if peer is not None:
-                self._disconnected(peer)
+                self._closing[peer] = 0.0
 
     def _watch_links(self, now: float) -> None:
+        self._watched = now
         self._watch_router()
         for peer, link in list(self._links.items()):
             if link.monitor is None:
@@ -481,7 +492,8 @@ class ZeromqTransport:
                     closed = True
             if closed:
                 self._read_goodbye(peer, link)
-                self._disconnected(peer)
+                still_sends = peer in self._source_of_descriptor.values()
+                self._closing.setdefault(peer, now + _OTHER_HALF_S if still_sends else 0.0)
             elif not link.connected and now - link.opened > self._config.handshake_timeout_s:
                 self._lose(peer, f"no connection within {self._config.handshake_timeout_s:g} s")
 
@@ -495,8 +507,14 @@ class ZeromqTransport:
                 if len(data) == HEADER_NBYTES and parse_header(data).kind == Kind.BYE:
                     self._departed.add(peer)
 
+    def _judge_closing(self) -> None:
+        # The ROUTER was empty after the disconnection was seen: all that had arrived, goodbyes too, has been taken.
+        now = time.monotonic()
+        for peer in [peer for peer, due in self._closing.items() if due <= now]:
+            del self._closing[peer]
+            self._disconnected(peer)
+
     def _disconnected(self, peer: int) -> None:
-        # Whatever arrived before the disconnection lies in the ROUTER already; `receive` hands it out first.
         if peer not in self._departed:
             self._lose(peer, f"connection closed, or silent for {self._config.lost_after_s:g} s")
             return
@@ -523,10 +541,15 @@ class ZeromqTransport:
                 link.socket.disable_monitor()
             link.monitor.close(linger=0)
             link.monitor = None
+        for _, _, loan in link.outbox:
+            if loan is not None:
+                loan.tracker = _DONE
         link.socket.close(linger=linger_ms)
 
     def _say_goodbye(self, linger_s: float) -> None:
         header = pack_header(Kind.BYE, self._rank, self._generation, 0)
+        while self.receive() is not None:  # so that peers whose frames nobody took are known, and told
+            pass
         deadline = time.monotonic() + linger_s
         while self._unsent and time.monotonic() < deadline:
             self._flush()
