@@ -239,7 +239,7 @@ class Operation:
             self.state = State.FAILED
             return
         plan = stage.plan
-        scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else _NOTHING
+        scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else stage.work[:0]
         self._plan, self._buffers, self._ufunc = plan, (stage.work, scratch), stage.ufunc
         self._stage += 1
         self._round = -1

@@ -1,0 +1,197 @@
+"""A world in one thread: operations stepped by a seeded scheduler, frames that come late, reordered and read late.
+
+The executor is pure, so a whole collective of many ranks is a loop. Each step starts a rank's next operation or
+delivers one frame of one link; which, the seed decides. A payload is read from its borrowed memory at the last moment,
+when it is delivered, so that a plan which overwrites what it has sent is found out.
+
+Example:
+    >>> import numpy as np, syncvar as sv
+    >>> world = Simulation(3, seed=1)
+    >>> world.call(lambda rank, group: sv.all_reduce(np.full(4, rank), group=group))
+    >>> [int(result[0]) for result in world.run()[0]]
+    [3, 3, 3]
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from syncvar.collectives import Group
+from syncvar.runtime.executor import Operation, State
+from syncvar.runtime.group import Communicator, Request
+from syncvar.transports import Frame
+from syncvar.wire import HEADER_NBYTES, parse_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Simulation"]
+
+_GROUP = 5
+
+
+class Simulation:
+    """A world of one group whose collectives run step by step.
+
+    Args:
+        world_size: Ranks.
+        seed: Decides who steps next and which frame comes next.
+        overtake_max: A frame may overtake up to so many before it on its link; 0 keeps the order of each link.
+        segment_bytes: Largest payload of a frame.
+        async_depth: A rank may start so many calls before the first of them has ended.
+    """
+
+    def __init__(
+        self, world_size: int, seed: int, *, overtake_max: int = 0, segment_bytes: int = 1 << 20, async_depth: int = 1
+    ) -> None:
+        self.world_size = world_size
+        self.steps = 0
+        self.frames_sent = 0
+        self._random = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
+        self._overtake_max = overtake_max
+        self._async_depth = async_depth
+        self._groups = [_Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)]
+        self._outlets = [_Outlet(self, rank, segment_bytes) for rank in range(world_size)]
+        self._calls: list[list[Operation]] = [[] for _ in range(world_size)]
+        self._started = [0] * world_size
+        self._links: dict[tuple[int, int], list[_Flying]] = {}
+        self._early: list[dict[int, list[Frame]]] = [{} for _ in range(world_size)]
+        self._unused: dict[tuple[int, int], int] = {}
+
+    def call(self, make: Callable[[int, Group], Any]) -> None:
+        """Add a call that every rank makes.
+
+        Args:
+            make: Given a rank and its group, calls one collective of that group; or returns a `Request`.
+        """
+        for rank, communicator in enumerate(self._groups):
+            request: Request = make(rank, Group(communicator))
+            number = len(self._calls[rank])
+            members = tuple(range(self.world_size))
+            self._calls[rank].append(Operation(_GROUP, members, number, request.digest, request.what, request.body))
+
+    def run(self) -> list[list[Any]]:
+        """Step until nothing can step any more.
+
+        Returns:
+            For each call the results by rank.
+
+        Raises:
+            AssertionError: A call did not end, a frame was left over, or credit was lost.
+        """
+        while True:
+            choices: list[tuple[int, int]] = [link for link, flying in self._links.items() if flying]
+            choices += [(rank, -1) for rank in range(self.world_size) if self._may_start(rank)]
+            if not choices:
+                break
+            self.steps += 1
+            rank, target = self._random.choice(choices)
+            if target < 0:
+                self._start(rank)
+            else:
+                self._deliver((rank, target))
+        self._check_end()
+        numbers = range(len(self._calls[0]))
+        return [[self._calls[rank][number].result for rank in range(self.world_size)] for number in numbers]
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _may_start(self, rank: int) -> bool:
+        started = self._started[rank]
+        if started == len(self._calls[rank]):
+            return False
+        running = [one for one in self._calls[rank][:started] if not one.is_over]
+        return len(running) < self._async_depth
+
+    def _start(self, rank: int) -> None:
+        number = self._started[rank]
+        self._started[rank] += 1
+        operation = self._calls[rank][number]
+        operation.advance(self._outlets[rank])
+        for frame in self._early[rank].pop(number, ()):
+            self._hand(rank, operation, frame)
+
+    def _deliver(self, link: tuple[int, int]) -> None:
+        flying = self._links[link]
+        last = min(self._overtake_max, len(flying) - 1)
+        item = flying.pop(self._random.randint(0, last) if last else 0)
+        frame = Frame(parse_header(item.header), bytes(item.payload) if item.payload is not None else b"")
+        item.is_read = True
+        if item.operation.state == State.DRAINING:
+            item.operation.advance(self._outlets[link[0]])
+        target = link[1]
+        number = frame.header.call
+        if number >= self._started[target]:
+            self._early[target].setdefault(number, []).append(frame)
+        else:
+            self._hand(target, self._calls[target][number], frame)
+
+    def _hand(self, rank: int, operation: Operation, frame: Frame) -> None:
+        assert frame.header.fingerprint == operation.fingerprint, f"{operation.what}: a frame of another call"
+        assert not operation.is_over, f"{operation.what}: a frame came after the end on rank {rank}"
+        operation.accept(frame, self._outlets[rank])
+        if operation.state == State.DRAINING:
+            operation.advance(self._outlets[rank])
+
+    def _check_end(self) -> None:
+        for rank, operations in enumerate(self._calls):
+            for operation in operations:
+                if operation.error is not None:
+                    raise operation.error
+                assert operation.state == State.DONE, (
+                    f"rank {rank} stands in {operation.what} (call {operation.call}), waiting for {operation.awaiting}"
+                )
+                assert not operation.unused_frames(), f"{operation.what}: frames were left over on rank {rank}"
+        assert not any(self._early), "frames of calls that were never made"
+        lost = {link: nbytes for link, nbytes in self._unused.items() if nbytes}
+        assert not lost, f"bytes whose use was not told: {lost}"
+
+
+class _Flying:
+    """A frame on its way, and the loan of its payload."""
+
+    __slots__ = ("header", "is_read", "operation", "payload")
+
+    def __init__(self, operation: Operation, header: bytes, payload: memoryview | None) -> None:
+        self.operation = operation
+        self.header = header
+        self.payload = payload
+        self.is_read = False
+
+    def is_done(self) -> bool:
+        return self.is_read
+
+
+class _Outlet:
+    generation = 0
+
+    def __init__(self, world: Simulation, rank: int, segment_bytes: int) -> None:
+        self.rank = rank
+        self.segment_bytes = segment_bytes
+        self._world = world
+
+    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
+        world = self._world
+        item = _Flying(operation, header, payload)
+        if payload is not None:
+            operation.loans.append(item)
+        link = (self.rank, peer)
+        world._links.setdefault(link, []).append(item)  # noqa: SLF001
+        nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
+        world._unused[link] = world._unused.get(link, 0) + nbytes  # noqa: SLF001
+        world.frames_sent += 1
+
+    def consumed(self, peer: int, group: int, nbytes: int) -> None:
+        assert group == _GROUP, f"credit for group {group}"
+        self._world._unused[peer, self.rank] -= nbytes + HEADER_NBYTES  # noqa: SLF001
+
+
+class _Recorder(Communicator):
+    """A group whose calls are checked and handed out instead of performed."""
+
+    def perform(
+        self, name: str, check: Callable[[], Request], timeout: float | None = None, *, async_op: bool = False
+    ) -> Any:
+        del name, timeout, async_op
+        return check()
