@@ -1,0 +1,56 @@
+"""The same interpreter over the in-memory world: each case in a world of its own, ranks are threads.
+
+python tests/conformance/in_memory.py [PART OF AN ID ...]
+"""
+
+import sys
+import time
+import warnings
+
+import collection
+import interpreter
+from conductor import Outcome
+
+from syncvar.config import RuntimeConfig
+from syncvar.runtime.context import current, use
+from syncvar.testing import run_ranks
+
+_CONFIG = RuntimeConfig(collective_timeout_s=5.0)
+
+
+def run(case, folder=None):
+    """Run one case; return its outcome."""
+
+    def body():
+        context = current()
+        return interpreter.run_case(collection.without_category(case), "case", folder, lambda: use(context))
+
+    began = time.monotonic()
+    found = []
+    for rank, answer in enumerate(run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=20.0)):
+        if isinstance(answer, BaseException):
+            found.append(f"rank {rank}: {type(answer).__name__}: {answer}")
+            continue
+        differences, broken = answer
+        found += [f"rank {rank}: {text}" for text in differences]
+        found += [f"rank {rank}: the group broke: {broken}"] if broken else []
+    return Outcome(case, found, time.monotonic() - began)
+
+
+def main(parts):
+    warnings.simplefilter("ignore")
+    passed = failed = 0
+    for case in collection.load():
+        if collection.missing(case) or not all(
+            part in case["id"] or part == case["category"] for part in parts
+        ):
+            continue
+        outcome = run(case)
+        passed, failed = passed + outcome.passed, failed + (not outcome.passed)
+        if not outcome.passed:
+            print(f"[{case['category']}] {outcome}", flush=True)
+    print(f"{passed} passed, {failed} failed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""Every case of every category, over real processes and over the in-memory world."""
+
+import collections
+
+import collection
+import grammar
+import in_memory
+import pytest
+
+_CASES = collection.load()
+_NOW = [case for case in _CASES if not collection.waits(case)]
+_GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
+
+
+def test_every_case_is_in_the_grammar():
+    for case in _CASES:
+        grammar.check(collection.without_category(case))
+    assert len({case["id"] for case in _CASES}) == len(_CASES)
+
+
+def test_a_case_waits_exactly_while_its_feature_is_missing():
+    wrong = {
+        case["id"]: collection.missing(case)
+        for case in _CASES
+        if bool(collection.missing(case)) != collection.waits(case)
+    }
+    assert not wrong, "change collection.NOT_YET: these cases wait without need, or need what is missing"
+    unused = [
+        entry
+        for entry in collection.NOT_YET
+        if not any(entry in (c["category"], c["id"]) or c["id"].startswith(entry) for c in _CASES)
+    ]
+    assert not unused
+
+
+@pytest.mark.parametrize(("replicas", "category"), _GRID, ids=lambda value: str(value))
+def test_cases_over_processes(outcomes, replicas, category):
+    found = [one for one in outcomes(replicas).values() if one.case["category"] == category]
+    assert len(found) == sum(case["category"] == category and case["replicas"] == replicas for case in _NOW)
+    failed = [one for one in found if not one.passed]
+    assert not failed, f"{len(failed)} of {len(found)} failed\n" + "\n".join(map(str, failed))
+
+
+@pytest.mark.filterwarnings("ignore:variable .* the initial value of replica")
+@pytest.mark.parametrize("category", sorted({case["category"] for case in _NOW}))
+def test_cases_in_memory(category):
+    failed = []
+    seen = collections.Counter()
+    for case in _NOW:
+        if case["category"] == category:
+            outcome = in_memory.run(case)
+            seen[outcome.passed] += 1
+            if not outcome.passed:
+                failed.append(outcome)
+    assert not failed, f"{dict(seen)}\n" + "\n".join(map(str, failed))
