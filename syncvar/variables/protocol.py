@@ -30,7 +30,10 @@ def _refused(symbol: str, instead: str) -> Callable[[Any, Any], NoReturn]:
 class ArrayProtocol(NDArrayOperatorsMixin):
     """Operators, conversions and NumPy functions, all by way of `read_value`."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Return the name."""
+        raise NotImplementedError
 
     def read_value(self, copy: bool = True) -> NDArray[Any]:
         """Return the value; see `Variable.read_value`."""

@@ -77,8 +77,8 @@ class Variable(ArrayProtocol):
 
     def _take(self, made: Made) -> None:
         self._owner = made.owner
-        self.name = made.name
-        self.trainable = made.trainable
+        self._name = made.name
+        self._trainable = made.trainable
         self._replicas = made.owner.communicator.size
         self._requested = made.requested
         self._synchronization, self._rule = resolve(made.requested)
@@ -90,6 +90,16 @@ class Variable(ArrayProtocol):
         self._keep(made.value)
 
     # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name, unique among the variables of the same ranks."""
+        return self._name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether optimizers and users should take it for a weight; nothing here depends on it."""
+        return self._trainable
 
     @property
     def shape(self) -> tuple[int, ...]:
