@@ -6,6 +6,7 @@ The choice uses only what is the same on every rank: the collective, the size, t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
@@ -132,6 +133,7 @@ _RULES = (
 )
 
 
+@lru_cache(maxsize=4096)
 def choose(
     collective: str, nbytes: int, world_size: int, *, reproducible: bool = False, forced: str | None = None
 ) -> Choice:
