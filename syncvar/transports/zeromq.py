@@ -47,6 +47,7 @@ _CONTROL_IDENTITY = struct.Struct("<cI8s")
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
 _BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
 _BRIEF_MS = 2
+_GOODBYE_MS = 200
 _WATCH_EVERY_S = 0.02
 _OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the other is about to; it may bring frames
 _UNIX_PATH_MAX = 107
@@ -331,7 +332,7 @@ class ZeromqTransport:
         with contextlib.suppress(zmq.ZMQError):
             self._router.disable_monitor()
         self._router_monitor.close(linger=0) if hasattr(self, "_router_monitor") else None
-        self._router.close(linger=linger_ms)
+        self._router.close(linger=min(linger_ms, _GOODBYE_MS))  # it sends nothing but goodbyes
         os.close(self._wake)
         os.close(self._wake_idle)
         self._wake = self._wake_idle = -1
@@ -556,10 +557,14 @@ class ZeromqTransport:
             if self._unsent:
                 zmq_poll([(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent], 50)
                 self._watch_links(time.monotonic())
-        for link in self._links.values():
-            with contextlib.suppress(zmq.ZMQError):
-                link.socket.send(header, zmq.NOBLOCK)
-        for identity in self._sources:
+                self._judge_closing()
+        for peer, link in self._links.items():
+            if peer not in self._departed:
+                with contextlib.suppress(zmq.ZMQError):
+                    link.socket.send(header, zmq.NOBLOCK)
+        for identity, peer in self._sources.items():
+            if peer in self._departed or peer in self._lost:
+                continue  # it has closed; what is sent to it would only hold up our own end
             try:
                 self._router.send_multipart([identity, header], zmq.NOBLOCK)
             except zmq.ZMQError as error:
