@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.plans.chunks import consecutive_chunks
 from syncvar.plans.model import Buffer, Chunk, Copy, Recv, Reduce, Send
+from syncvar.plans.reproducible import tree_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,8 +23,9 @@ def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]
     """Yield the rounds of a direct all-reduce for one rank.
 
     Every rank publishes a copy of its vector, receives the copy of every other rank into a slot of its own, and
-    reduces the slots in rank order. The copy is what makes one exchange enough: WORK is overwritten by the result in
-    the round of the sends, when no rank can know yet that its own vector has arrived, so WORK must not be sent.
+    reduces by the tree T(0, n), the own vector taken from WORK. The copy is what makes one exchange enough: WORK is
+    overwritten by the result in the round of the sends, when no rank can know yet that its own vector has arrived, so
+    WORK must not be sent.
 
     Args:
         rank: The rank whose rounds are wanted, 0 <= rank < world_size.
@@ -34,9 +36,9 @@ def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]
         A local round with one Copy, then a round with everything else; none for a group of one.
 
     Cost: 1 round with transfers, n-1 messages and (n-1) count elements sent per rank, n-1 reductions and one copy of
-        the whole vector; scratch n count.
+        the whole vector (two on ranks above 0); scratch n count.
 
-    Order: ((x0 + x1) + x2) + ..., for every element. Bytes are equal on every rank.
+    Order: T(0, n) for every element, as the reproducible algorithm. Bytes are equal on every rank.
 
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_3.txt.
     """
@@ -51,11 +53,10 @@ def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]
         # Each rank starts with its neighbour, so that not everyone begins with rank 0.
         steps.append(Send((rank + distance) % world_size, slots[rank]))
         steps.append(Recv((rank - distance) % world_size, slots[(rank - distance) % world_size]))
-    # Ranks below this one are folded into slot 0, which then goes to the left of the own value in WORK.
-    steps += [Reduce(slots[lower], slots[0], source_left=False) for lower in range(1, rank)]
+    held = [work if other == rank else slots[other] for other in range(world_size)]
+    steps += [Reduce(held[source], held[target], source_left=False) for target, source in tree_order(0, world_size)]
     if rank > 0:
-        steps.append(Reduce(slots[0], work, source_left=True))
-    steps += [Reduce(slots[higher], work, source_left=False) for higher in range(rank + 1, world_size)]
+        steps.append(Copy(held[0], work))
     yield tuple(steps)
 
 

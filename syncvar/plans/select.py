@@ -97,6 +97,8 @@ class _Rule:
     why: str
 
 
+_SUM_BY_THE_TREE = ("direct", "tree", "reproducible")  # T(0, n) for every element; the checker proves it
+
 _RULES = (
     _Rule(
         "all_reduce",
@@ -113,6 +115,7 @@ _RULES = (
         "a small vector needs few rounds more than few bytes",
     ),
     _Rule("all_reduce", "ring", None, None, "a long vector needs few bytes more than few rounds"),
+    _Rule("all_reduce", "reproducible", None, None, "a long vector moves as few bytes as on a ring"),
     _Rule(
         "all_gather",
         "direct",
@@ -159,24 +162,22 @@ def choose(
         'direct: 512 bytes on 2 ranks: a small vector on few ranks is exchanged in a single round'
     """
     names = _algorithms(collective)
+    by_tree = reproducible and collective == "all_reduce"
     if forced is not None:
         _check_name("algorithm", forced, names, f" for {collective}")
-        if reproducible and collective == "all_reduce" and forced != "reproducible":
+        if by_tree and forced not in _SUM_BY_THE_TREE:
             raise ConfigError(f"algorithm {forced!r} contradicts reproducible=True; leave one of them out")
         return Choice(forced, f"{forced}: the caller demands it")
-    if reproducible and collective == "all_reduce":
-        return Choice(
-            "reproducible", "reproducible: the caller demands the same sum whatever the sizes and hosts"
-        )
     for rule in _RULES:
+        if by_tree and rule.algorithm not in _SUM_BY_THE_TREE:
+            continue
         if (
             rule.collective == collective
             and (rule.nbytes_max is None or nbytes <= rule.nbytes_max)
             and (rule.world_size_max is None or world_size <= rule.world_size_max)
         ):
-            return Choice(
-                rule.algorithm, f"{rule.algorithm}: {nbytes} bytes on {world_size} ranks: {rule.why}"
-            )
+            why = rule.why + ("; it sums by the tree, as the caller demands" if by_tree else "")
+            return Choice(rule.algorithm, f"{rule.algorithm}: {nbytes} bytes on {world_size} ranks: {why}")
     raise AssertionError(f"the table has no last row for {collective}")
 
 

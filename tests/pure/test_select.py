@@ -3,7 +3,7 @@
 import pytest
 
 from syncvar.errors import ConfigError
-from syncvar.plans import ALGORITHMS, build, build_all, choose
+from syncvar.plans import ALGORITHMS, build, build_all, choose, contract_of, verify
 
 KIB = 1024
 
@@ -34,14 +34,18 @@ def test_the_table(collective, nbytes, world_size, algorithm):
     assert choice.reason.startswith(f"{algorithm}: {nbytes} bytes on {world_size} ranks: ")
 
 
-@pytest.mark.parametrize("nbytes", [0, 1 << 30])
-def test_a_reproducible_all_reduce_has_its_own_algorithm_at_every_size(nbytes):
+@pytest.mark.parametrize(
+    ("nbytes", "algorithm"), [(0, "direct"), (16 * KIB + 1, "tree"), (64 * KIB + 1, "reproducible")]
+)
+def test_a_reproducible_all_reduce_takes_only_algorithms_that_sum_by_the_tree(nbytes, algorithm):
     choice = choose("all_reduce", nbytes, 3, reproducible=True)
-    assert choice.algorithm == "reproducible"
-    assert "same sum" in choice.reason
-    assert (
-        choose("all_reduce", nbytes, 3, reproducible=True, forced="reproducible").algorithm == "reproducible"
+    assert choice.algorithm == algorithm
+    assert "sums by the tree" in choice.reason
+    verify(
+        build_all("all_reduce", choice.algorithm, 5, count=7), contract_of("all_reduce", 5, count=7, tree=True)
     )
+    for forced in ("direct", "tree", "reproducible"):
+        assert choose("all_reduce", nbytes, 3, reproducible=True, forced=forced).algorithm == forced
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "broadcast", "barrier", "header_exchange"])
