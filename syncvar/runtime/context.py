@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from syncvar.config import RuntimeConfig
@@ -66,7 +67,7 @@ class Context:
         self._control = control
         self._zeromq: zmq.Context[Any] | None = None
         self._next_group = _WORLD + 1
-        self._communicators: list[Communicator] = []
+        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
         if environment is not None and transport is not None and control is not None:
             hosts = _meet(environment, config, transport, control, generation)
@@ -84,7 +85,7 @@ class Context:
     def communicator(self, identity: int, members: tuple[int, ...]) -> Communicator:
         """Make the calls of a group possible; every member must use the same identity."""
         made = Communicator(identity, members, self.rank, self.engine)
-        self._communicators.append(made)
+        self._communicators.add(made)
         return made
 
     def new_identity(self) -> int:
