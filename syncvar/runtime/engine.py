@@ -24,6 +24,7 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
+from syncvar.runtime.asking import Answer, Question, Questions
 from syncvar.runtime.executor import Operation, State
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.sites import call_site
@@ -32,6 +33,8 @@ from syncvar.transports import Frame, Lost
 from syncvar.wire import Kind, Message, pack_message
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from syncvar.config import RuntimeConfig
     from syncvar.transports import Control, Transport
 
@@ -42,6 +45,8 @@ _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
 _LOAN_LOOK_S = 0.0005
+_APPEAR_S = 2.0  # how long a question for what is not there is repeated
+_APPEAR_LOOK_S = 0.001
 _FOREVER = float("inf")
 
 
@@ -82,6 +87,8 @@ class Engine:
         self._early: dict[tuple[int, int], list[Frame]] = {}
         self._next_call: dict[int, int] = {}
         self._flow = Flow(rank, generation, transport, config.window_bytes)
+        self._questions = Questions(rank, generation, transport, config.segment_bytes)
+        self._asked: collections.deque[Question] = collections.deque()
         self._doomed: list[Message] = []
         self._passed: dict[int, tuple[tuple[int, ...], int, int]] = {}
         self._left: dict[int, dict[int, int]] = {}
@@ -98,8 +105,8 @@ class Engine:
 
     @property
     def frames_sent(self) -> int:
-        """How many data frames this process has sent."""
-        return self._flow.frames_sent
+        """How many data frames this process has sent, questions and answers included."""
+        return self._flow.frames_sent + self._questions.frames_sent
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -149,8 +156,8 @@ class Engine:
         else:
             self._transport.wake()
 
-    def wait(self, operation: Operation) -> Any:
-        """Drive until an operation is over; return its result or raise its error.
+    def wait(self, operation: Operation | Question) -> Any:
+        """Drive until an operation or question is over; return its result or raise its error.
 
         Raises:
             SyncvarError: What failed. Any other exception that interrupts the wait (KeyboardInterrupt, an alarm
@@ -184,6 +191,41 @@ class Engine:
         operation.thread = threading.get_ident()
         self.start(operation, timeout_s)
         return self.wait(operation)
+
+    def ask(self, peer: int, key: int, what: str, timeout_s: float | None) -> tuple[bytes, bytes] | None:
+        """Ask another process for what it publishes under a key; it takes no part, its engine answers.
+
+        Args:
+            peer: The rank that is asked, not this one.
+            key: Under which it was published.
+            what: The call in words.
+            timeout_s: Seconds, or None for the job's default.
+
+        Returns:
+            The description and the bytes; None when there is no such thing there, and none came up within a short
+            grace: processes that do not meet reach the same line at different times.
+
+        Raises:
+            DeadlineExceeded: No answer in time. Only this call fails; the group stays usable.
+            PeerLost: The rank is gone.
+        """
+        now = time.monotonic()
+        allowed = self._config.collective_timeout_s if timeout_s is None else timeout_s
+        deadline, appears, pause = now + allowed, now + min(_APPEAR_S, allowed / 2), _APPEAR_LOOK_S
+        while True:
+            self.check()
+            question = Question(peer, key, what, deadline, allowed)
+            self._asked.append(question)
+            self._transport.wake()
+            answer: tuple[bytes, bytes] | None = self.wait(question)
+            if answer is not None or time.monotonic() >= appears:
+                return answer
+            time.sleep(pause)
+            pause = min(2 * pause, _APPEAR_S / 20)
+
+    def publish(self, find: Callable[[int], Answer | None]) -> None:
+        """Name the function that finds what this process publishes, by key; the engine's driver calls it."""
+        self._questions.find = find
 
     def poll(self) -> None:
         """Drive once, if nobody else does."""
@@ -256,7 +298,7 @@ class Engine:
 
     # -- driving --------------------------------------------------------------------------------------------------
 
-    def _drive(self, operation: Operation) -> None:
+    def _drive(self, operation: Operation | Question) -> None:
         look, timers, wait = self._look, self._timers, self._transport.wait
         if time.monotonic() - self._heard > _HEAR_S:
             self._hear()
@@ -269,7 +311,7 @@ class Engine:
             if due > now and wait(due - now):
                 self._hear()
 
-    def _follow(self, operation: Operation) -> None:
+    def _follow(self, operation: Operation | Question) -> None:
         event = threading.Event()
         self._followers.append(event)
         try:
@@ -304,10 +346,12 @@ class Engine:
                 self._lock.release()
             self._hand_over()
 
-    def _look(self, until: Operation | None = None) -> None:
+    def _look(self, until: Operation | Question | None = None) -> None:
         """Take what has arrived and advance what it concerns: everything, or until this operation is over."""
         if self._inbox:
             self._start_waiting()
+        while self._asked:
+            self._put(self._asked.popleft())
         if self._has_skipped:
             self._drop_skipped()
         receive = self._transport.receive
@@ -329,6 +373,19 @@ class Engine:
                         return
             elif header.kind == Kind.CREDIT:
                 self._flow.credited(header.source, header.group, header.nbytes)
+            elif header.kind == Kind.ASK:
+                self._questions.answer(header)
+            elif header.kind == Kind.ANSWER and self._questions.accept(arrival):
+                self._hand_over()
+
+    def _put(self, question: Question) -> None:
+        """Send a question, unless it cannot be answered any more."""
+        if self.failure is not None:
+            question.fail(self.failure)
+        elif question.peer in self._left:
+            question.fail(self._ended(question.peer, question.what))
+        else:
+            self._questions.ask(question)
 
     def _deliver(self, operation: Operation, frame: Frame) -> None:
         if frame.header.fingerprint != operation.fingerprint:
@@ -381,9 +438,10 @@ class Engine:
         return None
 
     def _finished(self, rank: int, operation: Operation) -> PeerLost:
-        return PeerLost(
-            rank, self._hosts.get(rank, ""), "finished", f"it ended before {operation.what} (call {operation.call})"
-        )
+        return self._ended(rank, f"{operation.what} (call {operation.call})")
+
+    def _ended(self, rank: int, before: str) -> PeerLost:
+        return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
 
     def _retire(self, operation: Operation) -> None:
         self._active.pop((operation.group, operation.call), None)
@@ -451,6 +509,7 @@ class Engine:
             if now >= operation.report_at:
                 self._report(operation, now)
             due = min(due, operation.deadline, operation.report_at)
+        due = self._questions.expire(now, due)
         if self._suspects:
             for peer, (reason, until) in list(self._suspects.items()):
                 if peer in self._left:
@@ -557,6 +616,7 @@ class Engine:
 
     def _peer_left(self, rank: int, entered: dict[int, int]) -> None:
         self._left[rank] = entered
+        self._questions.fail(self._ended(rank, "it answered a question"), rank)
         for operation in list(self._active.values()):
             if rank in operation.members and operation.call > entered.get(operation.group, -1):
                 operation.fail(self._finished(rank, operation))
@@ -564,18 +624,19 @@ class Engine:
 
     # -- failure --------------------------------------------------------------------------------------------------
 
-    def _interrupted(self, operation: Operation, error: BaseException) -> None:
+    def _interrupted(self, operation: Operation | Question, error: BaseException) -> None:
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {operation.what} (call {operation.call})"
             self._break(GroupBroken(f"this rank was {reason}", error), but=operation)
             self._tell("broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[])
 
-    def _break(self, failure: TransportError, but: Operation | None = None) -> None:
+    def _break(self, failure: TransportError, but: Operation | Question | None = None) -> None:
         if self.failure is None:
             self.failure = failure
         for operation in list(self._active.values()):
             if operation is not but:
                 operation.fail(self.failure)
+        self._questions.fail(self.failure)
         self._active.clear()
         self._early.clear()
         self._flow.clear()

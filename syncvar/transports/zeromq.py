@@ -26,6 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from syncvar.errors import ConfigError, TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
 from syncvar.wire import (
+    CARRIERS,
     CONTROL_NBYTES_MAX,
     HEADER_NBYTES,
     Kind,
@@ -437,10 +438,10 @@ class ZeromqTransport:
             self.refused_frames += 1
             return None
         try:
-            header = parse_header(data, self._config.segment_bytes if data[3:4] == b"\x01" else 1 << 62)
+            header = parse_header(data, self._config.segment_bytes)
             if header.source != source or header.generation != self._generation:
                 raise WireError(f"a frame of rank {source} claims rank {header.source}, generation {header.generation}")
-            if header.kind == Kind.DATA and header.nbytes != len(payload):
+            if header.kind in CARRIERS and header.nbytes != len(payload):
                 raise WireError(f"a frame of rank {source} announces {header.nbytes} bytes and has {len(payload)}")
         except WireError as error:
             self.refused_frames += 1

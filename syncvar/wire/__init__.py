@@ -15,12 +15,21 @@ from syncvar.wire.arbiter import Report, Verdict
 from syncvar.wire.control import CONTROL_NBYTES_MAX, Message, pack_message, parse_message
 from syncvar.wire.coordinator import Action, Coordinator, Fail, Say, Tell
 from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
-from syncvar.wire.frame import HEADER_NBYTES, PROTOCOL_VERSION, Header, Kind, pack_header, parse_header
+from syncvar.wire.frame import (
+    CARRIERS,
+    HEADER_NBYTES,
+    PROTOCOL_VERSION,
+    Header,
+    Kind,
+    pack_header,
+    parse_header,
+)
 from syncvar.wire.health import Health, Opinion
 from syncvar.wire.membership import Member, RollCall
 from syncvar.wire.objects import pack_object, unpack_object
 
 __all__ = [
+    "CARRIERS",
     "CONTROL_NBYTES_MAX",
     "DTYPE_NAMES",
     "HEADER_NBYTES",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from syncvar.errors import WireError
 
-__all__ = ["HEADER_NBYTES", "PROTOCOL_VERSION", "Header", "Kind", "pack_header", "parse_header"]
+__all__ = ["CARRIERS", "HEADER_NBYTES", "PROTOCOL_VERSION", "Header", "Kind", "pack_header", "parse_header"]
 
 PROTOCOL_VERSION = 1
 _MAGIC = b"sv"
@@ -29,6 +29,12 @@ class Kind(IntEnum):
     DATA = 1
     CREDIT = 2
     BYE = 3
+    ASK = 4  # outside the calls: a question to the receiver's engine
+    ANSWER = 5
+
+
+CARRIERS = frozenset({Kind.DATA, Kind.ANSWER})
+"""The kinds of frames that have a payload."""
 
 
 class Header(NamedTuple):
@@ -39,10 +45,10 @@ class Header(NamedTuple):
         source: Rank of the sender in the world.
         generation: Version of the membership.
         group: Identity of the group, the same on all its ranks.
-        call: Number of the call within the group.
-        round: Round of the plan, counted through all stages of the call.
+        call: Number of the call within the group; of ASK and ANSWER, the asker's number of the question.
+        round: Round of the plan, counted through all stages of the call; of ANSWER, how many frames the answer has.
         segment: Which part of the chunk this is.
-        fingerprint: 64-bit digest of (collective, op, dtype, shape, root, name).
+        fingerprint: 64-bit digest of (collective, op, dtype, shape, root, name); of ASK and ANSWER, of what is asked.
         nbytes: Bytes of the payload; of a CREDIT frame, the bytes given back.
     """
 
@@ -99,8 +105,8 @@ def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:
         raise WireError(f"frame of protocol {version}, this process speaks {PROTOCOL_VERSION}")
     if _CHECKSUM.unpack_from(data, _BODY.size)[0] != zlib.crc32(data[: _BODY.size]):
         raise WireError("the checksum of a header is wrong")
-    if not Kind.DATA <= kind <= Kind.BYE:
+    if not Kind.DATA <= kind <= Kind.ANSWER:
         raise WireError(f"unknown kind of frame {kind}")
-    if rest[7] > nbytes_max:
+    if kind in CARRIERS and rest[7] > nbytes_max:
         raise WireError(f"a payload of {rest[7]} bytes exceeds the limit of {nbytes_max}")
     return Header(kind, *rest)
