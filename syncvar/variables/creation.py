@@ -77,6 +77,7 @@ class Made(NamedTuple):
     """What a variable starts with on this replica."""
 
     owner: Owner
+    namespace: Any  # where the name is unique: the ranks, or this process alone under NONE
     name: str
     value: NDArray[Any]
     trainable: bool
@@ -137,7 +138,7 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
     if differ and communicator.rank == 0:
         _warn_of_differences(name, differ, stacklevel + 1)
     start = np.array(value, copy=True)
-    return Made(owner, name, start, checked.trainable, checked.requested, checked.aggregation)
+    return Made(owner, namespace, name, start, checked.trainable, checked.requested, checked.aggregation)
 
 
 def _is_apart(synchronization: Any) -> bool:

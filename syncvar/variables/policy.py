@@ -79,6 +79,7 @@ class Operation(Enum):
     READ = "read"
     SYNC = "sync"
     LOCAL = "local_value"
+    READ_FROM = "read_from"
     ASSIGN = "assign"
     ASSIGN_ADD = "assign_add"
     ASSIGN_SUB = "assign_sub"
@@ -95,6 +96,7 @@ class Travel(Enum):
     """What goes between the replicas."""
 
     NOTHING = "nothing"
+    QUESTION = "a question to one replica, which takes no part"
     MEETING = "nothing, but all meet"
     SUM = "all-reduce, sum"
     MEAN = "all-reduce, mean"
@@ -152,6 +154,7 @@ _THE_VALUE = (Context.CROSS, Context.MERGE, Context.SPMD)
 _IN_REPLICA, _IN_SPMD = (Context.REPLICA,), (Context.SPMD,)
 _O = Operation
 _CREATE, _READ, _SYNC, _LOCAL = (_O.CREATE,), (_O.READ,), (_O.SYNC,), (_O.LOCAL,)
+_READ_FROM = (_O.READ_FROM,)
 _ASSIGNS = (_O.ASSIGN, _O.ASSIGN_ADD, _O.ASSIGN_SUB)
 _ADDING = (_O.SCATTER_ADD, _O.SCATTER_SUB)
 _FACTORS = (_O.SCATTER_MUL, _O.SCATTER_DIV)
@@ -206,8 +209,10 @@ _TABLE: tuple[
     # -- reading (SEMANTICS 3)
     (_ANY_SYNC, _ANY_AGG, _ANYWHERE, _LOCAL,
      Action(Travel.NOTHING, Effect.RETURN, "this replica's copy, in every context")),
-    (_WRITTEN, _ANY_AGG, _ANYWHERE, _READ,
+    (_WRITTEN, _ANY_AGG, _ANYWHERE, (*_READ, *_READ_FROM),
      Action(Travel.NOTHING, Effect.RETURN, "all copies are equal: every write made them so")),
+    ((_ON_READ, _NONE), _ANY_AGG, _ANYWHERE, _READ_FROM,
+     Action(Travel.QUESTION, Effect.RETURN, "the copy of the replica that is named, which takes no part in the call")),
     ((_ON_READ,), _ANY_AGG, _IN_REPLICA, _READ,
      Action(Travel.NOTHING, Effect.RETURN, "a replica reads its own copy")),
     ((_ON_READ,), (_SUM,), _THE_VALUE, _READ,

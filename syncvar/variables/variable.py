@@ -10,11 +10,13 @@ from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
 from syncvar.runtime.kernels import reduction
 from syncvar.variables.casting import operand_array
+from syncvar.variables.copies import checked_replica, fetch, publish
 from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
 from syncvar.variables.places import context_of, current_owner
 from syncvar.variables.policy import (
     Action,
+    Context,
     Effect,
     Operation,
     Travel,
@@ -77,7 +79,7 @@ class Variable(ArrayProtocol):
 
     def _take(self, made: Made) -> None:
         self._owner = made.owner
-        self._name = made.name
+        self._namespace, self._name = made.namespace, made.name
         self._trainable = made.trainable
         self._replicas = made.owner.communicator.size
         self._requested = made.requested
@@ -88,6 +90,9 @@ class Variable(ArrayProtocol):
         self._pace: str | None = None
         self._changes: list[tuple[int, str, str, str]] = []
         self._keep(made.value)
+        action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
+        if action.travel is Travel.QUESTION:
+            publish(made.owner, made.namespace, self)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -185,6 +190,28 @@ class Variable(ArrayProtocol):
             NoAggregation: ON_READ with aggregation NONE.
         """
         return self._read(Operation.SYNC)
+
+    def read_from(self, rank: int) -> NDArray[Any]:
+        """Return another replica's copy, read-only, without its taking part; for ON_WRITE the value.
+
+        One-sided: the other replica's engine answers while its program computes. The copy is whole, never half a write,
+        and as it was at some moment during this call. NONE variables are found by their name.
+
+        Args:
+            rank: Replica of the variable's strategy; this one's own copy needs no message.
+
+        Raises:
+            ConfigError: There is no such replica.
+            UsageError: It has no such variable (a NONE variable may exist on some replicas only).
+            DeadlineExceeded: It did not answer in time. Only this call fails, the group stays usable.
+
+        Example:
+            >>> import syncvar as sv
+            >>> v = sv.Variable(3.0, synchronization="NONE")
+            >>> v.read_from(0)
+            array(3., dtype=float32)
+        """
+        return self._read(Operation.READ_FROM, rank)
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -323,11 +350,17 @@ class Variable(ArrayProtocol):
             )
         return action
 
-    def _read(self, operation: Operation) -> NDArray[Any]:
+    def _read(self, operation: Operation, replica: Any = 0) -> NDArray[Any]:
         action = self._decide(operation)
         travel = action.travel
+        if operation is Operation.READ_FROM:
+            what = f"read_from({replica!r}) of variable {self.name!r}"
+            replica = checked_replica(replica, self._replicas, what)
+            if travel is Travel.QUESTION and replica != self._owner.communicator.member_rank:
+                self._reads += 1
+                return fetch(self._owner, self._namespace, self.name, replica, what)
         self._reads += 1
-        if travel is Travel.NOTHING:
+        if travel in (Travel.NOTHING, Travel.QUESTION):
             return self._copy.view()
         kind = self._synchronization.name
         what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"

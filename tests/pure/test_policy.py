@@ -63,7 +63,7 @@ def test_auto_behaves_as_on_write():
 def test_none_never_sends_and_is_never_refused():
     for aggregation, context, operation in product(VariableAggregation, Context, Operation):
         action = decide(VariableSynchronization.NONE, aggregation, context, operation)
-        assert action.travel is Travel.NOTHING
+        assert (action.travel is Travel.NOTHING) is (operation is not Operation.READ_FROM)
         assert action.error is None
 
 
@@ -93,6 +93,13 @@ def test_reading_on_read_combines_outside_replica_context(aggregation, expected)
         assert cell("ON_READ", aggregation, context, "READ") == expected
     for context in Context.__members__:
         assert cell("ON_READ", aggregation, context, "SYNC") == expected
+
+
+def test_read_from_asks_one_replica_where_copies_differ():
+    for aggregation, context in product(VariableAggregation.__members__, Context.__members__):
+        assert cell("ON_WRITE", aggregation, context, "READ_FROM") == "NOTHING RETURN"
+        for mode in ("ON_READ", "NONE"):
+            assert cell(mode, aggregation, context, "READ_FROM") == "QUESTION RETURN"
 
 
 def test_sync_of_on_write_is_a_meeting():

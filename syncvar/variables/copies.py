@@ -1,0 +1,105 @@
+"""One-sided reading: another replica's copy, fetched without that replica's taking part.
+
+Each process publishes its copies of the variables that may be read so, ON_READ and NONE, under a key of the replicas and the
+name. Its engine answers from what is published, whatever the program does meanwhile. An answer is never half a write:
+writes do not change a copy's array but put another in its place, and whoever answers takes one array and keeps it.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.errors import ConfigError, UsageError
+from syncvar.runtime.group import fingerprint
+from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.variables.places import Owner
+
+__all__ = ["checked_replica", "fetch", "publish"]
+
+
+def publish(owner: Owner, namespace: Any, variable: Any) -> None:
+    """Let other replicas read this process's copy of a variable for as long as it lives.
+
+    Args:
+        owner: Its strategy.
+        namespace: Where its name is unique.
+        variable: The variable.
+    """
+    context = owner.context
+    if context.engine is None:
+        return
+    published: weakref.WeakValueDictionary[int, Any] | None = context.extras.get("published_copies")
+    if published is None:
+        published = context.extras["published_copies"] = weakref.WeakValueDictionary()
+        context.engine.publish(_finder(published))
+    published[_key(namespace, variable.name)] = variable
+
+
+def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> NDArray[Any]:
+    """Return another replica's copy, read-only.
+
+    Args:
+        owner: The strategy.
+        namespace: Where the name is unique.
+        name: The variable's.
+        replica: Which; not this one.
+        what: The call in words.
+
+    Raises:
+        UsageError: That replica has no such variable.
+        DeadlineExceeded: It does not answer; the group stays usable.
+        PeerLost: It is gone.
+    """
+    communicator = owner.communicator
+    engine = communicator.engine
+    assert engine is not None
+    rank = communicator.members[replica]
+    answer = engine.ask(rank, _key(namespace, name), what, owner.timeout)
+    if answer is None:
+        raise UsageError(
+            f"{what}: replica {replica} (rank {rank}) has no variable of this name and mode now. Make it there too "
+            f"(a NONE variable may exist on some replicas only), under the same name: name={name!r}"
+        )
+    index, shape = unpack_object(answer[0])
+    made: NDArray[Any] = np.frombuffer(answer[1], dtype_from_index(index)).reshape(shape)
+    made.flags.writeable = False
+    return made
+
+
+def checked_replica(rank: Any, count: int, what: str) -> int:
+    """Return a replica's number.
+
+    Raises:
+        ConfigError: It is none of 0 to `count` - 1.
+    """
+    try:
+        replica = operator.index(rank)
+    except TypeError as error:
+        raise ConfigError(f"{what}: rank must be an integer, not {rank!r}") from error
+    if isinstance(rank, bool | np.bool_) or not 0 <= replica < count:
+        raise ConfigError(f"{what}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not {rank!r}")
+    return replica
+
+
+def _key(namespace: Any, name: str) -> int:
+    return fingerprint("copy", namespace, name)
+
+
+def _finder(published: weakref.WeakValueDictionary[int, Any]) -> Any:
+    def find(key: int) -> tuple[bytes, memoryview] | None:
+        variable = published.get(key)
+        if variable is None:
+            return None
+        copy: NDArray[Any] = variable._copy  # noqa: SLF001  (taken once: a write puts another array in its place)
+        flat = np.ascontiguousarray(copy).reshape(-1).view(np.uint8)
+        return pack_object([dtype_index(copy.dtype), list(copy.shape)]), flat.data
+
+    return find
