@@ -6,10 +6,19 @@ import collection
 import grammar
 import in_memory
 import pytest
+import reporting
 
 _CASES = collection.load()
 _NOW = [case for case in _CASES if not collection.waits(case)]
 _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
+
+
+@pytest.fixture(scope="session")
+def launches(pytestconfig):
+    """The launches of this run; each number of replicas has one."""
+    made = reporting.Launches()
+    pytestconfig.pluginmanager.register(made)
+    return made
 
 
 def test_every_case_is_in_the_grammar():
@@ -34,8 +43,8 @@ def test_a_case_waits_exactly_while_its_feature_is_missing():
 
 
 @pytest.mark.parametrize(("replicas", "category"), _GRID, ids=lambda value: str(value))
-def test_cases_over_processes(outcomes, replicas, category):
-    found = [one for one in outcomes(replicas).values() if one.case["category"] == category]
+def test_cases_over_processes(launches, replicas, category):
+    found = [one for one in launches.outcomes(replicas).values() if one.case["category"] == category]
     assert len(found) == sum(case["category"] == category and case["replicas"] == replicas for case in _NOW)
     failed = [one for one in found if not one.passed]
     assert not failed, f"{len(failed)} of {len(found)} failed\n" + "\n".join(map(str, failed))
