@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import msgpack
 
@@ -17,26 +18,28 @@ _TEXT_MAX = 65536
 
 Message = dict[str, Any]
 
-# kind -> field -> type. Every field is required.
-_NUMBER = (int, float)
-_SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
+# kind -> field -> type. Every field is required; a float may be an integer too.
+_Ranks = list[int]
+_Counts = dict[int, int]
+_Texts = dict[int, str]
+_SCHEMA: dict[str, dict[str, Any]] = {
     # worker -> launcher
-    "join": {"rank": int, "job": str, "generation": int, "address": str, "pid": int, "host": str, "about": dict},
+    "join": {"rank": int, "job": str, "generation": int, "address": str, "pid": int, "host": str, "about": dict[str, int | str]},
     "report": {
-        "group": int, "members": list, "call": int, "fingerprint": int, "what": str, "site": str,
-        "awaiting": list, "waited_s": _NUMBER, "mismatch": bool, "may_move": bool, "entered": dict,
+        "group": int, "members": _Ranks, "call": int, "fingerprint": int, "what": str, "site": str,
+        "awaiting": _Ranks, "waited_s": float, "mismatch": bool, "may_move": bool, "entered": _Counts,
     },
     "resumed": {"group": int, "call": int},
-    "poison": {"group": int, "members": list, "call": int, "what": str, "reason": str},
-    "left_run": {"group": int, "members": list, "call": int, "epoch_end": int, "reason": str},
-    "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": list},
-    "leaving": {"entered": dict},
+    "poison": {"group": int, "members": _Ranks, "call": int, "what": str, "reason": str},
+    "left_run": {"group": int, "members": _Ranks, "call": int, "epoch_end": int, "reason": str},
+    "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
+    "leaving": {"entered": _Counts},
     # launcher -> worker
-    "roll": {"generation": int, "addresses": dict, "hosts": dict},
-    "refused": {"error": str, "reason": str, "missing": list},
-    "abort": {"rank": int, "host": str, "reason": str, "kind_of_break": str, "group": int, "call": int, "missing": list},
-    "left": {"rank": int, "entered": dict},
-    "verdict": {"group": int, "call": int, "last_call": int, "text": str, "table": dict},
+    "roll": {"generation": int, "addresses": _Texts, "hosts": _Texts},
+    "refused": {"error": str, "reason": str, "missing": _Ranks},
+    "abort": {"rank": int, "host": str, "reason": str, "kind_of_break": str, "group": int, "call": int, "missing": _Ranks},
+    "left": {"rank": int, "entered": _Counts},
+    "verdict": {"group": int, "call": int, "last_call": int, "text": str, "table": _Texts},
 }  # fmt: skip
 
 
@@ -82,12 +85,25 @@ def parse_message(data: bytes) -> Message:
     schema = _SCHEMA.get(message.get("kind", "")) if isinstance(message.get("kind"), str) else None
     if schema is None:
         raise WireError(f"unknown kind of control message {str(message.get('kind'))[:40]!r}")
-    for name, kinds in schema.items():
-        value = message.get(name)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+    for name, kind in schema.items():
+        if not _is_of(message.get(name), kind):
             raise WireError(f"control message {message['kind']!r}: field {name!r} is missing or of a wrong type")
     _check_depth(message, 1)
     return message
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    origin = get_origin(kind)
+    if origin is None:
+        return type(value) is kind if kind is not float else type(value) in (int, float) and value == value  # noqa: PLR0124  (no NaN)
+    if origin is UnionType:
+        return any(_is_of(value, one) for one in get_args(kind))
+    if type(value) is not origin:
+        return False
+    if origin is list:
+        return all(_is_of(item, get_args(kind)[0]) for item in value)
+    of_key, of_value = get_args(kind)
+    return all(_is_of(key, of_key) and _is_of(item, of_value) for key, item in value.items())
 
 
 def _check_depth(value: Any, depth: int) -> None:

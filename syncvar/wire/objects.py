@@ -43,17 +43,31 @@ def unpack_object(data: bytes) -> Any:
     Raises:
         WireError: The bytes are no such object.
     """
+    return _unpack(data, 0)
+
+
+def _unpack(data: bytes, depth: int) -> Any:
+    if depth > _DEPTH_MAX:  # each level holds a copy of what is inside it
+        raise WireError(f"the packed object has tuples nested more than {_DEPTH_MAX} deep")
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_restore, use_list=True)
+        return msgpack.unpackb(
+            data, raw=False, strict_map_key=False, use_list=True, ext_hook=lambda code, inner: _restore(code, inner, depth)
+        )
     except WireError:
         raise
-    except (ValueError, TypeError, struct.error, msgpack.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"the bytes are no packed object: {error}") from error
 
 
 def _plain(value: Any, place: str, depth: int) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
+    if value is None or kind in (bool, float, bytes):
+        return value
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{place} is a text that cannot be encoded: {error}") from None
         return value
     if kind is int:
         if -(1 << 63) <= value < 1 << 64:
@@ -91,14 +105,18 @@ def _plain_array(value: Any, place: str) -> Any:
             f"None, bool, int, float, complex, str, bytes, list, tuple, dict and NumPy arrays (nothing is pickled)"
         )
     array = np.asarray(value)
+    try:
+        index = dtype_index(array.dtype)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
     array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
-    head = _ARRAY_HEAD.pack(dtype_index(array.dtype), array.ndim) + struct.pack(f"<{array.ndim}Q", *array.shape)
+    head = _ARRAY_HEAD.pack(index, array.ndim) + struct.pack(f"<{array.ndim}Q", *array.shape)
     return msgpack.ExtType(code, head + array.tobytes())
 
 
-def _restore(code: int, data: bytes) -> Any:
+def _restore(code: int, data: bytes, depth: int) -> Any:
     if code == _TUPLE:
-        items = unpack_object(data)
+        items = _unpack(data, depth + 1)
         if not isinstance(items, list):
             raise WireError("a tuple must hold a list")
         return tuple(items)

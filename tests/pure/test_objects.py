@@ -1,0 +1,244 @@
+"""Objects travel as data: what goes in comes out equal, and bytes that nobody packed do no harm."""
+
+import datetime
+import decimal
+import enum
+import random
+import tracemalloc
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncvar.errors import ConfigError, WireError
+from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+
+arrays = st.builds(
+    lambda index, shape, seed: _array(DTYPE_NAMES[index], tuple(shape), seed),
+    st.integers(0, len(DTYPE_NAMES) - 1),
+    st.lists(st.integers(0, 3), max_size=4),
+    st.integers(0, 1 << 16),
+)
+keys = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.text(max_size=3), st.integers())
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.integers(-(1 << 200), 1 << 200) | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False) | st.text(max_size=20) | st.binary(max_size=20) | arrays
+)  # fmt: skip
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4)
+    | st.lists(inner, max_size=4).map(tuple)
+    | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def _array(name, shape, seed):
+    dtype = ml_dtypes.bfloat16 if name == "bfloat16" else name
+    return np.random.default_rng(seed).integers(0, 100, shape).astype(dtype)
+
+
+def same(one, other):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == other.dtype and one.shape == other.shape and bool(np.all(one == other))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    return one == other
+
+
+@settings(max_examples=700, deadline=None, derandomize=True)
+@given(values)
+def test_what_goes_in_comes_out_equal_and_of_the_same_types(value):
+    assert same(unpack_object(pack_object(value)), value)
+
+
+@pytest.mark.parametrize("name", DTYPE_NAMES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (2, 3, 4), (1,) * 20])
+def test_arrays_of_every_dtype_and_shape_come_back(name, shape):
+    array = _array(name, shape, 1)
+    back = unpack_object(pack_object(array))
+    assert same(back, array)
+    assert back.flags.writeable
+    assert back.flags.c_contiguous
+
+
+@pytest.mark.parametrize("name", DTYPE_NAMES)
+def test_scalars_of_every_dtype_come_back_as_scalars(name):
+    scalar = _array(name, (1,), 1)[0]
+    assert same(unpack_object(pack_object(scalar)), scalar)
+
+
+def test_arrays_of_any_layout_come_back_as_plain_ones():
+    base = np.arange(24.0).reshape(4, 6)
+    for array in (base.T, base[::2, ::-1], base.astype(">f8"), np.broadcast_to(np.float32(3), (2, 2))):
+        back = unpack_object(pack_object([array]))[0]
+        assert np.array_equal(back, array)
+        assert back.dtype.isnative
+
+
+@pytest.mark.parametrize("number", [0, -1, (1 << 63) - 1, -(1 << 63), 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 10**300, -(10**300)])
+def test_integers_of_any_size_come_back(number):
+    assert unpack_object(pack_object(number)) == number
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Name(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (object(), "value"),
+        ({"a": [1, {2}]}, r"value\['a'\]\[1\]"),
+        ([(1, len)], r"value\[0\]\[1\]"),
+        ({"x": Colour.RED}, r"value\['x'\]"),
+        ([Name("n")], r"value\[0\]"),
+        ([datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)], r"value\[0\]"),
+        ([decimal.Decimal(1)], r"value\[0\]"),
+        ([np.array(["text"])], r"value\[0\]"),
+        ([np.array([None], dtype=object)], r"value\[0\]"),
+        ([np.array([(1, 2)], dtype="i4,i4")], r"value\[0\]"),
+        ({"t": np.datetime64("2020-01-01")}, r"value\['t'\]"),
+        ([np.str_("text")], r"value\[0\]"),
+        ([np.longdouble(1)], r"value\[0\]"),
+        ([np.ma.masked_array([1.0], [True])], r"value\[0\]"),
+        ({frozenset({1}): 2}, "a key of value"),
+        (["\ud800"], r"value\[0\]"),
+        ({"\ud800": 1}, "a key of value"),
+    ],
+)  # fmt: skip
+def test_what_cannot_travel_is_refused_with_its_place(value, place):
+    with pytest.raises(ConfigError, match=place):
+        pack_object(value)
+
+
+def test_nesting_has_a_limit_and_cycles_end():
+    deep = []
+    for _ in range(60):
+        deep = [deep]
+    assert unpack_object(pack_object(deep)) == deep
+    for _ in range(10):
+        deep = (deep,)
+    with pytest.raises(ConfigError, match="nested more than"):
+        pack_object(deep)
+    cycle = []
+    cycle.append(cycle)
+    with pytest.raises(ConfigError, match="nested more than"):
+        pack_object(cycle)
+
+
+def test_an_object_that_is_too_long_is_refused():
+    with pytest.raises(ConfigError, match="limit of 1000"):
+        pack_object(bytes(2000), 1000)
+
+
+def unpack_or_refuse(data):
+    try:
+        return unpack_object(data)
+    except WireError:
+        return None
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(st.binary(max_size=100))
+def test_random_bytes_are_read_or_refused_with_wire_error_only(data):
+    unpack_or_refuse(data)
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(st.integers(0, 7), st.binary(max_size=60))
+def test_random_extensions_are_read_or_refused_with_wire_error_only(code, data):
+    unpack_or_refuse(msgpack.packb([msgpack.ExtType(code, data)]))
+
+
+def test_packed_objects_with_changed_bytes_are_read_or_refused():
+    draw = random.Random(0)
+    value = {"a": (1, [2.5, None, 1 << 80, 3j]), "b": np.arange(6, dtype=np.int16).reshape(2, 3), ("t", 1): np.float32(2)}
+    packed = pack_object(value)
+    for _ in range(20_000):
+        data = bytearray(packed)
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        unpack_or_refuse(bytes(data))
+        unpack_or_refuse(bytes(data[: draw.randrange(len(data))]))
+
+
+def head(index, *shape):
+    return bytes([index, len(shape)]) + b"".join(length.to_bytes(8, "little") for length in shape)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        head(3, 1 << 60),
+        head(3, 1 << 32, 1 << 32),
+        head(3, 0, 1 << 63),
+        head(3, (1 << 64) - 1, 0),
+        head(200, 1),
+        bytes([3, 255]),
+        bytes([3, 100]) + bytes(800),
+        head(3, *([1] * 70)) + bytes(4),
+        head(3, 2) + bytes(7),
+        b"",
+        b"\x03",
+    ],
+)
+@pytest.mark.parametrize("code", [2, 3])
+def test_arrays_that_claim_what_they_do_not_have_are_refused_without_memory(code, data):
+    packed = msgpack.packb(msgpack.ExtType(code, data))
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            unpack_object(packed)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("depth", [100, 2000])
+def test_tuples_within_tuples_do_not_multiply_memory(depth):
+    data = msgpack.packb([bytes(100_000)])
+    for _ in range(depth):
+        data = msgpack.packb([msgpack.ExtType(1, data)])
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            unpack_object(msgpack.packb(msgpack.ExtType(1, data)))
+        assert tracemalloc.get_traced_memory()[1] < 80 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_lengths_that_are_not_there_are_refused_without_memory():
+    for data in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01"):
+        tracemalloc.start()
+        try:
+            with pytest.raises(WireError):
+                unpack_object(data)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 18
+        finally:
+            tracemalloc.stop()
+
+
+def test_nothing_is_ever_pickled():
+    class Trap:
+        def __reduce__(self):
+            raise AssertionError("it was pickled")
+
+    with pytest.raises(ConfigError, match="nothing is pickled"):
+        pack_object([Trap()])
+
+
+def test_every_index_of_the_table_is_a_dtype_of_that_name():
+    assert [dtype_from_index(index).name for index in range(len(DTYPE_NAMES))] == list(DTYPE_NAMES)
