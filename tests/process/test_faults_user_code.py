@@ -1,0 +1,282 @@
+"""What a user's program does to itself: forks (F42), threads (F43), exceptions and exits in odd places (F44)."""
+
+import textwrap
+import time
+
+import pytest
+from launching import check_bound
+
+FORK = """
+import multiprocessing, os, sys, time
+import numpy as np
+import probe, syncvar as sv
+
+assert sv.all_reduce(1) == 2
+work = sv.all_reduce(np.ones(1000), async_op=True) if "X" in sys.argv else None
+variable = sv.Variable(1.0, synchronization=sv.VariableSynchronization.ON_WRITE, aggregation=sv.VariableAggregation.SUM)
+
+
+def child():
+    began = time.monotonic()
+    for call in (lambda: sv.all_reduce(1), sv.barrier, lambda: sv.all_reduce(1, async_op=True), sv.init, sv.rank,
+                 lambda: variable.assign(2.0)):
+        try:
+            call()
+            probe.note("child", error="nothing", text="")
+        except Exception as error:
+            probe.note("child", error=type(error).__name__, text=str(error))
+    probe.note("child took", seconds=time.monotonic() - began)
+
+
+def fork(end):
+    pid = os.fork()
+    if pid == 0:
+        child()
+        end()
+        os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def fail():
+    raise ValueError("of the child")
+
+
+codes = [fork(lambda: os._exit(0)), fork(sys.exit)]
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join(10)
+codes.append(process.exitcode)
+probe.note("codes", codes=codes)
+probe.note("fail code", code=fork(fail))
+if work is not None:
+    assert work.wait()[0] == 2.0
+for _ in range(20):
+    assert sv.all_reduce(1) == 2
+"""
+
+
+@pytest.mark.parametrize("phase", "CX")
+def test_f42_fork(launch, phase):
+    job = launch(FORK, workers=2, arguments=[phase])
+    assert job.wait() == 0, str(job)
+    for event in job.events("child"):
+        assert event["error"] == "UsageError", str(job)
+    assert sum("forked from rank" in event["text"] for event in job.events("child")) >= 2 * 4 * 5, str(job)
+    assert len(job.events("child")) == 2 * 4 * 6, str(job)
+    check_bound(f"F42-{phase}", max(event["seconds"] for event in job.events("child took")), 0.1)
+    assert [event["codes"] for event in job.events("codes")] == [[0, 0, 0]] * 2, str(job)
+    assert [event["code"] for event in job.events("fail code")] == [1, 1], str(job)
+
+
+THREADS = """
+import threading
+import numpy as np
+import probe, syncvar as sv
+
+sv.init()
+wrong = []
+go = threading.Barrier(2)
+
+
+def own_group(group, factor):
+    for index in range(200):
+        total = sv.all_reduce(np.full(50, factor * (index + sv.rank())), group=group)
+        if not (total == factor * (2 * index + 1)).all():
+            wrong.append((factor, index, total[:3].tolist()))
+
+
+groups = [sv.new_group([0, 1]), sv.new_group([0, 1])]
+threads = [threading.Thread(target=own_group, args=(group, factor)) for group, factor in zip(groups, (1.0, 7.0))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not wrong, wrong[:3]
+
+# Two threads on one group: the second one is refused while the first one's call runs. Rank 1 makes one call, late.
+refused, results = [], []
+both = threading.Barrier(2)
+
+
+def same_group():
+    both.wait()
+    try:
+        results.append(float(sv.all_reduce(np.float64(5.0))))
+    except sv.UsageError as error:
+        refused.append(str(error))
+
+
+if sv.rank() == 0:
+    threads = [threading.Thread(target=same_group) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [10.0], results
+    assert len(refused) == 1, refused
+    assert "another thread" in refused[0]
+else:
+    probe.gate("late")
+    assert float(sv.all_reduce(np.float64(5.0))) == 10.0
+assert sv.all_reduce(1) == 2
+probe.note("done")
+"""
+
+
+def test_f43_threads(launch):
+    job = launch(THREADS, workers=2)
+    job.await_events("began", 2)
+    time.sleep(1.0)
+    job.open_gate("late")
+    assert job.wait() == 0, str(job)
+    assert len(job.events("done")) == 2, str(job)
+
+
+ENDS = {
+    # name: (body, exit code, seconds until the end after the event "end")
+    "exception in scope": (
+        """
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            variable = sv.Variable(0.0)
+            if sv.rank() == 1:
+                probe.note("end")
+                raise ValueError("planted failure")
+            other = sv.Variable(1.0)
+        sv.all_reduce(1)
+        """,
+        1,
+    ),
+    "exception in run": (
+        """
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            variable = sv.Variable(0.0, aggregation=sv.VariableAggregation.SUM)
+
+        def step():
+            if sv.rank() == 1:
+                probe.note("end")
+                raise ValueError("planted failure")
+            variable.assign_add(1.0)
+
+        strategy.run(step)
+        """,
+        1,
+    ),
+    "exit in a thread": (
+        """
+        thread = threading.Thread(target=sys.exit, args=(5,))
+        thread.start()
+        thread.join()
+        assert sv.all_reduce(1) == 2
+        probe.note("end")
+        """,
+        0,
+    ),
+    "exception in a thread": (
+        """
+        def fail():
+            raise ValueError("only of the thread")
+
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        assert sv.all_reduce(1) == 2
+        probe.note("end")
+        """,
+        0,
+    ),
+    "exit while a daemon thread waits": (
+        """
+        if sv.rank() == 1:
+            threading.Thread(target=sv.all_reduce, args=(1,), daemon=True).start()
+            time.sleep(0.3)
+        probe.note("end")
+        """,
+        None,
+    ),
+    "exit while started work waits": (
+        """
+        if sv.rank() == 1:
+            work = sv.all_reduce(1, async_op=True)
+        probe.note("end")
+        """,
+        None,
+    ),
+    "exit during shutdown": (
+        """
+        def leave(*_):
+            sys.exit(5)
+
+        if sv.rank() == 1:
+            work = sv.all_reduce(1, async_op=True)  # shutdown waits for it
+            signal.signal(signal.SIGALRM, leave)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            probe.note("end")
+            sv.shutdown()
+        time.sleep(0.6)
+        """,
+        5,
+    ),
+    "exception at exit": (
+        """
+        def fail():
+            raise ValueError("of an exit handler")
+
+        atexit.register(fail)
+        assert sv.all_reduce(1) == 2
+        probe.note("end")
+        """,
+        0,
+    ),
+    "collective at exit": (
+        """
+        atexit.register(lambda: probe.note("sum", total=int(sv.all_reduce(1))))
+        assert sv.all_reduce(1) == 2
+        probe.note("end")
+        """,
+        0,
+    ),
+    "shutdown twice": ("sv.shutdown(); sv.shutdown(); probe.note('end')", 0),
+    "shutdown and init again": (
+        """
+        for round in range(3):
+            assert sv.all_reduce(round) == 2 * round
+            sv.shutdown()
+            assert not sv.is_initialized()
+        assert sv.all_reduce(1) == 2
+        probe.note("end")
+        """,
+        0,
+    ),
+    "sys.exit in scope": (
+        """
+        with sv.MirroredStrategy().scope():
+            if sv.rank() == 1:
+                probe.note("end")
+                sys.exit(3)
+        sv.all_reduce(1)
+        """,
+        3,
+    ),
+    "no use of syncvar": ("probe.note('end')", 0),
+}
+
+
+@pytest.mark.parametrize("name", ENDS, ids=lambda name: name.replace(" ", "-"))
+def test_f44_ends(launch, name):
+    body, code = ENDS[name]
+    head = "import atexit, signal, sys, threading, time\nimport probe, syncvar as sv\n"
+    head += "" if name == "no use of syncvar" else "sv.init()\nsv.barrier()\n"
+    job = launch(head + textwrap.dedent(body), workers=2)
+    exit_code = job.wait()
+    if code is not None:
+        assert exit_code == code, str(job)
+    ends = job.events("end")
+    assert ends, str(job)
+    check_bound(f"F44-{name}", job.ended - ends[-1]["at"], 1.0)
+    if code == 1:
+        assert "ValueError: planted failure" in job.report, str(job)
+        assert "syncvar: rank 1 on" in job.report, str(job)
+    if name == "collective at exit":
+        assert [event["total"] for event in job.events("sum")] == [2, 2], str(job)
