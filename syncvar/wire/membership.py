@@ -44,6 +44,7 @@ class RollCall:
     began: float | None = None
     named: float = 0.0
     failed: str = ""
+    absent: dict[int, str] = field(default_factory=dict)  # ranks that ended before they joined, and how
 
     @property
     def is_complete(self) -> bool:
@@ -87,6 +88,9 @@ class RollCall:
         """
         if self.began is None or self.is_complete or self.failed:
             return "", ""
+        if self.absent:
+            self.failed = self._nobody_comes()
+            return "", self.failed
         waited = now - self.began
         absent = rank_list(self.missing())
         if waited >= self.timeout_s:
@@ -106,7 +110,13 @@ class RollCall:
         Returns:
             The reason of failure when others are waiting for it, else an empty text.
         """
-        if rank in self.members or not self.members or self.failed:
+        if rank in self.members or self.failed:
             return ""
-        self.failed = f"rank {rank} {how} without joining, while {rank_list(self.members)} waited for it"
+        self.absent[rank] = how
+        if self.members:  # else whoever comes first is told
+            self.failed = self._nobody_comes()
         return self.failed
+
+    def _nobody_comes(self) -> str:
+        rank, how = next(iter(self.absent.items()))
+        return f"rank {rank} {how} without joining, while {rank_list(self.members)} waited for it"
