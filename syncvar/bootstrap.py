@@ -159,13 +159,14 @@ def _traceback_text(error: BaseException) -> str:
     level: traceback.TracebackException | None = whole
     while level is not None:
         frames = list(level.stack)
-        while len(frames) > 1 and (frames[0].filename in _RUNPY or _is_inside(frames[0].filename)):
+        is_syntax = level.exc_type is not None and issubclass(level.exc_type, SyntaxError)
+        keep = 0 if is_syntax else 1  # a SyntaxError tells its own place
+        while len(frames) > keep and (frames[0].filename in _RUNPY or _is_inside(frames[0].filename)):
             del frames[0]
         if level.exc_type is not None and level.exc_type.__module__ == "syncvar.errors":
             while len(frames) > 1 and _is_inside(frames[-1].filename):
                 del frames[-1]
-        if frames:
-            level.stack = traceback.StackSummary.from_list(frames)
+        level.stack = traceback.StackSummary.from_list(frames)
         level = level.__cause__ or level.__context__
     return "".join(whole.format())
 
