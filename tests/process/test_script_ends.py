@@ -1,0 +1,106 @@
+"""How a script ends and what the launcher makes of it: exit codes, tracebacks, what is written where."""
+
+import signal
+
+import pytest
+from launching import check_bound
+
+CASES = {
+    # name: (script, exit code, words of the report or None where there is none)
+    "end": ("import syncvar as sv; sv.all_reduce(1)", 0, None),
+    "end without syncvar": ("print('hello')", 0, None),
+    "typo": ("import syncvar as sv\nsv.al_reduce(1)", 1, "AttributeError: module 'syncvar' has no attribute 'al_reduce'"),
+    "name": ("pritn(1)", 1, "NameError: name 'pritn' is not defined"),
+    "missing module": ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+    "syntax": ("import os\nif True print(1)\n", 1, "SyntaxError"),
+    "keyboard": ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    "exit 3": ("import sys; sys.exit(3)", 3, "exited with status 3"),
+    "exit 0": ("import sys; sys.exit(0)", 0, None),
+    "exit none": ("import sys; sys.exit()", 0, None),
+    "exit text": ("import sys; sys.exit('out of luck')", 1, "out of luck"),
+    "exit in one rank": (
+        "import sys, syncvar as sv\nif sv.rank() == 1: sys.exit(4)\nsv.all_reduce(1)", 4, "rank 1 on",
+    ),
+    "abort": ("import os; os.abort()", 128 + signal.SIGABRT, "SIGABRT"),
+    "segmentation": ("import ctypes; ctypes.string_at(0)", 128 + signal.SIGSEGV, "SIGSEGV"),
+    "own error": ("import syncvar as sv; sv.all_reduce(1, 'sun')", 1, "ConfigError: op must be one of"),
+    "mismatch": ("import syncvar as sv; sv.all_reduce(1, 'max' if sv.rank() else 'sum')", 76, "MismatchError"),
+    "unicode": ("raise ValueError('\u00e4\u20ac\U0001f600 \\x1b[31m')", 1, "ValueError: \u00e4\u20ac\U0001f600 \\x1b[31m"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))
+def test_a_script_that_ends(launch, name):
+    script, code, words = CASES[name]
+    job = launch(script, workers=2)
+    assert job.wait() == code, str(job)
+    if words is None:
+        assert job.report.strip() == "", str(job)
+        return
+    assert words in job.report, str(job)
+    assert job.report.count("syncvar: rank ") == 1, f"one block for all ranks\n{job}"
+    if "Error" in words:
+        check_bound(f"traceback of {name}", job.ended - job.began, 2.0)
+        assert "bootstrap.py" not in job.err, f"frames of ours\n{job}"
+        assert "runpy" not in job.err, f"frames of ours\n{job}"
+
+
+def test_a_script_that_is_not_there(launch):
+    job = launch(workers=2, target=["no_such_script.py"])
+    assert job.wait() == 2, str(job)
+    assert "there is no script no_such_script.py" in job.report, str(job)
+    assert "Traceback" not in job.err, str(job)
+
+
+def test_the_time_limit(launch):
+    job = launch("import time; time.sleep(60)", options=["--timeout", "1"])
+    assert job.wait() == 124, str(job)
+    check_bound("--timeout 1", job.ended - job.began, 1.5)
+    assert "time limit of 1 s" in job.report, str(job)
+
+
+def test_missing_ranks_are_named(launch):
+    job = launch(
+        """
+        import time
+        import probe, syncvar as sv
+        if probe.RANK in (1, 2):
+            time.sleep(60)
+        probe.note("enter")
+        try:
+            sv.init()
+        except Exception as error:
+            probe.note("missing", missing=list(getattr(error, "missing", [])))
+            probe.raised(error)
+            raise
+        """,
+        workers=4,
+        options=["--start-timeout", "2.5"],
+    )
+    assert job.wait() == 69, str(job)
+    raised = {event["rank"]: event for event in job.events("raised")}
+    assert set(raised) == {0, 3}, str(job)
+    for event in raised.values():
+        assert event["error"] == "RendezvousError", str(job)
+        assert "ranks 1, 2 did not join" in event["text"], str(job)
+    assert all(event["missing"] == [1, 2] for event in job.events("missing")), str(job)
+    calls = [line for line in job.report.split("\n") if "waiting for" in line]
+    assert len(calls) == 2, f"each second of the test profile\n{job}"
+    assert "ranks 1, 2 to join since 1 s (2 of 4 are here)" in calls[0], str(job)
+    check_bound("rendezvous", max(e["at"] for e in raised.values()) - min(e["at"] for e in job.events("enter")), 3.0)
+
+
+@pytest.mark.parametrize("who", ["before", "after"])
+def test_a_rank_that_ends_without_joining(launch, who):
+    job = launch(f"""
+        import time
+        import probe, syncvar as sv
+        if probe.RANK == 0:
+            time.sleep({0.4 if who == "before" else 0})
+            sv.init()
+        else:
+            time.sleep({0.4 if who == "after" else 0})
+    """)
+    assert job.wait() == 69, str(job)
+    assert "rank 1 finished without joining" in job.report, str(job)
+    check_bound("rank that never joins", job.ended - job.began, 2.0)
