@@ -52,7 +52,7 @@ class Flow:
         if credit is None:
             credit = self._credits[peer, operation.group] = _Credit()
         nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-        if credit.queue or (credit.outstanding and credit.outstanding + nbytes > self._window_bytes):
+        if credit.queue or self._exceeds(credit.outstanding, nbytes):
             credit.queue.append((operation, header, payload))
             operation.queued += 1
             return
@@ -76,11 +76,16 @@ class Flow:
         while credit.queue:
             operation, header, payload = credit.queue[0]
             size = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-            if credit.outstanding and credit.outstanding + size > self._window_bytes:
+            if self._exceeds(credit.outstanding, size):
                 return
             credit.queue.popleft()
             operation.queued -= 1
             self._send(credit, size, operation, peer, header, payload)
+
+    def _exceeds(self, outstanding: int, nbytes: int) -> bool:
+        # The peer may keep back the credit of nearly a quarter of the window, for ever where nothing else is sent: up to
+        # there a frame is always allowed, however large.
+        return outstanding * 4 >= self._window_bytes and outstanding + nbytes > self._window_bytes
 
     def clear(self) -> None:
         """Forget what waits: the generation is broken."""
