@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import ConfigError, UsageError
 from syncvar.runtime.context import current
 from syncvar.strategies.contexts import ValueContext
-from syncvar.strategies.reducing import gather_values, local_part, reduce_values
-from syncvar.variables import DistributedValues, PerReplica
+from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
+from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places
 from syncvar.variables.policy import Context
 
@@ -127,8 +127,8 @@ class Strategy:
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
         self._require("run")
-        given = [_unwrapped(one) for one in args]
-        named = {name: _unwrapped(one) for name, one in (kwargs or {}).items()}
+        given = [own_part(one) for one in args]
+        named = {name: own_part(one) for name, one in (kwargs or {}).items()}
         aligned = self._aligned()
         ends = [communicator.begin_epoch() for communicator in aligned]
         stack = places()
@@ -250,23 +250,3 @@ class Scope:
 
     def __exit__(self, *error: object) -> None:
         places().pop()
-
-
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, DistributedValues):
-        return value.values[0]
-    if isinstance(value, dict):
-        return {key: _unwrapped(item) for key, item in value.items()} if _holds(value.values()) else value
-    if isinstance(value, list | tuple) and _holds(value):
-        items = [_unwrapped(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _holds(items: Any) -> bool:
-    return any(
-        isinstance(item, DistributedValues)
-        or (isinstance(item, dict) and _holds(item.values()))
-        or (isinstance(item, list | tuple) and _holds(item))
-        for item in items
-    )

@@ -133,7 +133,7 @@ class ReplicaContext:
             )
         finally:
             stack.pop()
-        return own_part(result) if isinstance(result, DistributedValues) else result
+        return own_part(result)
 
     def _inside(self, what: str) -> Strategy:
         context = context_of(self._strategy, what)
@@ -195,5 +195,6 @@ def _grouped(value: Any) -> Any:
     if isinstance(value, list | tuple) and not all(
         isinstance(item, int | float | np.generic) for item in value
     ):
-        return type(value)(_grouped(item) for item in value)
+        items = [_grouped(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return PerReplica(value)

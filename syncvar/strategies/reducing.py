@@ -45,8 +45,15 @@ class ReduceOp(Enum):
 
 
 def own_part(value: Any) -> Any:
-    """Return this process's part of a DistributedValues, and anything else as it is."""
-    return value.values[0] if isinstance(value, DistributedValues) else value
+    """Return this process's part of a DistributedValues, also inside structures; anything else as it is."""
+    if isinstance(value, DistributedValues):
+        return value.values[0]
+    if isinstance(value, dict):
+        return {key: own_part(item) for key, item in value.items()} if _holds(value.values()) else value
+    if isinstance(value, list | tuple) and _holds(value):
+        items = [own_part(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def local_part(value: Any) -> Any:
@@ -209,3 +216,12 @@ def _as_asked(parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]
         np.asarray(part, reduction(op.value, array.dtype).result)
         for part, array in zip(parts, arrays, strict=True)
     ]
+
+
+def _holds(items: Any) -> bool:
+    return any(
+        isinstance(item, DistributedValues)
+        or (isinstance(item, dict) and _holds(item.values()))
+        or (isinstance(item, list | tuple) and _holds(item))
+        for item in items
+    )
