@@ -399,8 +399,8 @@ class Variable(ArrayProtocol):
     def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
         action = self._decide(operation)
         what = f"{operation.value} of variable {self.name!r}"
-        if isinstance(values, Variable):
-            values = values.read_value()
+        indices = indices.read_value() if isinstance(indices, Variable) else indices
+        values = values.read_value() if isinstance(values, Variable) else values
         divisor = self._owner.communicator.size if action.travel is Travel.MEAN_ROWS else 1
 
         def mine() -> tuple[NDArray[Any], Rows]:
