@@ -106,7 +106,9 @@ def _gather_one(
     communicator: Communicator, array: NDArray[Any], axis: int, name: str
 ) -> Generator[Stage, None, NDArray[Any]]:
     records = yield from exchange(communicator, array_record(array))
-    same = [(record.kind, record.dtype, record.shape[:axis], record.shape[axis + 1 :]) for record in records]
+    same = [
+        (record.kind, record.dtype, len(record.shape), record.shape[:axis], record.shape[axis + 1 :]) for record in records
+    ]
     require_same(communicator, name, same, records)
     moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
     lengths = [record.shape[axis] for record in records]

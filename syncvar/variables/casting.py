@@ -108,6 +108,8 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
                 f"x.astype('{dtype.name}') if that is meant"
             )
         return array.astype(dtype)
+    if not array.size:  # NumPy calls an empty list float64, but it holds no float
+        return array.astype(dtype)
     if _ORDER[array.dtype.kind] > _ORDER[dtype.kind]:
         raise ConfigError(f"{what}: a Python {_NAMES[array.dtype.kind]} does not go into {dtype.name}")
     if dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:

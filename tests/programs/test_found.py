@@ -1,0 +1,36 @@
+"""Programs that random programs came down to: each failed once."""
+
+import numpy as np
+import pytest
+
+import syncvar as sv
+from syncvar.errors import MismatchError
+from syncvar.testing import run_ranks
+
+
+def everywhere(size, fn):
+    results = run_ranks(size, fn, timeout_s=20)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
+    return results
+
+
+def test_an_empty_list_goes_into_integers():
+    def program():
+        v = sv.Variable([], dtype="int8", synchronization="ON_READ")
+        return v.assign([]).local_value().dtype.name
+
+    assert everywhere(2, program) == ["int8"] * 2
+
+
+@pytest.mark.parametrize("call", ["gather", "all_gather"])
+def test_gathering_along_the_last_axis_of_values_of_unequal_dimensions(call):
+    def program():
+        context, strategy = sv.get_replica_context(), sv.get_strategy()
+        gather = strategy.gather if call == "gather" else context.all_gather
+        with pytest.raises(MismatchError):
+            gather(np.zeros((1, 2, 2) if sv.rank() == 1 else (1, 2)), axis=-1)
+        return gather(np.zeros((1, 2)), axis=-1).shape
+
+    assert everywhere(3, program) == [(1, 6)] * 3
