@@ -65,7 +65,7 @@ def test_a_missing_field_is_refused(kind, field):
 @pytest.mark.parametrize(("kind", "field"), FIELDS)
 def test_a_field_of_another_type_is_refused(kind, field, wrong):
     if isinstance(wrong, bool) and isinstance(GOOD[kind][field], bool):
-        pytest.skip("that is its type")
+        return  # that is its type
     with pytest.raises(WireError, match=field):
         parse_message(pack_message(kind, **GOOD[kind] | {field: wrong}))
 
