@@ -187,9 +187,9 @@ def test_survivors_that_go_on_are_ended_after_the_graces(launch):
     assert job.wait() == 1, str(job)
     (cleaned,) = job.events("cleaned")
     assert cleaned["rank"] == 0, "rank 0 honours SIGTERM, rank 2 does not"
-    assert 0.4 < cleaned["at"] - inject["at"], str(job)
+    assert cleaned["at"] - inject["at"] > 0.4, str(job)
     check_bound("abort: SIGTERM after abort_grace", cleaned["at"] - inject["at"], 1.0)
-    assert 2.3 < job.ended - inject["at"], str(job)
+    assert job.ended - inject["at"] > 2.3, str(job)
     check_bound("abort: SIGKILL after term_grace", job.ended - inject["at"], 3.0)
     assert job.events("ignored", 2), str(job)
 

@@ -1,0 +1,161 @@
+"""What the source may not contain, read from its syntax trees, and what imports may not load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = sorted([*(REPOSITORY / "syncvar").rglob("*.py"), *(REPOSITORY / "launcher").rglob("*.py")])
+TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
+
+UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
+UNSAFE_ATTRIBUTES = {
+    "recv_pyobj", "send_pyobj", "recv_serialized", "mktemp", "allow_pickle", "loads_pickle", "read_pickle",
+}  # fmt: skip
+UNSAFE_DOTTED = {"os.system", "os.popen", "os.spawnl", "os.spawnv", "subprocess.getoutput", "subprocess.getstatusoutput"}
+
+# A notebook's function travels to a child that the notebook started itself, over an inherited pipe.
+ALLOWED = {("syncvar/notebook.py", "cloudpickle")}
+
+
+def dotted(node):
+    """Return the name of an attribute chain, "os.path.join", or an empty text."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def unsafe(tree):
+    """Yield (line, word) for everything that could execute what came from outside."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            names = []
+        for name in names:
+            if name.split(".")[0] in UNSAFE_MODULES:
+                yield node.lineno, name.split(".")[0]
+            if name in UNSAFE_DOTTED or name == "tempfile.mktemp":
+                yield node.lineno, name
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
+                yield node.lineno, node.func.id
+            for keyword in node.keywords:
+                falsy = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                if keyword.arg in ("shell", "allow_pickle") and not falsy:
+                    yield node.lineno, f"{keyword.arg}="
+            if dotted(node.func) in ("importlib.import_module", "import_module") and node.args:
+                argument = node.args[0]
+                if isinstance(argument, ast.Constant) and str(argument.value).split(".")[0] in UNSAFE_MODULES:
+                    yield node.lineno, str(argument.value)
+        if isinstance(node, ast.Attribute) and (node.attr in UNSAFE_ATTRIBUTES or dotted(node) in UNSAFE_DOTTED):
+            yield node.lineno, dotted(node) or node.attr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_nothing_executes_what_comes_from_outside(path):
+    name = str(path.relative_to(REPOSITORY))
+    found = [(line, word) for line, word in unsafe(ast.parse(path.read_text())) if (name, word) not in ALLOWED]
+    assert not found, f"{name}: {found}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle", "from pickle import loads", "import yaml as y", "eval('1')", "exec(x)", "os.system('ls')",
+        "subprocess.run(x, shell=True)", "subprocess.run(x, shell=flag)", "socket.recv_pyobj()", "np.load(f, allow_pickle=True)",
+        "tempfile.mktemp()", "from tempfile import mktemp", "importlib.import_module('pickle')", "from os import popen",
+        "def f():\n    import marshal", "import shelve", "__import__('pickle')", "import cloudpickle",
+    ],
+)  # fmt: skip
+def test_the_search_finds(text):
+    assert list(unsafe(ast.parse(text)))
+
+
+@pytest.mark.parametrize("text", ["import os", "subprocess.run(x, shell=False)", "np.load(f, allow_pickle=False)", "re.match(x, y)"])
+def test_the_search_lets_pass(text):
+    assert not list(unsafe(ast.parse(text)))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_test_is_left_out(path):
+    # A test that is skipped or expected to fail hides what it was written for.
+    words = ("pytest.skip", "pytest.xfail", "pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail", "unittest.skip")
+    found = [
+        (node.lineno, dotted(node))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and dotted(node) in words
+    ]
+    assert not found, found
+
+
+def tracked():
+    listed = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "ls-files", "-z"], capture_output=True, check=False
+    ).stdout.split(b"\0")
+    names = [name.decode() for name in listed if name]
+    if not names:  # not a checkout but a copy of its files, in which tests may have left theirs
+        names = [
+            str(path.relative_to(REPOSITORY))
+            for path in REPOSITORY.rglob("*")
+            if not any(
+                part in ("build", "dist", "__pycache__") or part.endswith(".egg-info") or (part[0] == "." and part != ".ci")
+                for part in path.relative_to(REPOSITORY).parts
+            )
+        ]
+    return [REPOSITORY / name for name in names if (REPOSITORY / name).is_file()]
+
+
+def test_no_file_names_a_place_of_one_machine():
+    words = [b"/wo" + b"rk/", b"../sha" + b"red"]  # in two parts, so that this file does not name them either
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{number}"
+        for path in tracked()
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1)
+        if any(word in line for word in words)
+    ]
+    assert not found, found
+
+
+def loaded(code):
+    """Return the modules that a fresh interpreter has loaded after running `code`."""
+    text = f"{code}\nimport sys; print('\\n'.join(sys.modules))"
+    line = [sys.executable, "-c", text]
+    return set(subprocess.run(line, capture_output=True, text=True, check=True, timeout=30).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "banned"),
+    [
+        ("import syncvar", {"numpy", "zmq", "msgpack", "threading", "argparse"}),
+        ("import syncvar; syncvar.ConfigError; syncvar.PeerLost", {"numpy", "zmq"}),
+        ("import syncvar_launcher.run", {"numpy", "syncvar.collectives", "syncvar.variables", "cloudpickle"}),
+        ("import syncvar_launcher.agent, syncvar_launcher.supervise, syncvar_launcher.report", {"numpy"}),
+        ("import syncvar_launcher.options as o; o.help_text()", {"numpy", "zmq"}),
+    ],
+)
+def test_what_an_import_does_not_load(code, banned):
+    assert not loaded(code) & banned
+
+
+def test_the_guardian_is_tiny():
+    # Run as the agent runs it: by path and isolated. It ends when its input ends, here at once with an orderly ".".
+    guardian = REPOSITORY / "launcher" / "guardian.py"
+    code = (
+        f"import runpy, sys; sys.argv = ['guardian', '/nonexistent']; runpy.run_path({str(guardian)!r}, run_name='__main__');"
+        "print('\\n'.join(sys.modules))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], input=".\n", capture_output=True, text=True, check=True, timeout=30
+    )
+    modules = set(ended.stdout.split())
+    assert "sessions" in modules
+    assert not {name for name in modules if name.split(".")[0] in {"numpy", "zmq", "msgpack", "syncvar", "subprocess", "socket"}}

@@ -1,0 +1,77 @@
+"""The public names: each resolves, says what it does and has its types; the settings are complete."""
+
+import dataclasses
+import inspect
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import syncvar as sv
+from syncvar.config import RuntimeConfig
+from syncvar_launcher import options
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", sv.__all__)
+def test_a_public_name(name):
+    value = getattr(sv, name)
+    documented = inspect.getdoc(value)
+    assert documented, f"{name} has no docstring"
+    if inspect.isfunction(value):
+        check_annotations(name, value)
+    if inspect.isclass(value):
+        assert value.__module__.startswith("syncvar"), name
+        for attribute, member in vars(value).items():
+            if attribute.startswith("_"):
+                continue
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if inspect.isfunction(function):
+                check_annotations(f"{name}.{attribute}", function)
+                assert inspect.getdoc(getattr(value, attribute)), f"{name}.{attribute} has no docstring"
+
+
+def check_annotations(name, function):
+    signature = inspect.signature(function)
+    for parameter in list(signature.parameters.values()):
+        if parameter.name not in ("self", "cls"):
+            assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter.name} has no type"
+    assert signature.return_annotation is not inspect.Signature.empty, f"{name} has no return type"
+
+
+def test_names_are_sorted_and_listed_by_dir():
+    assert sorted(sv.__all__) == list(sv.__all__)
+    assert set(sv.__all__) <= set(dir(sv))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        sv.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_file_of_settings_loads(path, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")}
+    chosen = options.parse(["--config", str(path), "train.py"], environ, tmp_path)
+    document = tomllib.loads(path.read_text())
+    assert set(document) <= {"launch", "runtime"}
+    for key, value in document.get("runtime", {}).items():
+        assert getattr(chosen.runtime, key) == value
+        assert chosen.origin[key] == "file"
+
+
+def test_local_toml_is_complete_and_shows_the_defaults():
+    runtime = tomllib.loads((REPOSITORY / "configs" / "local.toml").read_text())["runtime"]
+    assert runtime == dataclasses.asdict(RuntimeConfig())
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(RuntimeConfig), ids=lambda field: field.name)
+def test_a_setting_says_what_it_is(field):
+    assert field.metadata["text"]
+    assert field.metadata["unit"] or field.metadata["choices"]
+    assert field.metadata["unit"] != "s" or field.name.endswith("_s"), "the unit is the end of the name"
+    assert field.metadata["unit"] != "B" or field.name.endswith("_bytes")
