@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import syncvar
+from syncvar.cli.rules import rules_text
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
 from syncvar.plans import ALGORITHMS, build_all, choose, plan_text
@@ -37,11 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--root", type=int, default=0, help="root of a broadcast (0)")
     plan.add_argument("--algorithm", help="show this one instead of the one that would be chosen")
     plan.add_argument("--reproducible", action="store_true", help="all_reduce by the fixed tree")
+    commands.add_parser("rules", help="show what each operation on a variable does, as a table")
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
     chosen = parser.parse_args(argv)
     try:
         if chosen.command == "plan":
             _plan(chosen)
+        elif chosen.command == "rules":
+            print(rules_text(), end="")
         else:
             _settings()
     except ConfigError as error:

@@ -1,0 +1,114 @@
+"""The rules of the variable layer as one table, made from the table that decides."""
+
+from __future__ import annotations
+
+from syncvar.variables.policy import (
+    Action,
+    Context,
+    Effect,
+    Operation,
+    Travel,
+    VariableAggregation,
+    VariableSynchronization,
+    decide,
+)
+
+__all__ = ["rules_text"]
+
+_WORDS = {
+    (Travel.NOTHING, Effect.RETURN): "own copy",
+    (Travel.MEETING, Effect.RETURN): "own copy, when all have met",
+    (Travel.SUM, Effect.RETURN): "sum of the copies",
+    (Travel.MEAN, Effect.RETURN): "mean of the copies",
+    (Travel.FIRST, Effect.RETURN): "replica 0's copy",
+    (Travel.NOTHING, Effect.CHANGE): "own copy changes, nothing sent",
+    (Travel.SUM, Effect.CHANGE): "sum of what all pass",
+    (Travel.MEAN, Effect.CHANGE): "mean of what all pass",
+    (Travel.FIRST, Effect.CHANGE): "what replica 0 passes",
+    (Travel.SAME, Effect.CHANGE): "x, the same on all (compared)",
+    (Travel.FIRST, Effect.SHARE): "what replica 0 passes, split",
+    (Travel.SAME, Effect.SHARE): "x, the same on all, split",
+    (Travel.SAME, Effect.SPLIT_ANEW): "sum changed by the same rows, split anew",
+    (Travel.ALL_ROWS, Effect.CHANGE): "rows of all replicas",
+    (Travel.MEAN_ROWS, Effect.CHANGE): "rows of all replicas, scaled by 1/N",
+    (Travel.FIRST_ROWS, Effect.CHANGE): "rows of replica 0",
+    (Travel.QUESTION, Effect.RETURN): "that replica's copy, asked for",
+}
+_CONTEXTS = (Context.REPLICA, Context.CROSS, Context.MERGE, Context.SPMD)
+_Cells = tuple[str, ...]
+
+
+def rules_text() -> str:
+    """Return the table in Markdown; rows and columns that say the same are joined.
+
+    Example:
+        >>> print(rules_text().splitlines()[0])
+        | operation | synchronization | aggregation | replica | cross, merge | spmd |
+    """
+    joined = _columns()
+    lines = [
+        "| operation | synchronization | aggregation | " + " | ".join(", ".join(c.value for c in same) for same in joined) + " |",
+        "|---" * (3 + len(joined)) + "|",
+    ]
+    for operations, rows in _operations():
+        for synchronizations, aggregations, cells in rows:
+            shown = [cells[_CONTEXTS.index(same[0])] for same in joined]
+            lines.append(f"| {operations} | {synchronizations} | {aggregations} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(action: Action) -> str:
+    return action.error.__name__ if action.error is not None else _WORDS[action.travel, action.effect]
+
+
+def _cells(s: VariableSynchronization, a: VariableAggregation, o: Operation) -> _Cells:
+    return tuple(_cell(decide(s, a, context, o)) for context in _CONTEXTS)
+
+
+def _columns() -> list[list[Context]]:
+    """Return the contexts, those together that agree in every cell."""
+    joined: list[list[Context]] = []
+    for context in _CONTEXTS:
+        for same in joined:
+            if all(
+                decide(s, a, context, o) == decide(s, a, same[0], o)
+                for s in VariableSynchronization
+                for a in VariableAggregation
+                for o in Operation
+            ):
+                same.append(context)
+                break
+        else:
+            joined.append([context])
+    return joined
+
+
+def _operations() -> list[tuple[str, list[tuple[str, str, _Cells]]]]:
+    """Return the operations with their rows, those together whose rows are the same."""
+    groups: list[tuple[list[str], list[tuple[str, str, _Cells]]]] = []
+    for operation in Operation:
+        rows = _rows(operation)
+        for names, known in groups:
+            if known == rows:
+                names.append(operation.value)
+                break
+        else:
+            groups.append(([operation.value], rows))
+    return [(", ".join(names), rows) for names, rows in groups]
+
+
+def _rows(operation: Operation) -> list[tuple[str, str, _Cells]]:
+    """Return (synchronizations, aggregations, cells), joined first over aggregations, then over synchronizations."""
+    by_aggregations: dict[tuple[str, _Cells], list[str]] = {}
+    for synchronization in VariableSynchronization:
+        same: dict[_Cells, list[str]] = {}
+        for aggregation in VariableAggregation:
+            same.setdefault(_cells(synchronization, aggregation, operation), []).append(aggregation.name)
+        for cells, aggregations in same.items():
+            every = len(aggregations) == len(VariableAggregation)
+            shown = "any" if every else ", ".join(aggregations)
+            by_aggregations.setdefault((shown, cells), []).append(synchronization.name)
+    return [
+        ("any" if len(names) == len(VariableSynchronization) else ", ".join(names), shown, cells)
+        for (shown, cells), names in by_aggregations.items()
+    ]

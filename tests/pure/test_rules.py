@@ -1,0 +1,34 @@
+import os
+import re
+from pathlib import Path
+
+from syncvar.cli.rules import rules_text
+from syncvar.variables.policy import Context, Operation, VariableAggregation, VariableSynchronization, decide
+
+README = Path(__file__).parents[2] / "README.md"
+MARKED = re.compile(r"(<!-- rules: output of `syncvar rules` -->\n)(.*?)(<!-- end of rules -->)", re.DOTALL)
+
+
+def test_the_table_of_the_readme_is_the_output_of_the_command():
+    text = README.read_text()
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        README.write_text(MARKED.sub(lambda found: found[1] + rules_text() + found[3], text))
+        text = README.read_text()
+    assert MARKED.search(text)[2] == rules_text()
+
+
+def test_the_table_has_every_operation_once_for_each_mode_and_aggregation():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rules_text().splitlines()[2:]]
+    for operation in Operation:
+        for synchronization in VariableSynchronization:
+            for aggregation in VariableAggregation:
+                found = [
+                    row
+                    for row in rows
+                    if operation.value in row[0].split(", ")
+                    and (row[1] == "any" or synchronization.name in row[1].split(", "))
+                    and (row[2] == "any" or aggregation.name in row[2].split(", "))
+                ]
+                assert len(found) == 1, (operation, synchronization, aggregation)
+                refused = decide(synchronization, aggregation, Context.REPLICA, operation).error
+                assert (found[0][3] == refused.__name__) if refused else not found[0][3].endswith("Error")
