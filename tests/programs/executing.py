@@ -146,14 +146,21 @@ class Replica:
             if operand.kind == "variable" and self.variables[operand.data] is None:
                 return None
             value = self.built(operand) if given is None else given
+            if step.other:
+                value = {"x": value, "more": (value, [value])}
             place = sv.get_replica_context() if kind.startswith("all_") else self.strategies[block.strategy]
             if place is None:  # all_reduce in cross context: there is no replica context to ask
                 raise sv.UsageError("no replica context")
             if kind == "all_reduce":
-                return place.all_reduce(step.op, value)
-            if kind == "reduce":
-                return place.reduce(step.op, value, axis=step.axis)
-            return getattr(place, kind)(value, axis=step.axis)
+                made = place.all_reduce(step.op, value)
+            elif kind == "reduce":
+                made = place.reduce(step.op, value, axis=step.axis)
+            else:
+                made = getattr(place, kind)(value, axis=step.axis)
+            if not step.other:
+                return made
+            assert value_of(made["x"]) == value_of(made["more"][0]) == value_of(made["more"][1][0])
+            return made["x"]
         variable = self.variables[step.variable]
         if kind == "deepcopy":
             self.variables.append(None)

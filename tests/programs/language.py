@@ -42,6 +42,7 @@ class Step(NamedTuple):
     kind: "create", "deepcopy", "read", "local", "sync", "read_from", "write", "scatter", "crossed", "reduce", "gather",
         "all_reduce", "all_gather", "raise", "run", "scope".
     variable: Its number; for "crossed" that of the odd replica is `other`; for "scope" the strategy.
+    other: See variable; for reductions and gathers, 1 means inside a structure.
     op: The write, the scatter, the reduction, the way of reading.
     operands: One for each replica.
     indices: Rows, for each replica.

@@ -14,7 +14,7 @@ from model import FOREIGN, Model, context_of, read_communicates, route
 SYNCHRONIZATIONS = ("ON_WRITE", "ON_READ", "NONE", "AUTO")
 AGGREGATIONS = ("SUM", "MEAN", "NONE", "ONLY_FIRST_REPLICA")
 DTYPES = ("float32", "float64", "int64", "float32", "int32", "int8", "uint8", "bool")
-SHAPES = ((), (2,), (3, 2), (0,), (1,))
+SHAPES = ((2,), (), (3, 2), (3,), (0,))
 ASSIGNS = ("assign", "assign_add", "assign_sub")
 SCATTERS = ("scatter_add", "scatter_sub", "scatter_min", "scatter_max", "scatter_mul", "scatter_div", "scatter_update")
 READS = ("read_value", "numpy", "value", "operator", "asarray", "index")
@@ -87,7 +87,8 @@ class Writer:
 
     def block(self):
         source = self.source
-        strategy = source.one_of((1, 0, 2))
+        owners = [one.owner for one in self.model.variables if one is not None]
+        strategy = source.one_of(owners if owners and not source.chance(20) else (1, 0, 2))
         place = source.one_of((REPLICA, CROSS, OUTSIDE, MERGE))
         count = source.number(1, STEPS_MAX)
         leaves_at = source.number(0, count - 1) if place == REPLICA and source.chance(12) else None
@@ -98,8 +99,8 @@ class Writer:
                 gone = source.number(0, self.size - 1)
                 steps.append(Step("raise", odd=gone))
                 continue
-            step = self.step(frame, leaves=leaves_at is not None)
-            if step is not None:
+            made = self.step(frame, leaves=leaves_at is not None)
+            for step in made if isinstance(made, list) else [made] if made else []:
                 self.model.step(frame, step, gone)
                 steps.append(step)
         return Block(strategy, place, tuple(steps))
@@ -205,7 +206,12 @@ class Writer:
             return Step("scope", variable=self.source.number(0, 2))
         if kind == "run":
             return Step("run")
-        numbers = self.variables(self.is_whole if kind in ("deepcopy", "read_from", "crossed") else lambda _: True)
+        whole = kind in ("deepcopy", "read_from", "crossed")
+        foreign = self.source.chance(6)
+        numbers = self.variables(
+            lambda one: (self.is_whole(one) or not whole)
+            and (context_of(one.owner, block.strategy, block.place) == FOREIGN) == foreign
+        )
         if not numbers:
             return None
         number = self.source.one_of(numbers)
@@ -239,7 +245,10 @@ class Writer:
         source = self.source
         way = "own" if context == FOREIGN else route(variable.synchronization, variable.aggregation, context)
         operation = source.one_of(ASSIGNS)
-        others = self.variables(lambda one: self.is_whole(one) and one is not variable)
+        others = self.variables(lambda one: self.is_whole(one) and one is not variable and self.is_near(block, one))
+        shared = variable.synchronization == "ON_READ" and variable.aggregation == "SUM" and way == "same"
+        if shared and not leaves and variable.dtype.kind == "f" and source.chance(40):
+            return self.split(number, variable)
         if others and self.is_whole(variable) and source.chance(12):
             other = Operand("variable", source.one_of(others))
             return Step("write", number, operation, (other,) * self.size)
@@ -247,6 +256,20 @@ class Writer:
         operands = self.operands(variable.shape, dtype, differ=way != "same" or source.chance(12))
         operands = self.spoiled(operands, variable.shape, variable.dtype.name)
         return Step("write", number, operation, operands, ranks=self.some_ranks(way == "own"))
+
+    def split(self, number, variable):
+        """Return an assignment of numbers that do not divide, a look at the copies, and numbers that do."""
+        rough = self.source.one_of((0.1, 1 / 3, -2.7, 1e-3, 16777217.0, 1e-45, -7e30))
+        steps = []
+        for value in (rough, float(FLOAT_UNIT)):
+            data = np.full(variable.shape, value).tolist()
+            steps.append(Step("write", number, "assign", (Operand("python", data),) * self.size))
+            steps.append(Step("read", number, "read_value"))
+        return steps
+
+    def is_near(self, block, one):
+        """Return whether a variable may be used here; now and then one that may not."""
+        return context_of(one.owner, block.strategy, block.place) != FOREIGN or self.source.chance(5)
 
     def narrower(self, dtype):
         """Return a dtype whose values go in."""
@@ -305,14 +328,19 @@ class Writer:
     def combining(self, block, kind):
         source = self.source
         operation = source.one_of(("SUM", "MEAN", "MIN", "MAX", "PROD")) if "reduce" in kind else ""
-        numbers = self.variables(lambda one: self.is_whole(one) and (operation != "PROD" or one.dtype.kind != "f"))
+        numbers = self.variables(
+            lambda one: self.is_whole(one)
+            and (operation != "PROD" or one.dtype.kind != "f")
+            and self.is_near(block, one)
+        )
+        structured = source.number(0, 1) if block.place != MERGE else 0
         if numbers and source.chance(30):
             number = source.one_of(numbers)
             ndim = len(self.model.variables[number].shape)
             axis = 0 if "gather" in kind else source.one_of((None, 0)) if kind == "reduce" and ndim else None
             if axis == 0 and ndim and self.model.variables[number].shape[0] == 0:
                 axis = None if "reduce" in kind else 0
-            return Step(kind, op=operation, operands=(Operand("variable", number),) * self.size, axis=axis)
+            return Step(kind, op=operation, operands=(Operand("variable", number),) * self.size, axis=axis, other=structured)
         dtype = source.one_of(DTYPES)
         axis = source.one_of((0, -1, 1)) if "gather" in kind else source.one_of((None, 0)) if kind == "reduce" else None
         uneven = axis is not None and source.chance(50)
@@ -335,7 +363,7 @@ class Writer:
             operands[odd] = source.one_of((Operand("none"), Operand("text"), Operand("array", [[[1, 2], [3, 4]]] , dtype)))
         if source.chance(3) and "reduce" in kind:
             operation = "TYPO"
-        return Step(kind, op=operation, operands=tuple(operands), axis=axis)
+        return Step(kind, op=operation, operands=tuple(operands), axis=axis, other=structured)
 
 
 __all__ = ["PLACES", "Seeded", "Writer", "programs", "seeded_program"]

@@ -1,11 +1,13 @@
 """Random programs of variables give what the model predicts, call by call and copy by copy, on every replica."""
 
 import os
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from language import shown
-from strategies import programs, seeded_program
+from model import FOREIGN, Model, context_of
+from strategies import AGGREGATIONS, SYNCHRONIZATIONS, programs, seeded_program
 from worlds import Worlds
 
 from syncvar.transports.memory import Faults
@@ -47,6 +49,27 @@ def test_programs_on_a_network_that_delays_and_reorders():
             program = seeded_program(seed)
             difference = worlds.difference(program)
             assert difference is None, f"seed {seed}: {difference}\n{shown(program)}"
+
+
+def test_programs_visit_every_cell():
+    """Every mode and aggregation in every context, for reads, assignments and scatters."""
+    visited = set()
+
+    class Visitor(Model):
+        def everywhere(self, block, step, gone):
+            if step.kind in ("read", "write", "scatter") and self.variables[step.variable] is not None:
+                variable = self.variables[step.variable]
+                context = context_of(variable.owner, block.strategy, block.place)
+                visited.add((variable.synchronization, variable.aggregation, context, step.kind))
+            return super().everywhere(block, step, gone)
+
+    for seed in range(PROGRAMS):
+        Visitor(seeded_program(seed)).predict()
+    modes = set(SYNCHRONIZATIONS) - {"AUTO"}
+    contexts = ("replica", "cross", "merge", "spmd")
+    missing = set(product(modes, AGGREGATIONS, contexts, ("read", "write", "scatter"))) - visited
+    assert not missing
+    assert {context for _, _, context, _ in visited} == {*contexts, FOREIGN}
 
 
 @pytest.mark.slow

@@ -1,0 +1,23 @@
+"""A sample of the programs on real processes: one launch for each number of replicas."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+PROFILE = HERE.parents[1] / "configs" / "ci.toml"
+PROGRAMS = 60
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_sample_on_real_processes(size):
+    line = [
+        sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--workers", str(size),
+        str(HERE / "sample.py"), str(size * 10_000), str(PROGRAMS),
+    ]  # fmt: skip
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.stdout.count(f"{PROGRAMS} programs") == size
