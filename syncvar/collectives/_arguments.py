@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Structure", "as_array", "checked_output", "checked_root", "flatten", "is_structure", "unflatten"]
+__all__ = ["Structure", "as_array", "checked_output", "checked_root", "describe", "flatten", "is_structure", "unflatten"]
 
 _PLAIN_LEAVES = (bool, int, float, complex, np.generic)
 
@@ -132,6 +132,26 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
         return Structure(kind, (), tuple(_flatten(item, leaves) for item in value))
     leaves.append(value)
     return _LEAF
+
+
+def describe(structure: Structure, length_max: int = 120) -> str:
+    """Return a structure in words, with a star for each leaf.
+
+    Example:
+        >>> describe(flatten({"b": 1.0, "a": [{"c": 2.0}]})[0])
+        '{a: [{c: *}], b: *}'
+    """
+    text = _describe(structure)
+    return text if len(text) <= length_max else text[: length_max - 2] + " …"
+
+
+def _describe(structure: Structure) -> str:
+    items = [_describe(child) for child in structure.children]
+    if structure.kind == "dict":
+        return "{" + ", ".join(f"{key}: {item}" for key, item in zip(structure.keys, items, strict=True)) + "}"
+    if structure.kind == "leaf":
+        return "*"
+    return f"[{', '.join(items)}]" if structure.kind == "list" else f"({', '.join(items)})"
 
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:

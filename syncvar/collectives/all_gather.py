@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, checked_output, flatten, is_structure, unflatten
+from syncvar.collectives._arguments import (
+    as_array,
+    checked_output,
+    describe,
+    flatten,
+    is_structure,
+    unflatten,
+)
 from syncvar.collectives._headers import array_record, exchange, require_same
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
@@ -97,7 +104,7 @@ def gather_request(communicator: Communicator, x: Any, axis: int, out: Any = Non
             return target
         return results[0]
 
-    kinds = "" if structure is None else f", structure of {len(arrays)} arrays"
+    kinds = "" if structure is None else f", {describe(structure)}"
     what = f"{name}({arrays[0].dtype.name if arrays else ''}, axis {axis}{kinds})"
     return Request(what, fingerprint(name, int(axis), structure), body())
 

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, checked_output, flatten, is_structure, unflatten
+from syncvar.collectives._arguments import (
+    as_array,
+    checked_output,
+    describe,
+    flatten,
+    is_structure,
+    unflatten,
+)
 from syncvar.collectives.groups import communicator_of
 from syncvar.plans import choose, tree_order
 from syncvar.runtime.executor import Stage
@@ -85,7 +92,7 @@ def reduce_request(
         how = reduction(op, array.dtype)
         target = None if out is None else checked_output(out, array.shape, how.result)
         digest = fingerprint(name, how.name, how.source, array.shape, reproducible)
-        what = f"{name}({how.name}, {how.source}{list(array.shape)})"
+        what = f"{name}({how.name}, {how.source}{list(array.shape)}{', reproducible' if reproducible else ''})"
         return Request(what, digest, _one(communicator, _flat(array, how), array.shape, how, target, reproducible))
     structure, leaves = flatten(x)
     arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]
@@ -102,7 +109,8 @@ def reduce_request(
         ]
     kinds = tuple((array.dtype.name, array.shape) for array in arrays)
     digest = fingerprint(name, op, structure, kinds, reproducible)
-    what = f"{name}({op}, structure of {len(arrays)} arrays, {sum(array.nbytes for array in arrays)} bytes)"
+    nbytes = sum(array.nbytes for array in arrays)
+    what = f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
 
     def body() -> Generator[Stage, None, Any]:
         works = [_flat(array, how) for array, how in zip(arrays, hows, strict=True)]

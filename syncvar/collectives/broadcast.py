@@ -108,10 +108,11 @@ def broadcast_request(communicator: Communicator, x: Any, root: int, out: Any = 
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
         dtype = dtype_from_index(theirs.dtype)
-        target = None if out is None else checked_output(out, theirs.shape, dtype)
         result = (yield from broadcast_flat(communicator, arrays[0] if is_root else None, theirs.shape, dtype, root))
-        if target is None:
+        if out is None:
             return result
+        # Looked at when this rank's part is done: others may be waiting for what it passes on.
+        target = checked_output(out, theirs.shape, dtype)
         target[...] = result
         return target
 

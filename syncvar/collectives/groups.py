@@ -66,14 +66,13 @@ class Group:
         Raises:
             ConfigError: color or key is no integer.
         """
-        from syncvar.collectives.objects import all_gather_object
+        from syncvar.collectives.objects import gather_objects
 
-        for name, value in (("color", color), ("key", key)):
-            if isinstance(value, bool) or not (isinstance(value, int | np.integer) or (name == "color" and value is None)):
-                raise ConfigError(f"{name} must be an integer, not {value!r}")
-        parent = self._communicator
-        mine = [None if color is None else int(color), int(key)]
-        everyone = all_gather_object(mine, group=self, timeout=timeout)
+        def mine() -> list[int | None]:
+            return [None if color is None else _integer("color", color), _integer("key", key)]
+
+        parent = communicator_of(self)
+        everyone = gather_objects(parent, "split", mine, timeout)
         if color is None:
             return None
         chosen = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
@@ -97,20 +96,40 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
     """
     context = current()
     world = context.world
-    members = tuple(int(rank) for rank in ranks)
+    members: tuple[int, ...] = ()
+    refused: ConfigError | None = None
+    try:
+        members = _checked_members(ranks, world.size)
+    except ConfigError as error:
+        refused = error
 
     def check() -> None:
-        if not members:
-            raise ConfigError("a group needs at least one rank")
-        outside = [rank for rank in members if not 0 <= rank < world.size]
-        if outside:
-            raise ConfigError(f"ranks {outside} are outside a world of {world.size}")
-        if len(set(members)) != len(members):
-            raise ConfigError(f"a rank is named twice in {list(members)}")
+        if refused is not None:
+            raise refused
 
     identity = _identity(world, members)
     meet(world, f"new_group({list(members)})", ("new_group", members), timeout, check)
     return Group(context.communicator(identity, members))
+
+
+def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
+    if isinstance(ranks, str | bytes) or not hasattr(ranks, "__iter__"):
+        raise ConfigError(f"the ranks of a group must be a list of integers, not {ranks!r}")
+    members = tuple(_integer("a rank of a group", rank) for rank in ranks)
+    if not members:
+        raise ConfigError("a group needs at least one rank")
+    outside = [rank for rank in members if not 0 <= rank < world_size]
+    if outside:
+        raise ConfigError(f"ranks {outside} are outside a world of {world_size}")
+    if len(set(members)) != len(members):
+        raise ConfigError(f"a rank is named twice in {list(members)}")
+    return members
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} must be an integer, not {value!r}")
+    return int(value)
 
 
 def communicator_of(group: Any) -> Communicator:

@@ -20,7 +20,7 @@ from syncvar.runtime.group import Request, fingerprint
 from syncvar.wire import pack_object, unpack_object
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.executor import Stage
@@ -47,17 +47,21 @@ def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | No
         >>> sv.all_gather_object({"rank": sv.rank()})
         [{'rank': 0}]
     """
-    communicator = communicator_of(group)
+    return gather_objects(communicator_of(group), "all_gather_object", lambda: o, timeout)
+
+
+def gather_objects(communicator: Communicator, name: str, make: Callable[[], Any], timeout: float | None) -> list[Any]:
+    """Gather what `make` returns; what it raises is the caller's error, of which the group is told."""
 
     def check() -> Request:
-        mine = pack_object(o)
+        mine = pack_object(make())
 
         def body() -> Generator[Stage, None, list[Any]]:
             return [unpack_object(data) for data in (yield from _gather_bytes(communicator, mine))]
 
-        return Request("all_gather_object", fingerprint("all_gather_object"), body())
+        return Request(name, fingerprint(name), body())
 
-    result: list[Any] = communicator.perform("all_gather_object", check, timeout)
+    result: list[Any] = communicator.perform(name, check, timeout)
     return result
 
 
