@@ -544,7 +544,7 @@ def _runtime(
     for option in _OPTIONS:
         if option.knob and option.key in line:
             values[option.knob], origin[option.knob] = line[option.key], "command line"
-    return RuntimeConfig(**values)
+    return RuntimeConfig(**values).consistent()
 
 
 def _endless(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:

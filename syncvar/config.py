@@ -68,6 +68,34 @@ class RuntimeConfig:
                     raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
             elif isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < low:
                 raise ConfigError(f"{item.name} must be a number of at least {low:g} {item.metadata['unit']}, not {value!r}")
+            elif isinstance(item.default, int) and not isinstance(value, int):
+                raise ConfigError(f"{item.name} must be a whole number of {item.metadata['unit']}, not {value!r}")
+
+    def consistent(self) -> RuntimeConfig:
+        """Return these settings if they fit together; each alone has been checked already.
+
+        Layers (file, variables, command line) are read one by one, so this is asked when all are there.
+
+        Raises:
+            ConfigError: Two of them contradict each other; both are named.
+
+        Example:
+            >>> RuntimeConfig(heartbeat_interval_s=0.1, suspect_after_s=0.5, lost_after_s=1.5).consistent().lost_after_s
+            1.5
+        """
+        for name in ("suspect_after_s", "lost_after_s"):
+            if self.heartbeat_interval_s > getattr(self, name):
+                raise ConfigError(
+                    f"heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not exceed {name} "
+                    f"({getattr(self, name):g}): a silence shorter than the time between signs of life means nothing"
+                )
+        # Who only lowers lost_after_s has not asked for suspicion after that.
+        said = self.suspect_after_s not in (math.inf, type(self)().suspect_after_s)
+        if said and self.suspect_after_s > self.lost_after_s:
+            raise ConfigError(
+                f"suspect_after_s ({self.suspect_after_s:g}) must not exceed lost_after_s ({self.lost_after_s:g})"
+            )
+        return self
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

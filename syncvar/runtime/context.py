@@ -248,7 +248,7 @@ def _join() -> Context:
 
 def _connect(environ: Mapping[str, str]) -> Context:
     environment = RankEnvironment.from_mapping(environ)
-    config = RuntimeConfig.from_mapping(environ)
+    config = RuntimeConfig.from_mapping(environ).consistent()
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
         return Context(environment, config)
     import zmq

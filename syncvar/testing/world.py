@@ -48,7 +48,7 @@ def run_ranks(
         >>> run_ranks(3, lambda: int(sv.all_reduce(sv.rank())))
         [3, 3, 3]
     """
-    config = config or RuntimeConfig()
+    config = (config or RuntimeConfig()).consistent()
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
 
