@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from syncvar.transports.base import Frame, Lost, Transport
@@ -16,6 +15,7 @@ from syncvar.wire import Header, Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 __all__ = ["TRANSPORT_CHECKS", "TransportFactory", "check_transport"]
 

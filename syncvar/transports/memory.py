@@ -124,8 +124,9 @@ class MemoryNetwork:
             if generation != self._generation:
                 self._generation = generation
                 self._dead_links.clear()
-                for queue in (*self.flying, *self.events):
-                    queue.clear()
+                for flying, events in zip(self.flying, self.events, strict=True):
+                    flying.clear()
+                    events.clear()
 
     def leave(self, rank: int, *, orderly: bool) -> None:
         """Close all links of a rank; without order, the others see them lost."""
@@ -271,11 +272,13 @@ class MemoryTransport:
 
 
 class MemoryControl:
-    """One rank's control channel in a `MemoryNetwork`."""
+    """One rank's control channel in a `MemoryNetwork`; a new one hears nothing that was said to the one before."""
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self._network = network
         self._rank = rank
+        with network.lock:
+            network.control[rank].clear()
 
     def send(self, data: bytes) -> None:
         """Send a control message."""

@@ -3,7 +3,6 @@
 import random
 import tracemalloc
 
-import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,6 @@
 """Objects travel as data: what goes in comes out equal, and bytes that nobody packed do no harm."""
 
-import datetime
+import datetime as dt
 import decimal
 import enum
 import random
@@ -104,7 +104,7 @@ class Name(str):
         ([(1, len)], r"value\[0\]\[1\]"),
         ({"x": Colour.RED}, r"value\['x'\]"),
         ([Name("n")], r"value\[0\]"),
-        ([datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)], r"value\[0\]"),
+        ([dt.datetime(2020, 1, 1, tzinfo=dt.UTC)], r"value\[0\]"),
         ([decimal.Decimal(1)], r"value\[0\]"),
         ([np.array(["text"])], r"value\[0\]"),
         ([np.array([None], dtype=object)], r"value\[0\]"),
