@@ -86,7 +86,8 @@ class Engine:
         self._active: dict[tuple[int, int], Operation] = {}
         self._early: dict[tuple[int, int], list[Frame]] = {}
         self._next_call: dict[int, int] = {}
-        self._flow = Flow(rank, generation, transport, config.window_bytes)
+        self._flow = Flow(rank, generation, transport, config.window_bytes, self._is_oldest)
+        self._words: collections.deque[bytes] = collections.deque()  # to the launcher, of threads that do not drive
         self._questions = Questions(rank, generation, transport, config.segment_bytes)
         self._asked: collections.deque[Question] = collections.deque()
         self._doomed: list[Message] = []
@@ -146,15 +147,19 @@ class Engine:
         operation.timeout_s = allowed
         operation.deadline = now + allowed
         operation.report_at = now + self._config.report_after_s
-        self._inbox.append(operation)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._start_waiting()
-            finally:
-                self._lock.release()
-            self._hand_over()
-        else:
-            self._transport.wake()
+        try:
+            self._inbox.append(operation)
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._start_waiting()
+                finally:
+                    self._lock.release()
+                self._hand_over()
+            else:
+                self._transport.wake()
+        except BaseException as error:
+            self._interrupted(operation, error)
+            raise
 
     def wait(self, operation: Operation | Question) -> Any:
         """Drive until an operation or question is over; return its result or raise its error.
@@ -239,11 +244,11 @@ class Engine:
 
     def poison(self, group: int, members: tuple[int, ...], call: int, what: str, reason: str) -> None:
         """Tell the group that this rank's call had a bad argument: the others raise MismatchError at once."""
-        self._tell("poison", group=group, members=list(members), call=call, what=what, reason=reason[:2000])
+        self._tell_beside("poison", group=group, members=list(members), call=call, what=what, reason=reason[:2000])
 
     def left_run(self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str) -> None:
         """Tell the group that an exception left `strategy.run` on this rank after `call`."""
-        self._tell(
+        self._tell_beside(
             "left_run", group=group, members=list(members), call=call, epoch_end=epoch_end, reason=reason[:2000]
         )
 
@@ -279,10 +284,13 @@ class Engine:
         Raises:
             SyncvarError: A started operation failed.
         """
-        while self._active and self.failure is None and time.monotonic() < deadline:
-            self.wait(next(iter(self._active.values())))
+        while self.failure is None and time.monotonic() < deadline:
+            started = [*self._active.values(), *self._inbox]
+            if not started:
+                break
+            self.wait(started[0])
         if self.failure is None:
-            self._tell("leaving", entered=self.entered())
+            self._tell_beside("leaving", entered=self.entered())
 
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
@@ -295,6 +303,7 @@ class Engine:
         self._transport.wake()
         if self._progress is not threading.current_thread():
             self._progress.join()
+        self._hand_over()
 
     # -- driving --------------------------------------------------------------------------------------------------
 
@@ -321,6 +330,12 @@ class Engine:
             self._followers.remove(event)
 
     def _hand_over(self) -> None:
+        """Let others go on, after the lock has been released: waiting threads, and words that came meanwhile."""
+        while self._words and self._lock.acquire(blocking=False):
+            try:
+                self._speak()
+            finally:
+                self._lock.release()
         for event in list(self._followers):
             event.set()
 
@@ -390,8 +405,9 @@ class Engine:
     def _deliver(self, operation: Operation, frame: Frame) -> None:
         if frame.header.fingerprint != operation.fingerprint:
             self.consumed(frame.header.source, operation.group, frame.header.nbytes)
-            operation.mismatch = True
-            self._report(operation, time.monotonic())
+            if not operation.mismatch:
+                operation.mismatch = True
+                self._report(operation, time.monotonic())
             return
         try:
             operation.accept(frame, self)
@@ -443,8 +459,13 @@ class Engine:
     def _ended(self, rank: int, before: str) -> PeerLost:
         return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
 
+    def _is_oldest(self, operation: Operation) -> bool:
+        group, call = operation.group, operation.call
+        return not any(number < call for other, number in self._active if other == group)
+
     def _retire(self, operation: Operation) -> None:
         self._active.pop((operation.group, operation.call), None)
+        self._flow.go_on(operation.group)
         for frame in operation.unused_frames():
             self.consumed(frame.header.source, operation.group, frame.header.nbytes)
         if operation.reported and self.failure is None:
@@ -566,9 +587,22 @@ class Engine:
     # -- the launcher's word --------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, **fields: Any) -> None:
+        """Send the launcher a message, as the driver."""
         self._control.send(pack_message(kind, **fields))
 
+    def _tell_beside(self, kind: str, **fields: Any) -> None:
+        """Send the launcher a message from any thread: the channel belongs to whoever holds the lock."""
+        self._words.append(pack_message(kind, **fields))
+        self._transport.wake()
+        self._hand_over()
+
+    def _speak(self) -> None:
+        while self._words:
+            self._control.send(self._words.popleft())
+
     def _hear(self) -> None:
+        if self._words:
+            self._speak()
         self._heard = time.monotonic()
         while True:
             message = self._control.receive()
@@ -628,7 +662,7 @@ class Engine:
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {operation.what} (call {operation.call})"
             self._break(GroupBroken(f"this rank was {reason}", error), but=operation)
-            self._tell("broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[])
+            self._tell_beside("broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[])
 
     def _break(self, failure: TransportError, but: Operation | Question | None = None) -> None:
         if self.failure is None:

@@ -2,17 +2,25 @@
 
 ZeroMQ's own marks count messages, so one absent peer could hold gigabytes. Here every frame that is sent uses credit
 of its (peer, group), the receiver gives credit back when it has used frames, in pieces of a quarter of the window, and
-a frame that finds none waits in order. A frame may always go when nothing is on its way; credit frames need none.
+a frame that finds none waits. Credit frames need none.
+
+A peer uses frames of a call only when it has made that call, and it may make the calls one by one where this process
+has started many. So calls that are not the oldest running here get a quarter of the window, and the oldest's frames
+always get through: what the peer does not use stays below that quarter and another one, which it may have used without
+telling, for ever where nothing else is sent.
 """
 
 from __future__ import annotations
 
-import collections
+import heapq
+from itertools import count
 from typing import TYPE_CHECKING
 
 from syncvar.wire import HEADER_NBYTES, Kind, pack_header
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from syncvar.runtime.executor import Operation
     from syncvar.transports import Transport
 
@@ -24,7 +32,8 @@ class _Credit:
 
     def __init__(self) -> None:
         self.outstanding = 0
-        self.queue: collections.deque[tuple[Operation, bytes, memoryview | None]] = collections.deque()
+        # A heap by call and order of sending; the number makes entries differ before an operation is compared.
+        self.queue: list[tuple[int, int, Operation, bytes, memoryview | None]] = []
 
 
 class Flow:
@@ -35,14 +44,24 @@ class Flow:
         generation: Version of the membership.
         transport: Where frames go.
         window_bytes: Unused bytes allowed on a link for each group.
+        is_oldest: Whether no older operation of its group is running here.
     """
 
-    def __init__(self, rank: int, generation: int, transport: Transport, window_bytes: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        generation: int,
+        transport: Transport,
+        window_bytes: int,
+        is_oldest: Callable[[Operation], bool],
+    ) -> None:
         self.frames_sent = 0
         self._rank = rank
         self._generation = generation
         self._transport = transport
         self._window_bytes = window_bytes
+        self._is_oldest = is_oldest
+        self._numbers = count()
         self._credits: dict[tuple[int, int], _Credit] = {}
         self._owed: dict[tuple[int, int], int] = {}
 
@@ -52,11 +71,12 @@ class Flow:
         if credit is None:
             credit = self._credits[peer, operation.group] = _Credit()
         nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-        if credit.queue or self._exceeds(credit.outstanding, nbytes):
-            credit.queue.append((operation, header, payload))
-            operation.queued += 1
+        if not credit.queue and self._fits(credit, nbytes, operation):
+            self._send(credit, nbytes, operation, peer, header, payload)
             return
-        self._send(credit, nbytes, operation, peer, header, payload)
+        heapq.heappush(credit.queue, (operation.call, next(self._numbers), operation, header, payload))
+        operation.queued += 1
+        self._go_on(peer, credit)
 
     def consumed(self, peer: int, group: int, nbytes: int) -> None:
         """Note that a frame of `nbytes` payload has been used; give credit back when enough has come together."""
@@ -73,19 +93,13 @@ class Flow:
         if credit is None:
             return
         credit.outstanding -= nbytes
-        while credit.queue:
-            operation, header, payload = credit.queue[0]
-            size = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-            if self._exceeds(credit.outstanding, size):
-                return
-            credit.queue.popleft()
-            operation.queued -= 1
-            self._send(credit, size, operation, peer, header, payload)
+        self._go_on(peer, credit)
 
-    def _exceeds(self, outstanding: int, nbytes: int) -> bool:
-        # The peer may keep back the credit of nearly a quarter of the window, for ever where nothing else is sent: up to
-        # there a frame is always allowed, however large.
-        return outstanding * 4 >= self._window_bytes and outstanding + nbytes > self._window_bytes
+    def go_on(self, group: int) -> None:
+        """Send what may go now that an operation of a group has ended: another one may be the oldest."""
+        for (peer, other), credit in self._credits.items():
+            if other == group and credit.queue:
+                self._go_on(peer, credit)
 
     def clear(self) -> None:
         """Forget what waits: the generation is broken."""
@@ -95,6 +109,23 @@ class Flow:
         """Return the bytes on their way to a peer for a group."""
         credit = self._credits.get((peer, group))
         return credit.outstanding if credit is not None else 0
+
+    def _fits(self, credit: _Credit, nbytes: int, operation: Operation) -> bool:
+        total = credit.outstanding + nbytes
+        if total * 4 <= self._window_bytes:
+            return True
+        # Below half of the window a frame of the oldest call may go however large it is.
+        return (credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes) and self._is_oldest(operation)
+
+    def _go_on(self, peer: int, credit: _Credit) -> None:
+        while credit.queue:
+            _, _, operation, header, payload = credit.queue[0]
+            nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
+            if not self._fits(credit, nbytes, operation):
+                return
+            heapq.heappop(credit.queue)
+            operation.queued -= 1
+            self._send(credit, nbytes, operation, peer, header, payload)
 
     def _send(
         self, credit: _Credit, nbytes: int, operation: Operation, peer: int, header: bytes, payload: memoryview | None
