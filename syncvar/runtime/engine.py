@@ -537,6 +537,8 @@ class Engine:
                     del self._suspects[peer]
                 elif now >= until:
                     self._break(PeerLost(peer, self._hosts.get(peer, ""), reason))
+                    # Else the others would hear first that this rank ended, and take it for the lost one.
+                    self._tell("broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer])
                     return now
                 else:
                     due = min(due, until)

@@ -132,6 +132,10 @@ class Coordinator:
             self._drop_reports(rank)
             if self.broken_by is None:
                 self.broken_by = (rank, message["reason"])
+            if message["kind_of_break"] == "lost":  # it is not the reporter that was lost
+                lost = [peer for peer in message["missing"] if peer in self.roll.members]
+                others = [other for other in self.roll.members if other not in lost]
+                return [one for peer in lost for one in self._tell(others, self._lost_data(peer, message["reason"]), but=rank)]
             return self._tell_others(rank, self._abort_data(rank, message))
         if kind == "leaving":
             self._drop_reports(rank)
