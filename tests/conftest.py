@@ -29,7 +29,7 @@ _SHARED_MEMORY = "/dev/shm"
 def pytest_configure(config):
     # Short, because paths of unix sockets are limited to 107 bytes; private, because jobs keep their sockets in it.
     config.syncvar_runtime_before = os.environ.get("XDG_RUNTIME_DIR")
-    config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir="/tmp")
+    config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp"))
     os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime
 
 

@@ -1,7 +1,6 @@
 """What a user's program does to itself: forks (F42), threads (F43), exceptions and exits in odd places (F44)."""
 
 import textwrap
-import time
 
 import pytest
 from launching import check_bound
@@ -69,7 +68,7 @@ def test_f42_fork(launch, phase):
 
 
 THREADS = """
-import threading
+import threading, time
 import numpy as np
 import probe, syncvar as sv
 
@@ -110,6 +109,9 @@ if sv.rank() == 0:
     threads = [threading.Thread(target=same_group) for _ in range(2)]
     for thread in threads:
         thread.start()
+    while not refused:
+        time.sleep(0.01)
+    probe.open_gate("late")
     for thread in threads:
         thread.join()
     assert results == [10.0], results
@@ -125,9 +127,6 @@ probe.note("done")
 
 def test_f43_threads(launch):
     job = launch(THREADS, workers=2)
-    job.await_events("began", 2)
-    time.sleep(1.0)
-    job.open_gate("late")
     assert job.wait() == 0, str(job)
     assert len(job.events("done")) == 2, str(job)
 
