@@ -39,6 +39,11 @@ _WEIGHTS = {
 }
 
 
+# The engine has told the other ranks of these, with more than is known here. Both words go different ways, and ours
+# must not be the first to arrive; it follows when the process ends.
+_TELL_THEMSELVES = ("DeadlineExceeded",)
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """Why a rank counts as failed.
@@ -152,7 +157,8 @@ class Supervisor:
         reason = f"uncaught {error}: {record['message']}" if error != "SystemExit" else f"exited with status {record['exit_code']}"
         exit_code = int(record["exit_code"])
         weight = Weight.CONSEQUENCE if self._terminated and exit_code in _TERMINATED else _WEIGHTS.get(error, Weight.OWN)
-        return self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
+        actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
+        return [] if error in _TELL_THEMSELVES else actions
 
     def exited(self, rank: int, status: int, now: float, *, joined: bool) -> list[Action]:
         """Note the end of a process.
@@ -171,7 +177,7 @@ class Supervisor:
             own_end = status < 0 and not self._terminated  # else the signal may have been ours
             code = exit_code_of(status) if own_end else told.exit_code
             self.causes[rank] = Cause(rank, told.weight, status, code, told.reason, told.error, told.traceback)
-            return []
+            return [Announce(rank, told.reason)] if told.error in _TELL_THEMSELVES else []
         if status == 0 and (rank in self._said_goodbye or (self.is_command and not joined)):
             return []
         weight = Weight.CONSEQUENCE if self._terminated and status in _TERMINATED else Weight.OWN
