@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Terminate", "Weight"]
 
 _TERM, _KILL = 15, 9
-_TERMINATED = (-_TERM, -_KILL, 128 + _TERM, 128 + _KILL)
+_TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)  # 0: it has a handler of its own for SIGTERM
 
 
 class Weight(IntEnum):
@@ -227,7 +227,7 @@ class Supervisor:
 
     def next_due(self) -> float:
         """Return when `tick` must be called next, in seconds of the clock."""
-        due = [self._began + self.timeout_s]
+        due = [self._began + self.timeout_s if self.job_cause is None and self._term_at is None else float("inf")]
         if not self._killed:
             due += [at for at in (self._kill_at, None if self._terminated else self._term_at) if at is not None]
         return min(due)

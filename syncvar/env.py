@@ -87,7 +87,7 @@ class RankEnvironment:
                     f"{PREFIX}RANK is set but {PREFIX}{name} is not: start the script with syncvar-launch, "
                     f"or unset {PREFIX}RANK to run it as a world of one"
                 )
-            if not text.isdigit():
+            if not (text.isascii() and text.isdigit()):
                 raise ConfigError(f"{PREFIX}{name} must be a non-negative integer, not {text!r}")
             values[field] = int(text)
         for field, name in _TEXTS.items():

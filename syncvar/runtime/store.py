@@ -83,6 +83,7 @@ class Store:
                 self._peers[rank] = parts[0]
                 refused, actions = self.coordinator.join(message, now)
                 if refused:
+                    del self._peers[rank]  # a stranger has no say in this job
                     if previous is not None:
                         self._peers[rank] = previous
                     data = pack_message("refused", error="RendezvousError", reason=refused, missing=[])

@@ -150,7 +150,9 @@ class Coordinator:
             return []
         self._drop_reports(rank)
         self.gone[rank] = reason
-        return self._abort(rank, reason)
+        data = self._lost_data(rank, reason)
+        joining = [Tell(other, data) for other in sorted(self.next_roll.members) if other != rank]
+        return self._tell_others(rank, data) + joining
 
     def finished(self, rank: int, now: float) -> list[Action]:
         """Note that a rank's process ended in order."""

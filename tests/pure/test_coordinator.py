@@ -1,0 +1,218 @@
+"""What the launcher tells whom: joining, aborts, leaving, verdicts, poison, generations, as dialogues."""
+
+import pytest
+
+from syncvar.config import RuntimeConfig
+from syncvar.errors import WireError
+from syncvar.wire import Coordinator, Fail, Say, Tell, pack_message, parse_message
+
+CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, roll_call_s=5.0, stall_warning_s=10.0)
+
+
+def made(world_size=3):
+    return Coordinator(world_size, "j", CONFIG)
+
+
+def join(coordinator, rank, now=0.0, generation=0, job="j", **about):
+    fields = {"protocol": 1, "byte_order": "little"} | about
+    message = pack_message(
+        "join", rank=rank, job=job, generation=generation, address=f"a{rank}", pid=10 + rank, host="box", about=fields
+    )
+    return coordinator.join(parse_message(message), now)
+
+
+def joined(world_size=3):
+    coordinator = made(world_size)
+    for rank in range(world_size):
+        join(coordinator, rank)
+    return coordinator
+
+
+def say(coordinator, rank, kind, now=1.0, **fields):
+    return told(coordinator.message(rank, parse_message(pack_message(kind, **fields)), now))
+
+
+def told(actions):
+    """{rank: [messages]} of the actions; every message passes the schema that workers check."""
+    result = {}
+    for action in actions:
+        assert isinstance(action, Tell), action
+        result.setdefault(action.rank, []).append(parse_message(action.data))
+    return result
+
+
+def report(**more):
+    return {
+        "group": 0, "members": [0, 1, 2], "call": 4, "fingerprint": 1, "what": "barrier", "site": "a.py:1", "awaiting": [1],
+        "waited_s": 0.1, "mismatch": False, "may_move": False, "entered": {0: 4},
+    } | more  # fmt: skip
+
+
+def kinds(messages):
+    return {rank: [one["kind"] for one in those] for rank, those in messages.items()}
+
+
+# -- joining ------------------------------------------------------------------------------------------------------
+
+
+def test_everybody_gets_the_roll_when_the_last_has_joined():
+    coordinator = made(2)
+    assert join(coordinator, 1) == ("", [])
+    refused, actions = join(coordinator, 0, 3.0)
+    assert refused == ""
+    messages = told(actions)
+    assert kinds(messages) == {0: ["roll"], 1: ["roll"]}
+    assert messages[0][0]["addresses"] == {0: "a0", 1: "a1"}
+    assert messages[0][0]["hosts"] == {0: "box", 1: "box"}
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"job": "another"}, "another job"),
+        ({"generation": 7}, "generation 7 cannot be joined"),
+        ({"rank": 3}, "outside a world of 3"),
+        ({"rank": 0}, "already taken by process 10"),
+        ({"protocol": 9}, "protocol 9"),
+    ],
+)
+def test_who_does_not_belong_is_refused_with_the_reason(more, reason):
+    coordinator = made()
+    join(coordinator, 0)
+    refused, actions = join(coordinator, **{"rank": 1} | more)
+    assert reason in refused
+    assert actions == []
+
+
+def test_the_missing_are_named_then_the_meeting_fails_for_launcher_and_ranks():
+    coordinator = made()
+    join(coordinator, 1)
+    assert coordinator.tick(4.9) == []
+    (sentence,) = coordinator.tick(5.0)
+    assert isinstance(sentence, Say)
+    assert "waiting for ranks 0, 2" in sentence.text
+    failure, *tells = coordinator.tick(30.0)
+    assert isinstance(failure, Fail)
+    assert "ranks 0, 2 did not join within 30 s" in failure.reason
+    ((message,),) = told(tells).values()
+    assert (message["kind"], message["missing"]) == ("refused", [0, 2])
+    assert coordinator.tick(31.0) == []
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_ended_badly_is_told_to_all_others_once():
+    coordinator = joined()
+    messages = told(coordinator.ended(1, "signal 9", 1.0))
+    assert kinds(messages) == {0: ["abort"], 2: ["abort"]}
+    assert (messages[0][0]["rank"], messages[0][0]["host"], messages[0][0]["reason"]) == (1, "box", "signal 9")
+    assert coordinator.ended(1, "signal 9", 2.0) == []
+
+
+def test_a_rank_that_waits_for_the_next_generation_hears_of_a_loss_too():
+    coordinator = joined()
+    say(coordinator, 0, "leaving", entered={0: 4})
+    assert join(coordinator, 0, generation=1) == ("", [])
+    messages = told(coordinator.ended(1, "signal 9", 1.0))
+    assert kinds(messages) == {0: ["abort"], 2: ["abort"]}
+
+
+def test_a_rank_that_leaves_is_told_to_those_who_have_not_left():
+    coordinator = joined()
+    assert kinds(say(coordinator, 0, "leaving", entered={0: 4})) == {1: ["left"], 2: ["left"]}
+    messages = say(coordinator, 1, "leaving", entered={0: 4, 9: 2})
+    assert kinds(messages) == {2: ["left"]}
+    assert (messages[2][0]["rank"], messages[2][0]["entered"]) == (1, {0: 4, 9: 2})
+    assert coordinator.position(1) == "finished"
+
+
+def test_the_next_generation_begins_when_all_have_left_and_joined_anew():
+    coordinator = joined()
+    say(coordinator, 0, "report", **report())
+    for rank in range(3):
+        say(coordinator, rank, "leaving", entered={0: 1})
+        refused, actions = join(coordinator, rank, generation=1)
+        assert refused == ""
+        assert kinds(told(actions)) == ({} if rank < 2 else {one: ["roll"] for one in range(3)})
+    assert coordinator.roll.generation == 1
+    assert coordinator.left == {}
+    assert "generation 0 cannot be joined" in join(coordinator, 0, generation=0)[0]
+    assert kinds(told(coordinator.ended(0, "x", 1.0))) == {1: ["abort"], 2: ["abort"]}
+
+
+def test_a_missed_deadline_is_told_to_the_others_with_its_call():
+    fields = {"kind_of_break": "deadline", "reason": "gave up", "group": 5, "call": 7, "missing": [2]}
+    messages = say(joined(), 0, "broke", **fields)
+    assert kinds(messages) == {1: ["abort"], 2: ["abort"]}
+    assert {name: messages[1][0][name] for name in fields} == fields
+    assert messages[1][0]["rank"] == 0
+
+
+def test_a_lost_link_accuses_the_lost_and_not_the_messenger():
+    fields = {"kind_of_break": "lost", "reason": "connection closed", "group": -1, "call": -1, "missing": [2]}
+    messages = say(joined(4), 0, "broke", **fields)
+    assert kinds(messages) == {1: ["abort"], 3: ["abort"]}
+    assert messages[1][0]["rank"] == 2
+
+
+# -- verdicts -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_at_one_call_with_different_fingerprints_all_get_the_verdict():
+    coordinator = joined()
+    assert say(coordinator, 0, "report", **report()) == {}
+    assert say(coordinator, 1, "report", **report(fingerprint=2, what="all_reduce")) == {}
+    messages = say(coordinator, 2, "report", **report())
+    assert kinds(messages) == {rank: ["verdict"] for rank in range(3)}
+    assert messages[0][0]["table"][1].startswith("all_reduce (call 4) at a.py:1")
+    assert coordinator.tick(99.0) == []
+
+
+def test_a_cycle_over_two_groups_is_told_to_the_members_of_both():
+    coordinator = joined()
+    assert say(coordinator, 0, "report", **report(group=8, members=[0, 1], entered={8: 4})) == {}
+    messages = say(coordinator, 1, "report", **report(group=9, members=[0, 1], entered={9: 4}))
+    assert kinds(messages) == {0: ["verdict"] * 2, 1: ["verdict"] * 2}
+    assert all("deadlock" in one["text"] for one in messages[0])
+
+
+def test_a_rank_that_goes_on_takes_its_report_back():
+    coordinator = joined()
+    say(coordinator, 0, "report", **report(group=8, members=[0, 1], entered={8: 4}))
+    say(coordinator, 0, "resumed", group=8, call=4)
+    assert say(coordinator, 1, "report", **report(group=9, members=[0, 1], entered={9: 4})) == {}
+    assert coordinator.position(0) == "not waiting in any call"
+    assert coordinator.position(1).startswith("waiting in barrier (call 4)")
+
+
+def test_poison_is_told_to_the_members_with_what_the_others_do():
+    coordinator = joined()
+    say(coordinator, 2, "report", **report(members=[0, 2]))
+    fields = {"group": 0, "members": [0, 2], "call": 4, "what": "all_reduce", "reason": "ConfigError: op"}
+    messages = say(coordinator, 0, "poison", **fields)
+    assert kinds(messages) == {2: ["verdict"]}
+    verdict = messages[2][0]
+    assert (verdict["group"], verdict["call"], verdict["last_call"]) == (0, 4, 4)
+    assert set(verdict["table"]) == {0, 2}
+    assert "rank 0 refused its own call" in verdict["text"]
+
+
+def test_a_left_block_dooms_the_calls_up_to_its_end():
+    messages = say(joined(), 1, "left_run", group=0, members=[0, 1, 2], call=6, epoch_end=99, reason="KeyError: 'x'")
+    assert kinds(messages) == {0: ["verdict"], 2: ["verdict"]}
+    assert (messages[0][0]["call"], messages[0][0]["last_call"]) == (7, 99)
+    assert "KeyError" in messages[0][0]["text"]
+
+
+def test_a_stall_is_said_once_and_again_after_half_a_minute():
+    coordinator = joined()
+    say(coordinator, 0, "report", now=0.0, **report())
+    said = [now for now in range(60) for action in coordinator.tick(float(now)) if isinstance(action, Say)]
+    assert said == [10, 40]
+
+
+@pytest.mark.parametrize("kind", ["roll", "abort", "verdict", "left", "refused"])
+def test_a_worker_may_not_speak_for_the_launcher(kind):
+    with pytest.raises(WireError, match="may not send"):
+        joined().message(0, {"kind": kind}, 1.0)

@@ -1,0 +1,242 @@
+"""What the launcher does when workers end, in every order of events."""
+
+import itertools
+
+import pytest
+
+from syncvar.config import RuntimeConfig
+from syncvar_launcher.supervise import Announce, Kill, Supervisor, Terminate
+
+CONFIG = RuntimeConfig(abort_grace_s=2.0, term_grace_s=10.0)
+LOST = {"error": "PeerLost", "message": "rank 1 was lost", "traceback": "", "exit_code": 70}
+OWN = {"error": "ValueError", "message": "mine", "traceback": "Traceback …", "exit_code": 1}
+DISAGREE = {"error": "MismatchError", "message": "no", "traceback": "", "exit_code": 76}
+
+
+def supervisor(workers=3, *, is_command=False, timeout_s=float("inf")):
+    return Supervisor(workers, CONFIG, is_command, 0.0, timeout_s)
+
+
+def end(one, *ranks, now=99.0):
+    for rank in ranks:
+        one.exited(rank, -9, now, joined=True)
+
+
+def test_all_who_said_goodbye_and_ended_with_zero_are_a_success():
+    for order in itertools.permutations(range(3)):
+        one = supervisor()
+        for rank in order:
+            one.goodbye(rank)
+            assert one.exited(rank, 0, 1.0, joined=False) == []
+        assert one.is_over
+        assert one.outcome().exit_code == 0
+        assert one.outcome().cause is None
+
+
+# Three ranks fail: 1 of its own, 0 and 2 because of that; what they said and their ends come in any order.
+FAILURES = {
+    "exception": [("failed", 1, OWN), ("exited", 1, 1)],
+    "exit": [("exited", 1, 3)],
+    "signal": [("exited", 1, -11)],
+    "no goodbye": [("exited", 1, 0)],
+    "silent": [("silent", 1, "its process is stopped")],
+}
+CODES = {"exception": 1, "exit": 3, "signal": 139, "no goodbye": 70, "silent": 70}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_the_first_failure_by_cause_wins_in_every_order_of_events(kind):
+    own = FAILURES[kind]
+    for zero_first in (True, False):
+        others = [("failed", 0, LOST), ("exited", 0, 70), ("failed", 2, LOST), ("exited", 2, 70)]
+        if not zero_first:
+            others = others[2:] + others[:2]
+        for places in itertools.combinations(range(len(own) + len(others)), len(own)):
+            left_own, left_others = list(own), list(others)
+            one = supervisor()
+            for place in range(len(own) + len(others)):
+                name, rank, what = (left_own if place in places else left_others).pop(0)
+                if name == "exited":
+                    one.exited(rank, what, 0.5, joined=True)
+                else:
+                    getattr(one, name)(rank, what, 0.5)
+            outcome = one.outcome()
+            assert outcome.cause.rank == 1
+            assert outcome.exit_code == CODES[kind]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_failures_of_equal_weight_the_first_wins(first):
+    one = supervisor(2)
+    one.failed(first, OWN | {"exit_code": 10 + first}, 1.0)
+    one.failed(1 - first, OWN | {"exit_code": 11 - first}, 1.1)
+    assert one.outcome().cause.rank == first
+    assert one.outcome().exit_code == 10 + first
+
+
+def test_a_disagreement_is_heavier_than_a_loss_and_lighter_than_an_own_failure():
+    one = supervisor()
+    one.failed(0, LOST, 1.0)
+    assert one.outcome().exit_code == 70
+    one.failed(1, DISAGREE, 1.1)
+    assert one.outcome().exit_code == 76
+    one.failed(2, OWN, 1.2)
+    assert one.outcome().exit_code == 1
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 3, 255, -6, -9, -11, -15])
+def test_a_plain_end_has_the_code_that_shells_give_it(status):
+    one = supervisor(1)
+    one.exited(0, status, 1.0, joined=True)
+    assert one.outcome().exit_code == (70 if status == 0 else status if status > 0 else 128 - status)
+
+
+def test_the_others_are_told_once_of_each_failure():
+    one = supervisor()
+    (told,) = one.failed(1, OWN, 1.0)
+    assert told == Announce(1, "uncaught ValueError: mine")
+    assert one.exited(1, 1, 1.1, joined=True) == []
+    assert one.silent(1, "silent", 1.2) == []
+
+
+def test_grace_then_sigterm_then_grace_then_sigkill():
+    one = supervisor()
+    one.exited(1, 3, 100.0, joined=True)
+    assert one.next_due() == 102.0
+    assert one.tick(101.9) == []
+    assert one.tick(102.0) == [Terminate((0, 2))]
+    assert one.tick(102.1) == []
+    assert one.next_due() == 112.0
+    one.exited(0, -15, 103.0, joined=True)
+    assert one.tick(111.9) == []
+    assert one.tick(112.0) == [Kill((2,))]
+    assert one.tick(200.0) == []
+    assert one.next_due() == float("inf")
+    one.exited(2, -9, 112.1, joined=True)
+    assert one.is_over
+    assert one.outcome().exit_code == 3
+
+
+def test_a_late_look_at_the_clock_kills_at_once():
+    one = supervisor()
+    one.exited(1, 3, 100.0, joined=True)
+    assert one.tick(500.0) == [Kill((0, 2))]
+
+
+@pytest.mark.parametrize("status", [-15, -9, 143, 137, 0])
+def test_those_that_we_ended_are_never_the_cause(status):
+    one = supervisor()
+    one.failed(1, DISAGREE, 100.0)
+    one.tick(102.0)
+    one.exited(0, status, 102.1, joined=True)
+    one.failed(2, {"error": "SystemExit", "message": "143", "traceback": "", "exit_code": 143}, 102.2)
+    end(one, 1, 2)
+    assert one.outcome().cause.rank == 1
+    assert one.outcome().exit_code == 76
+
+
+def test_a_culprit_that_hangs_after_its_word_and_is_killed_keeps_its_own_code():
+    one = supervisor()
+    one.failed(1, OWN | {"exit_code": 5}, 100.0)
+    one.tick(102.0)
+    one.tick(112.0)
+    end(one, 0, 1, 2)
+    assert one.outcome().exit_code == 5
+    assert one.outcome().cause.traceback == "Traceback …"
+
+
+def test_a_slow_culprit_that_dumps_core_after_sigterm_is_still_the_cause():
+    one = supervisor()
+    one.failed(0, LOST, 100.0)
+    one.tick(102.0)
+    one.exited(1, -11, 105.0, joined=True)
+    assert one.outcome().cause.rank == 1
+    assert one.outcome().exit_code == 139
+
+
+def test_the_first_signal_ends_gracefully_and_the_second_at_once():
+    one = supervisor()
+    assert one.signalled(2, 5.0) == [Terminate((0, 1, 2))]
+    assert one.next_due() == 15.0
+    assert one.signalled(2, 6.0) == [Kill((0, 1, 2))]
+    end(one, 0, 1, 2)
+    assert one.outcome().exit_code == 130
+    assert one.outcome().interrupted == 2
+
+
+def test_after_a_signal_those_who_do_not_end_are_killed():
+    one = supervisor()
+    one.signalled(15, 5.0)
+    end(one, 0, 2, now=6.0)
+    assert one.tick(14.9) == []
+    assert one.tick(15.0) == [Kill((1,))]
+    assert one.outcome().exit_code == 143
+
+
+def test_the_time_limit_ends_the_job_with_its_own_code():
+    one = supervisor(timeout_s=60.0)
+    assert one.next_due() == 60.0
+    assert one.tick(59.9) == []
+    assert one.tick(60.0) == [Terminate((0, 1, 2))]
+    assert one.next_due() == 70.0
+    assert one.tick(60.1) == []
+    end(one, 0, 1, 2, now=61.0)
+    assert one.outcome().exit_code == 124
+
+
+def test_a_time_limit_that_passes_while_a_failed_job_ends_does_not_keep_the_launcher_busy():
+    one = supervisor(timeout_s=60.0)
+    one.exited(1, 3, 59.0, joined=True)
+    assert one.next_due() == 61.0
+    assert one.tick(60.5) == []
+    assert one.next_due() == 61.0
+    assert one.tick(61.0) == [Terminate((0, 2))]
+    assert one.next_due() == 71.0
+    end(one, 0, 2)
+    assert one.outcome().exit_code == 3
+
+
+def test_a_time_limit_on_a_job_that_has_ended_does_nothing():
+    one = supervisor(1, timeout_s=60.0)
+    one.goodbye(0)
+    one.exited(0, 0, 1.0, joined=False)
+    assert one.tick(99.0) == []
+    assert one.outcome().exit_code == 0
+
+
+def test_ranks_that_do_not_meet_end_the_job_with_the_code_of_a_rendezvous():
+    one = supervisor()
+    assert one.did_not_meet("rank 2 did not join", 30.0) == []
+    assert one.tick(32.0) == [Terminate((0, 1, 2))]
+    end(one, 0, 1, 2, now=33.0)
+    assert one.outcome().exit_code == 69
+    assert one.outcome().cause.reason == "rank 2 did not join"
+
+
+def test_a_rank_with_a_failure_of_its_own_is_the_cause_of_a_meeting_that_failed():
+    one = supervisor()
+    one.did_not_meet("rank 2 did not join", 30.0)
+    one.failed(2, OWN, 30.1)
+    assert one.outcome().exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("is_command", "goodbye", "joined", "succeeds"),
+    [
+        (False, True, False, True),
+        (False, True, True, True),
+        (False, False, False, False),
+        (False, False, True, False),
+        (True, False, False, True),
+        (True, True, True, True),
+        (True, False, True, False),
+    ],
+)
+def test_status_zero_is_success_only_for_those_who_left_in_order(is_command, goodbye, joined, succeeds):
+    one = supervisor(1, is_command=is_command)
+    if goodbye:
+        one.goodbye(0)
+    one.exited(0, 0, 1.0, joined=joined)
+    assert (one.outcome().exit_code == 0) is succeeds
+    if not succeeds:
+        assert one.outcome().cause.reason == "left with status 0 before shutdown"
