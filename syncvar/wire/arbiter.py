@@ -164,10 +164,11 @@ def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tupl
     """Return ((group, call), sentence) for each call that has been waited for longer than `after_s` seconds."""
     calls: dict[tuple[int, int], list[Report]] = {}
     for report in reports:
-        if now - report.since >= after_s:
-            calls.setdefault((report.group, report.call), []).append(report)
+        calls.setdefault((report.group, report.call), []).append(report)
     result = []
     for key, here in sorted(calls.items()):
+        if now - min(report.since for report in here) < after_s:
+            continue
         present = {report.rank for report in reports if report.entered.get(key[0], -1) >= key[1]}
         late = [rank for rank in here[0].members if rank not in present]
         others = []
