@@ -213,7 +213,7 @@ ENDS = {
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             probe.note("end")
             sv.shutdown()
-        time.sleep(0.6)
+        time.sleep(30)  # ended with the job
         """,
         5,
     ),
