@@ -535,6 +535,8 @@ class Engine:
             for peer, (reason, until) in list(self._suspects.items()):
                 if peer in self._left:
                     del self._suspects[peer]
+                elif self.failure is not None:
+                    del self._suspects[peer]  # it has been told
                 elif now >= until:
                     self._break(PeerLost(peer, self._hosts.get(peer, ""), reason))
                     # Else the others would hear first that this rank ended, and take it for the lost one.

@@ -405,6 +405,24 @@ def test_a_cut_link_is_told_to_both_ends_and_to_everybody():
     assert all(out[rank].rank in (1, 2) for rank in (0, 3)), out
 
 
+def test_a_loss_is_told_to_the_launcher_once():
+    said = []
+
+    def fn():
+        engine = current().engine
+        sv.barrier()
+        error = caught(sv.barrier)
+        tell, engine._tell = engine._tell, lambda kind, **_: said.append(kind)
+        with engine._lock:
+            for number in range(3):
+                engine._timers(time.monotonic() + number)
+        engine._tell = tell
+        return error
+
+    run_ranks(2, fn, config=SOON, faults=Faults(cut=(0, 1, 1)))
+    assert said == []
+
+
 def test_a_rank_that_fails_is_lost_for_all_others_with_its_reason():
     def fn():
         sv.barrier()

@@ -201,7 +201,7 @@ def check_groups(n):
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_every_collective_is_exact_under_delay_and_reordering(world_size, faults):
-    counts = sorted({0, 1, max(0, world_size - 1), world_size, world_size + 1}) + [10_007]
+    counts = [*sorted({0, 1, max(0, world_size - 1), world_size, world_size + 1}), 10_007]
     out = run_ranks(world_size, check_collectives, world_size, counts, config=PATIENT, faults=faults)
     assert out == ["done"] * world_size, out
 
