@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 __all__ = ["call_site"]
+
+_looking = threading.Lock()
 
 
 def call_site(thread: int) -> str:
     """Return file:line and function of the innermost frame of a thread that is not ours."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001
+    frame = _innermost(thread)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith("syncvar.") or module.startswith("syncvar.examples."):
@@ -19,3 +27,23 @@ def call_site(thread: int) -> str:
             return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "a place unknown"
+
+
+def _innermost(thread: int) -> FrameType | None:
+    """Return a thread's innermost frame, if it runs.
+
+    sys._current_frames holds the interpreter's lock of thread states while it makes objects. In Python 3.11 before 3.11.9 a
+    garbage collection may begin there: it lets other threads run, and one of those that starts or ends waits for that
+    lock while it holds the GIL. Then the process stands still for ever (cpython issue 106883), so that the collector
+    is off meanwhile.
+    """
+    if thread == threading.get_ident():
+        return sys._getframe()  # noqa: SLF001
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)  # noqa: SLF001
+        finally:
+            if collects:
+                gc.enable()
