@@ -256,9 +256,11 @@ class Engine:
         """Note that this rank ends a block of calls after `last`; the next block is announced after this.
 
         When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
-        well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
+        well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent. Blocks in which
+        no call was made are one with those before; once a call has been made, all ranks are past what was before it.
         """
-        self._passed[group] = (members, last, epoch_end)
+        _, first, before = self._passed.get(group, ((), last, -1))
+        self._passed[group] = (members, first if before == last else last, epoch_end)
         if any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
             self._passed.pop(group, None)  # the group knows already
 
@@ -482,14 +484,18 @@ class Engine:
         self._early.setdefault((header.group, header.call), []).append(frame)
 
     def _check_passed(self, group: int, call: int) -> None:
-        """Tell the group if a peer makes a call that this rank left `strategy.run` without."""
+        """Tell the group if a peer makes a call that this rank has gone on without, past the end or begin of a run."""
         members, last, epoch_end = self._passed.get(group, ((), 0, -1))
         if not last < call <= epoch_end or self.failure is not None:
             return
         del self._passed[group]
         running = [number for other, number in self._active if other == group and number > epoch_end]
         following = min(running, default=self._next_call.get(group, epoch_end + 1))
-        reason = f"rank {self.rank} ended it without making a call that another rank made"
+        place = "computes"
+        if running:
+            operation = self._active[group, following]
+            place = f"is in {operation.what} (call {following}) at {call_site(operation.thread)}"
+        reason = f"has gone on without making a call that another rank made, and {place}"
         self.left_run(group, members, last, epoch_end, reason)
         self.left_run(group, members, epoch_end, following, reason)
         self._judged(
@@ -497,8 +503,8 @@ class Engine:
                 "group": group,
                 "call": epoch_end + 1,
                 "last_call": following,
-                "text": f"in the strategy.run before, another rank made a call that rank {self.rank} did not make",
-                "table": {self.rank: "ended strategy.run without it"},
+                "text": f"another rank made a call before it that rank {self.rank} did not make",
+                "table": {self.rank: reason},
             }
         )
 

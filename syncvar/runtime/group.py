@@ -222,28 +222,36 @@ class Communicator:
         """Begin a new block of call numbers (at the start of `strategy.run`); returns its last number.
 
         Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are
-        at the same number again.
+        at the same number again. A peer that waits in a call of the block before, which this rank never made, is told
+        so when its frame is seen: a value that is read on one rank only between two runs, for instance.
         """
-        self._epoch = max(self._epoch + 1, -(-self.next_call // _EPOCH_CALLS))
-        self.next_call = self._epoch * _EPOCH_CALLS
-        if self.engine is not None:
-            self.engine.announce(self.identity, self.next_call)
+        last = self.next_call - 1
+        self._skip()
+        if self.engine is not None and self.size > 1:
+            self.engine.passed_over(self.identity, self.members, last, self.next_call - 1)
+        self._announce()
         return self.next_call + _EPOCH_CALLS - 1
 
     def end_epoch(self, epoch_end: int) -> None:
-        """End a block (when `strategy.run` returns), so that all ranks go on at the same number.
-
-        A peer that waits in a call of the block which this rank never made is told so when its frame is seen.
-        """
-        if self.engine is not None and self.size > 1:
-            self.engine.passed_over(self.identity, self.members, self.next_call - 1, epoch_end)
+        """End a block (when `strategy.run` returns), so that all ranks go on at the same number; peers as above."""
+        del epoch_end  # the block goes on to the beginning of the next one
         self.begin_epoch()
 
     def leave_epoch(self, epoch_end: int, reason: str) -> None:
         """End a block by an exception: the group is told at once."""
         if self.engine is not None and self.size > 1 and self.engine.failure is None:
+            reason = f"left strategy.run: {reason}"
             self.engine.left_run(self.identity, self.members, self.next_call - 1, epoch_end, reason)
-        self.begin_epoch()
+        self._skip()
+        self._announce()
+
+    def _skip(self) -> None:
+        self._epoch = max(self._epoch + 1, -(-self.next_call // _EPOCH_CALLS))
+        self.next_call = self._epoch * _EPOCH_CALLS
+
+    def _announce(self) -> None:
+        if self.engine is not None:
+            self.engine.announce(self.identity, self.next_call)
 
     def disown(self, failure: UsageError) -> None:
         """Refuse every later call: this process is a forked copy."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.barrier import meet
-from syncvar.errors import ConfigError, UsageError
+from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
 from syncvar.runtime.kernels import reduction
 from syncvar.variables.casting import operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish
@@ -364,11 +364,30 @@ class Variable(ArrayProtocol):
             return self._copy.view()
         kind = self._synchronization.name
         what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"
-        value: NDArray[Any] = self._travel(action, what, lambda: self._copy, request_of)
+        try:
+            value: NDArray[Any] = self._travel(action, what, lambda: self._copy, request_of)
+        except (MismatchError, DeadlineExceeded, PeerLost) as error:
+            self._advise_reader(operation, error)
+            raise
         if travel is Travel.MEETING:
             return self._copy.view()
         value.flags.writeable = False
         return value.view()
+
+    def _advise_reader(self, operation: Operation, error: SyncvarError) -> None:
+        """Add to the error of a collective read what to write instead: some ranks only may have read."""
+        if isinstance(error, PeerLost) and error.reason != "finished":
+            return
+        doing = "Reading" if operation is Operation.READ else "sync() of"
+        call = f"{self.name}.numpy()" if operation is Operation.READ else f"{self.name}.sync()"
+        advice = (
+            f"\n{doing} {self._synchronization.name} {self.name!r} is collective: every replica has to take part. Read on "
+            f"every rank, and use it where you like:\n    value = {call}\n    if sv.rank() == 0: print(value)\n"
+            f"or take this replica's copy, which needs no other:\n    {self.name}.local_value()"
+        )
+        text = str(error)
+        if advice not in text:
+            error.args = (text + advice,)
 
     def _assign(self, operation: Operation, x: Any) -> Variable:
         action = self._decide(operation)

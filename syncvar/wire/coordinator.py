@@ -124,7 +124,7 @@ class Coordinator:
                 group=message["group"],
                 call=message["call"] + 1,
                 last_call=message["epoch_end"],
-                text=f"rank {rank} left strategy.run: {message['reason']}",
+                text=f"rank {rank} {message['reason']}",
                 table={rank: message["reason"]},
             )
             return self._tell(message["members"], data, but=rank)
