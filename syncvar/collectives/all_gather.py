@@ -116,7 +116,7 @@ def _gather_one(
     same = [
         (record.kind, record.dtype, len(record.shape), record.shape[:axis], record.shape[axis + 1 :]) for record in records
     ]
-    require_same(communicator, name, same, records)
+    require_same(communicator, f"{name}: only lengths along axis {axis} may differ", same, records)
     moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
     lengths = [record.shape[axis] for record in records]
     row = 1

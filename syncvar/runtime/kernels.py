@@ -66,7 +66,7 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     dtype_index(dtype)
     kind = dtype.kind
     if kind == "b" and name in ("sum", "mean", "prod"):
-        raise ConfigError(f"{name} of bool has no meaning: convert to an integer dtype, or use min (and) or max (or)")
+        raise ConfigError(f"{name} of bool has no meaning: write x.astype('int64'), or use min (and) or max (or)")
     if kind == "c" and name in ("min", "max"):
         raise ConfigError(f"{name} of complex numbers has no meaning: they have no order")
     is_mean = name == "mean"

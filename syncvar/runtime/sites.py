@@ -21,7 +21,8 @@ def call_site(thread: int) -> str:
     frame = _innermost(thread)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("syncvar.") or module.startswith("syncvar.examples."):
+        ours = module == "copy" or module.startswith("syncvar.")  # copy.deepcopy calls us in the user's name
+        if not ours or module.startswith("syncvar.examples."):
             path = frame.f_code.co_filename
             relative = os.path.relpath(path)
             return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -240,10 +240,14 @@ class Scope:
         place = current_place()
         if place is not None:
             if place.owner is not strategy:
-                raise UsageError("a scope is entered under another strategy; leave that one's scope first")
+                raise UsageError(
+                    "a scope is entered under another strategy; leave that one's scope first, or take the strategy in "
+                    "force: sv.get_strategy()"
+                )
             if place.context is not Context.CROSS:
                 raise UsageError(
-                    "a scope is entered inside strategy.run; enter it around run, and make variables before"
+                    "a scope is entered inside strategy.run; enter it around run, and make variables there:\n"
+                    "    with strategy.scope():\n        v = sv.Variable(…)\n        strategy.run(fn)"
                 )
         places().append(Place(strategy, Context.CROSS))
         return strategy

@@ -139,8 +139,8 @@ class ReplicaContext:
         context = context_of(self._strategy, what)
         if context in (Context.MERGE, Context.CROSS):
             raise UsageError(
-                f"{what} belongs into replica context; in {context.value} context use strategy.reduce or "
-                f"strategy.gather"
+                f"{what} belongs into replica context; in {context.value} context write "
+                f"strategy.reduce(op, x, axis=None) or strategy.gather(x, axis=0)"
             )
         return self._strategy
 

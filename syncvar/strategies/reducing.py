@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, flatten, unflatten
+from syncvar.collectives._arguments import as_array, describe, flatten, unflatten
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import ConfigError
@@ -42,6 +42,9 @@ class ReduceOp(Enum):
     MIN = "min"
     MAX = "max"
     PROD = "prod"
+
+
+_NO_AXIS = "axis must be an integer, a tuple of integers or None, not {!r}: write axis=0, axis=(0, 1) or axis=None"
 
 
 def own_part(value: Any) -> Any:
@@ -99,13 +102,13 @@ def reduce_values(
         name = f"strategy.reduce({op.name}, axis={axes})"
         if axes is None:
             request = reduce_request(communicator, arrays, op.value, reproducible=reproducible, name=name)
-            return _structured(request, lambda parts: unflatten(structure, parts), structure)
+            return _structured(request, lambda parts: unflatten(structure, parts), structure, name, arrays)
         places = [_normalized(axes, array.ndim) for array in arrays]
         parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
         if op is not ReduceOp.MEAN:
             request = reduce_request(communicator, parts, op.value, reproducible=reproducible, name=name)
             return _structured(
-                request, lambda made: unflatten(structure, _as_asked(made, op, arrays)), structure
+                request, lambda made: unflatten(structure, _as_asked(made, op, arrays)), structure, name, parts
             )
         counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
         request = reduce_request(communicator, [*parts, *counts], "sum", reproducible=reproducible, name=name)
@@ -116,7 +119,7 @@ def reduce_values(
                 means = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]
             return unflatten(structure, _as_asked(means, op, arrays))
 
-        return _structured(request, finish, structure)
+        return _structured(request, finish, structure, name, parts)
 
     return communicator.perform("strategy.reduce", check, timeout)
 
@@ -144,15 +147,17 @@ def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: fl
     return communicator.perform(name, check, timeout)
 
 
-def _structured(request: Request, finish: Any, structure: Any) -> Request:
-    """Return the request with its result put together, and the structure among what is compared."""
+def _structured(request: Request, finish: Any, structure: Any, name: str, parts: list[NDArray[Any]]) -> Request:
+    """Return the request with its result put together, and the structure among what is compared and told."""
     body = request.body
 
     def run() -> Generator[Stage, None, Any]:
         return finish((yield from body))
 
     digest = request.digest ^ (hash_of(structure) & ((1 << 64) - 1))
-    return Request(request.what, digest, run())
+    kinds = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4]) + (", …" if len(parts) > 4 else "")
+    inside = "" if structure.kind == "leaf" else f" in {describe(structure)}"
+    return Request(f"{name} of {kinds}{inside}", digest, run())
 
 
 def hash_of(structure: Any) -> int:
@@ -167,11 +172,11 @@ def _checked_axes(axis: Any) -> tuple[int, ...] | None:
         return None
     given = axis if isinstance(axis, tuple) else (axis,)
     if any(isinstance(one, bool | np.bool_) for one in given):
-        raise ConfigError(f"axis must be an integer, a tuple of integers or None, not {axis!r}")
+        raise ConfigError(_NO_AXIS.format(axis))
     try:
         return tuple(operator.index(one) for one in given)
     except TypeError as error:
-        raise ConfigError(f"axis must be an integer, a tuple of integers or None, not {axis!r}") from error
+        raise ConfigError(_NO_AXIS.format(axis)) from error
 
 
 def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -182,7 +187,7 @@ def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
             )
     places = tuple(axis % ndim for axis in axes)
     if len(set(places)) != len(places):
-        raise ConfigError(f"axis {axes} names a dimension twice")
+        raise ConfigError(f"axis {axes} names a dimension twice; write axis={tuple(sorted(set(places)))}")
     return places
 
 

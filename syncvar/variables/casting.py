@@ -30,7 +30,7 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         made: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
-        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r}: {error}") from error
+        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for instance") from error
     if not made.isnative:
         made = made.newbyteorder("=")
     dtype_index(made)
@@ -89,6 +89,13 @@ def plain_array(value: Any, what: str) -> NDArray[Any]:
             f"{what}: a PerReplica holds one value for each replica; reduce it first: "
             f"x = strategy.reduce('SUM', x, axis=None), or pass it through strategy.run(fn, args=(x,))"
         )
+    if value is None:
+        raise ConfigError(
+            f"{what} must be an array or a number, not None. Every replica passes one: write np.zeros(shape), or 0.0, "
+            f"where a replica has nothing to bring"
+        )
+    if isinstance(value, str | bytes):
+        raise ConfigError(f"{what} must be an array or a number, not {value!r:.80}: write 0.0, or np.zeros(shape)")
     return as_array(value.values[0] if isinstance(value, Mirrored) else value, what)
 
 
@@ -111,18 +118,26 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
     if not array.size:  # NumPy calls an empty list float64, but it holds no float
         return array.astype(dtype)
     if _ORDER[array.dtype.kind] > _ORDER[dtype.kind]:
-        raise ConfigError(f"{what}: a Python {_NAMES[array.dtype.kind]} does not go into {dtype.name}")
+        raise ConfigError(
+            f"{what}: a Python {_NAMES[array.dtype.kind]} does not go into {dtype.name}. Write "
+            f"np.asarray(x).astype('{dtype.name}') if that is meant, or make the variable with "
+            f"dtype='{_WIDE[array.dtype.kind]}'"
+        )
     if dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:
         limits = np.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise ConfigError(
-                f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not {array.tolist()!r}"[:300]
+                f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not {array.tolist()!s:.120}. Make the "
+                f"variable with dtype='int64'"
             )
     with np.errstate(over="ignore"):
         made = array.astype(dtype)
     if dtype.kind not in "biu" and bool(np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))):
-        raise ConfigError(f"{what}: {dtype.name} cannot hold {array.tolist()!r}"[:300])
+        raise ConfigError(
+            f"{what}: {dtype.name} cannot hold {array.tolist()!s:.120}. Make the variable with dtype='float64'"
+        )
     return made
 
 
 _NAMES = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
+_WIDE = {"b": "bool", "i": "int64", "u": "uint64", "f": "float32", "c": "complex64"}

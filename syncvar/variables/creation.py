@@ -156,7 +156,7 @@ def _checked(owner: Owner, wish: Wish) -> _Checked:
     dtype = None if wish.dtype is None else checked_dtype(wish.dtype)
     trainable = requested is not VariableSynchronization.ON_READ if wish.trainable is None else wish.trainable
     if not isinstance(trainable, bool | np.bool_):
-        raise ConfigError(f"trainable must be True, False or None, not {trainable!r}")
+        raise ConfigError(f"trainable must be True, False or None, not {trainable!r}: write trainable=True")
     action = decide(
         resolve(requested)[0], aggregation, context_of(owner, f"variable {base!r}"), Operation.CREATE
     )
@@ -184,7 +184,10 @@ def _checked_name(name: Any) -> str:
     if name is None:
         return "Variable"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"a variable's name must be 1 to 128 of A-Z a-z 0-9 _ . / -, not {name!r}"[:300])
+        fitting = re.sub(r"[^A-Za-z0-9_./-]", "_", str(name))[:128] or "v"
+        raise ConfigError(
+            f"a variable's name must be 1 to 128 of A-Z a-z 0-9 _ . / -, not {name!r:.140}: write name={fitting!r}"
+        )
     return name
 
 
@@ -254,7 +257,10 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
                 if digest is not None
             }
             raise MismatchError(
-                f"the initial values of variable {mine.name!r} differ, and the strategy is strict", table
+                f"the initial values of variable {mine.name!r} differ, and the strategy is strict. Pass the same "
+                f"everywhere: np.random.default_rng(seed) with one seed, or a callable, sv.Variable(lambda: x, …), "
+                f"which only the chief calls",
+                table,
             )
         return made, differ
 
@@ -290,4 +296,8 @@ def _compare(members: tuple[int, ...], manifests: list[Manifest]) -> None:
         )
         if known != chief:
             table = {members[replica]: one.describe() for replica, one in enumerate(manifests)}
-            raise MismatchError("the replicas do not create the same variable; none was created", table)
+            raise MismatchError(
+                "the replicas do not create the same variable; none was created. Every rank has to write the same line "
+                "sv.Variable(…), with a value of the same shape and dtype",
+                table,
+            )

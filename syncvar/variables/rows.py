@@ -49,7 +49,7 @@ def checked_rows(
         ConfigError: A scalar variable, indices that are no integers, values of a wrong shape or dtype.
     """
     if not shape:
-        raise ConfigError(f"{what}: a scalar has no rows; use assign, assign_add or assign_sub")
+        raise ConfigError(f"{what}: a scalar has no rows; write v.assign(x), v.assign_add(x) or v.assign_sub(x)")
     if dtype.kind == "b" and operation not in _OF_BOOLS:
         raise ConfigError(
             f"{what}: bool has no sum or product; use scatter_update, scatter_min or scatter_max"
@@ -63,9 +63,12 @@ def checked_rows(
     flat = rows.reshape(-1).astype(np.int64)
     outside = flat[(flat < 0) | (flat >= shape[0])]
     if outside.size:
-        raise RowOutOfRange(
-            f"{what}: row {int(outside[0])} is outside the variable's rows 0 to {shape[0] - 1}"
+        row, count = int(outside[0]), shape[0]
+        fix = f"Negative rows do not count from the end: write rows % {count}" if row < 0 < count else (
+            f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], values[keep])"
         )
+        inside = f"rows 0 to {count - 1}" if count else "rows: it has none"
+        raise RowOutOfRange(f"{what}: row {row} is outside the variable's {inside}. {fix}")
     return Rows(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))
 
 

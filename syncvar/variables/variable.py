@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Variable"]
 
 _PACES = ("eager", "deferred")
+_NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
 
 class Variable(ArrayProtocol):
@@ -320,7 +321,9 @@ class Variable(ArrayProtocol):
 
         def check() -> None:
             if mode is not None and mode not in _PACES:
-                raise ConfigError(f"pin takes 'eager', 'deferred' or None, not {mode!r}")
+                raise ConfigError(
+                    f"there is no pace {mode!r}: write v.pin('eager'), v.pin('deferred') or v.pin(None)"
+                )
 
         what = f"pin variable {self.name!r} to {mode}"
         meet(self._owner.communicator, what, ("pin", self.name, mode), self._owner.timeout, check)
@@ -364,8 +367,14 @@ class Variable(ArrayProtocol):
             return self._copy.view()
         kind = self._synchronization.name
         what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"
+
+        def mine() -> NDArray[Any]:
+            if travel in (Travel.SUM, Travel.MEAN):
+                self._check_sum(f"{operation.value} of variable {self.name!r}")
+            return self._copy
+
         try:
-            value: NDArray[Any] = self._travel(action, what, lambda: self._copy, request_of)
+            value: NDArray[Any] = self._travel(action, what, mine, request_of)
         except (MismatchError, DeadlineExceeded, PeerLost) as error:
             self._advise_reader(operation, error)
             raise
@@ -398,9 +407,11 @@ class Variable(ArrayProtocol):
 
         def mine() -> NDArray[Any]:
             if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
-                raise ConfigError(f"{what}: bool has no sum; use assign, or a variable of an integer dtype")
+                raise ConfigError(f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'")
             if self._dtype.kind == "b" and action.effect is Effect.SHARE:
-                raise ConfigError(f"{what}: the copies of a bool variable have no sum to be split from")
+                raise ConfigError(f"{what}: {_NO_SHARE}")
+            if is_reduced:
+                self._check_sum(what)
             array = operand_array(x, self._shape, self._dtype, what)
             # Half types are summed in float32 and rounded once, after they are added to the copy.
             return array.astype(reduction("sum", array.dtype).accumulate) if is_reduced else array
@@ -424,7 +435,7 @@ class Variable(ArrayProtocol):
 
         def mine() -> tuple[NDArray[Any], Rows]:
             if action.effect is Effect.SPLIT_ANEW and self._dtype.kind == "b":
-                raise ConfigError(f"{what}: the copies of a bool variable have no sum to be split from")
+                raise ConfigError(f"{what}: {_NO_SHARE}")
             return self._copy, checked_rows(operation, indices, values, self._shape, self._dtype, what)
 
         def combine(together: tuple[NDArray[Any], Rows]) -> NDArray[Any]:
@@ -448,16 +459,28 @@ class Variable(ArrayProtocol):
     def _travel(self, action: Action, what: str, mine: Any, request: Any) -> Any:
         """Make one call of the group; a rank whose `mine` raises tells the others, and no copy changes."""
         owner = self._owner
-        hint = (
-            f"Write the same on every replica, or give the variable an aggregation that combines (it has "
-            f"{self._aggregation.name}), such as aggregation=sv.VariableAggregation.SUM"
-        )
+        hint = "Write the same on every replica, for instance x = strategy.reduce('MEAN', x, axis=None); or "
+        if self._aggregation is VariableAggregation.NONE:
+            hint += (
+                "give the variable an aggregation that combines (it has NONE): "
+                "aggregation=sv.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+        else:
+            hint += f"write inside strategy.run, where aggregation {self._aggregation.name} takes each replica's own value"
 
         def check() -> Any:
             return request(action, owner.communicator, mine(), what, hint, reproducible=owner.reproducible)
 
         self._collectives += 1
         return owner.communicator.perform(what, check, owner.timeout)
+
+    def _check_sum(self, what: str) -> None:
+        """Raise ConfigError if the variable's dtype cannot be summed."""
+        if self._dtype.kind == "b":
+            raise ConfigError(
+                f"{what}: bool has no {self._aggregation.name.lower()}; make the variable with dtype='int64', or with "
+                f"aggregation=sv.VariableAggregation.ONLY_FIRST_REPLICA"
+            )
 
     def _share(self, value: NDArray[Any]) -> NDArray[Any]:
         communicator = self._owner.communicator

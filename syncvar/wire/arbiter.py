@@ -17,6 +17,11 @@ from syncvar.topology import rank_list
 
 __all__ = ["Report", "Verdict", "find_deadlock", "find_mismatch", "stalls"]
 
+_MISMATCH = (
+    "the ranks do not make the same call. Write the same calls in the same order on every rank, with the same shape and "
+    "dtype, and none of them inside `if sv.rank() == 0:`"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -97,7 +102,7 @@ def find_mismatch(reports: list[Report], now: float, patience_s: float = 0.3) ->
             if rank not in table:
                 elsewhere = [report for report in reports if report.rank == rank]
                 table[rank] = elsewhere[0].describe() if elsewhere else "has not reported"
-        verdicts.append(Verdict(group, call, members, "the ranks do not make the same call", table))
+        verdicts.append(Verdict(group, call, members, _MISMATCH, table))
     return verdicts
 
 

@@ -1,0 +1,72 @@
+"""Each refusal of the variable layer prints the line that the user should have written.
+
+After a wanted change: SYNCVAR_REGENERATE_GOLDEN=1 pytest tests/programs/test_error_texts.py, read the diff of
+tests/golden/errors.txt, commit what you can explain.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from refusals import REFUSALS
+
+import syncvar as sv
+from syncvar.testing import run_ranks
+
+ATTEMPTS = 5
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "errors.txt"
+
+
+def text_of(refusal):
+    """Return the class and the text that one rank sees, without what differs from run to run."""
+
+    def program():
+        try:
+            refusal.mistake()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    result = run_ranks(refusal.size, program, timeout_s=20)[refusal.rank]
+    assert isinstance(result, str), f"{refusal.name}: {result!r}"
+    result = re.sub(r"\S*refusals\.py:\d+ in \S+", "train.py:7 in <module>", result)
+    result = re.sub(r"digest [0-9a-f]{16}", "digest …", result)
+    return re.sub(r"\bcall \d+", "call …", result)
+
+
+def golden():
+    """Return the texts that are kept, by name."""
+    parts = re.split(r"(?m)^== (.+) ==\n", GOLDEN.read_text())
+    return {name: text.removesuffix("\n\n").removesuffix("\n") for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+@pytest.fixture(scope="module")
+def texts():
+    made = {refusal.name: text_of(refusal) for refusal in REFUSALS}
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        GOLDEN.write_text("\n".join(f"== {name} ==\n{text}\n" for name, text in made.items()))
+    return made
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
+def test_a_refusal_says_what_to_write(refusal, texts):
+    text, kept = texts[refusal.name], golden()[refusal.name]
+    for _ in range(ATTEMPTS):  # on a busy machine a rank may be late, so that a table tells less of it
+        if text == kept:
+            break
+        text = text_of(refusal)
+    assert text == kept
+    assert refusal.says in text
+
+
+def test_every_entry_has_its_refusal():
+    assert list(golden()) == [refusal.name for refusal in REFUSALS]
+    assert len({refusal.name for refusal in REFUSALS}) == len(REFUSALS)
+
+
+def test_the_classic_mistake_names_the_call_and_the_others(texts):
+    text = texts["the classic mistake: reading a loss on rank 0 only"]
+    for words in ("Reading ON_READ 'loss' is collective", "weights", "rank 1:", "rank 3:", "loss.local_value()", "every rank"):
+        assert words in text
+    assert text.startswith(sv.MismatchError.__name__)
