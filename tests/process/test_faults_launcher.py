@@ -167,7 +167,10 @@ import probe, syncvar as sv
 if probe.RANK == 2:
     signal.signal(signal.SIGTERM, lambda *_: probe.note("ignored"))
 sv.all_reduce(1)
+probe.open_gate(f"done-{probe.RANK}")
 if probe.RANK == 1:
+    for rank in range(3):  # nobody is still in the first call
+        probe.gate(f"done-{rank}")
     probe.note("inject")
     raise ValueError("planted failure")
 assert isinstance(probe.failure(sv.all_reduce, 1), sv.PeerLost)
