@@ -225,7 +225,7 @@ class ZeromqTransport:
 
     def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
         """Send a frame to a peer; opens the link when it is the first."""
-        if peer in self._lost:
+        if peer in self._lost or peer in self._departed:
             return None
         link = self._links.get(peer) or self._open_link(peer)
         if not link.outbox:
@@ -494,8 +494,7 @@ class ZeromqTransport:
                     closed = True
             if closed:
                 self._read_goodbye(peer, link)
-                still_sends = peer in self._source_of_descriptor.values()
-                self._closing.setdefault(peer, now + _OTHER_HALF_S if still_sends else 0.0)
+                self._closing.setdefault(peer, now + _OTHER_HALF_S)
             elif not link.connected and now - link.opened > self._config.handshake_timeout_s:
                 self._lose(peer, f"no connection within {self._config.handshake_timeout_s:g} s")
 
@@ -524,7 +523,6 @@ class ZeromqTransport:
         if link is not None:
             self._unsent.discard(peer)
             self._close_link(link, 0)
-            self._lost.add(peer)
 
     def _lose(self, peer: int, reason: str) -> None:
         if peer in self._lost:
