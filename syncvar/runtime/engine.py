@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import (
     DeadlineExceeded,
     GroupBroken,
-    MismatchError,
     PeerLost,
     SyncvarError,
     TransportError,
     UsageError,
 )
 from syncvar.runtime.asking import Answer, Question, Questions
+from syncvar.runtime.callbook import CallBook
 from syncvar.runtime.executor import Operation, State
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.sites import call_site
@@ -84,20 +84,15 @@ class Engine:
         self._hosts = hosts
         self._lock = threading.Lock()
         self._active: dict[tuple[int, int], Operation] = {}
-        self._early: dict[tuple[int, int], list[Frame]] = {}
-        self._next_call: dict[int, int] = {}
+        self._book = CallBook(hosts)
         self._flow = Flow(rank, generation, transport, config.window_bytes, self._is_oldest)
         self._words: collections.deque[bytes] = collections.deque()  # to the launcher, of threads that do not drive
         self._questions = Questions(rank, generation, transport, config.segment_bytes)
         self._asked: collections.deque[Question] = collections.deque()
-        self._doomed: list[Message] = []
-        self._passed: dict[int, tuple[tuple[int, ...], int, int]] = {}
-        self._left: dict[int, dict[int, int]] = {}
         self._suspects: dict[int, tuple[str, float]] = {}
         self._inbox: collections.deque[Operation] = collections.deque()
         self._followers: list[threading.Event] = []
         self._failure_raised = False
-        self._has_skipped = False
         self._last_caller = 0.0
         self._heard = 0.0
         self._stopped = threading.Event()
@@ -132,12 +127,7 @@ class Engine:
         Their frames are dropped. A call that is started announces itself, under the lock: its frames may have come
         before, and the progress thread must not take them for frames of a call that is over.
         """
-        self._next_call[group] = next_call
-        self._has_skipped = True
-
-    def forget(self, group: int) -> None:
-        """Give up what is stored for a group."""
-        self._next_call.pop(group, None)
+        self._book.announce(group, next_call)
 
     def start(self, operation: Operation, timeout_s: float | None) -> None:
         """Start an operation; it advances whenever somebody drives."""
@@ -256,17 +246,13 @@ class Engine:
         """Note that this rank ends a block of calls after `last`; the next block is announced after this.
 
         When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
-        well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent. Blocks in which
-        no call was made are one with those before; once a call has been made, all ranks are past what was before it.
+        well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
-        _, first, before = self._passed.get(group, ((), last, -1))
-        self._passed[group] = (members, first if before == last else last, epoch_end)
-        if any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
-            self._passed.pop(group, None)  # the group knows already
+        self._book.passed_over(group, members, last, epoch_end)
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group."""
-        return {group: following - 1 for group, following in self._next_call.items()}
+        return self._book.entered()
 
     # -- the operations' outlet -----------------------------------------------------------------------------------
 
@@ -369,8 +355,9 @@ class Engine:
             self._start_waiting()
         while self._asked:
             self._put(self._asked.popleft())
-        if self._has_skipped:
-            self._drop_skipped()
+        for group, call, frames in self._book.take_skipped():
+            self._use_up(frames)
+            self._check_passed(group, call)
         receive = self._transport.receive
         while True:
             arrival = receive()
@@ -383,7 +370,9 @@ class Engine:
             if header.kind == Kind.DATA:
                 operation = self._active.get((header.group, header.call))
                 if operation is None:
-                    self._keep_early(arrival)
+                    if not self._book.keep(arrival):
+                        self._use_up([arrival])
+                        self._check_passed(header.group, header.call)
                 else:
                     self._deliver(operation, arrival)
                     if operation is until and operation.is_over:
@@ -399,8 +388,8 @@ class Engine:
         """Send a question, unless it cannot be answered any more."""
         if self.failure is not None:
             question.fail(self.failure)
-        elif question.peer in self._left:
-            question.fail(self._ended(question.peer, question.what))
+        elif question.peer in self._book.left:
+            question.fail(self._book.ended(question.peer, question.what))
         else:
             self._questions.ask(question)
 
@@ -428,38 +417,21 @@ class Engine:
             if self.failure is not None:
                 operation.fail(self.failure)
                 continue
-            refusal = self._refusal(operation)
+            refusal = self._book.refusal(operation)
+            self._book.begin(operation)
             if refusal is not None:
-                self._next_call[operation.group] = operation.call + 1
                 operation.fail(refusal)
-                for frame in self._early.pop(key, ()):
-                    self.consumed(frame.header.source, operation.group, frame.header.nbytes)
+                self._use_up(self._book.take_early(operation))
                 continue
             self._active[key] = operation
-            self._next_call[operation.group] = operation.call + 1
             operation.advance(self)
-            for frame in self._early.pop(key, ()):
+            for frame in self._book.take_early(operation):
                 if key in self._active:
                     self._deliver(operation, frame)
                 else:
-                    self.consumed(frame.header.source, operation.group, frame.header.nbytes)
+                    self._use_up([frame])
             if operation.is_over and key in self._active:
                 self._retire(operation)
-
-    def _refusal(self, operation: Operation) -> SyncvarError | None:
-        for verdict in self._doomed:
-            if verdict["group"] == operation.group and verdict["call"] <= operation.call <= verdict["last_call"]:
-                return MismatchError(f"{operation.what} (call {operation.call}): {verdict['text']}", verdict["table"])
-        for rank, entered in self._left.items():
-            if rank in operation.members and operation.call > entered.get(operation.group, -1):
-                return self._finished(rank, operation)
-        return None
-
-    def _finished(self, rank: int, operation: Operation) -> PeerLost:
-        return self._ended(rank, f"{operation.what} (call {operation.call})")
-
-    def _ended(self, rank: int, before: str) -> PeerLost:
-        return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
 
     def _is_oldest(self, operation: Operation) -> bool:
         group, call = operation.group, operation.call
@@ -468,32 +440,26 @@ class Engine:
     def _retire(self, operation: Operation) -> None:
         self._active.pop((operation.group, operation.call), None)
         self._flow.go_on(operation.group)
-        for frame in operation.unused_frames():
-            self.consumed(frame.header.source, operation.group, frame.header.nbytes)
+        self._use_up(operation.unused_frames())
         if operation.reported and self.failure is None:
             self._tell("resumed", group=operation.group, call=operation.call)
         if operation.thread:
             self._hand_over()
 
-    def _keep_early(self, frame: Frame) -> None:
-        header = frame.header
-        if header.call < self._next_call.get(header.group, 0):
-            self.consumed(header.source, header.group, header.nbytes)  # of a call that has ended here
-            self._check_passed(header.group, header.call)
-            return
-        self._early.setdefault((header.group, header.call), []).append(frame)
+    def _use_up(self, frames: list[Frame]) -> None:
+        """Give credit back for frames that nobody will look at."""
+        for frame in frames:
+            self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
 
     def _check_passed(self, group: int, call: int) -> None:
         """Tell the group if a peer makes a call that this rank has gone on without, past the end or begin of a run."""
-        members, last, epoch_end = self._passed.get(group, ((), 0, -1))
-        if not last < call <= epoch_end or self.failure is not None:
+        block = None if self.failure is not None else self._book.overtaken(group, call, self._active)
+        if block is None:
             return
-        del self._passed[group]
-        running = [number for other, number in self._active if other == group and number > epoch_end]
-        following = min(running, default=self._next_call.get(group, epoch_end + 1))
+        members, last, epoch_end, following = block
         place = "computes"
-        if running:
-            operation = self._active[group, following]
+        operation = self._active.get((group, following))
+        if operation is not None:
             place = f"is in {operation.what} (call {following}) at {call_site(operation.thread)}"
         reason = f"has gone on without making a call that another rank made, and {place}"
         self.left_run(group, members, last, epoch_end, reason)
@@ -507,14 +473,6 @@ class Engine:
                 "table": {self.rank: reason},
             }
         )
-
-    def _drop_skipped(self) -> None:
-        self._has_skipped = False
-        for group, call in list(self._early):
-            if call < self._next_call.get(group, 0):
-                for frame in self._early.pop((group, call)):
-                    self.consumed(frame.header.source, group, frame.header.nbytes)
-                self._check_passed(group, call)
 
     # -- clock ----------------------------------------------------------------------------------------------------
 
@@ -539,7 +497,7 @@ class Engine:
         due = self._questions.expire(now, due)
         if self._suspects:
             for peer, (reason, until) in list(self._suspects.items()):
-                if peer in self._left:
+                if peer in self._book.left:
                     del self._suspects[peer]
                 elif self.failure is not None:
                     del self._suspects[peer]  # it has been told
@@ -645,25 +603,20 @@ class Engine:
         self._break(PeerLost(rank, host, message["reason"], detail))
 
     def _judged(self, verdict: Message) -> None:
-        group = verdict["group"]
-        _, last, epoch_end = self._passed.get(group, ((), 0, -1))
-        if last < verdict["last_call"] and verdict["call"] <= epoch_end:
-            self._passed.pop(group, None)  # the group knows already, and later calls shall not fail for it
-        reached = self._next_call  # verdicts on calls that lie behind are of no use any more
-        self._doomed = [old for old in self._doomed if old["last_call"] >= reached.get(old["group"], 0)]
-        self._doomed.append(verdict)
-        for (group, call), operation in list(self._active.items()):
-            if group == verdict["group"] and verdict["call"] <= call <= verdict["last_call"]:
+        self._book.doom(verdict)
+        for operation in list(self._active.values()):
+            if self._book.concerns(verdict, operation):
                 operation.reported = False
-                operation.fail(MismatchError(f"{operation.what} (call {call}): {verdict['text']}", verdict["table"]))
+                operation.fail(self._book.sentence(verdict, operation))
                 self._retire(operation)
 
     def _peer_left(self, rank: int, entered: dict[int, int]) -> None:
-        self._left[rank] = entered
-        self._questions.fail(self._ended(rank, "it answered a question"), rank)
+        book = self._book
+        book.left[rank] = entered
+        self._questions.fail(book.ended(rank, "it answered a question"), rank)
         for operation in list(self._active.values()):
-            if rank in operation.members and operation.call > entered.get(operation.group, -1):
-                operation.fail(self._finished(rank, operation))
+            if book.is_without(rank, operation):
+                operation.fail(book.ended(rank, f"{operation.what} (call {operation.call})"))
                 self._retire(operation)
 
     # -- failure --------------------------------------------------------------------------------------------------
@@ -682,6 +635,6 @@ class Engine:
                 operation.fail(self.failure)
         self._questions.fail(self.failure)
         self._active.clear()
-        self._early.clear()
+        self._book.early.clear()
         self._flow.clear()
         self._hand_over()

@@ -100,7 +100,7 @@ def test_frames_of_calls_that_were_passed_over_are_dropped_and_their_credit_is_g
         zero.poll()
         zero.announce(0, 5)
         zero.poll()
-        assert not zero._early
+        assert not zero._book.early
         later = [barrier_operation(0, 5), barrier_operation(1, 5)]
         zero.start(later[0], None)
         one.start(later[1], None)

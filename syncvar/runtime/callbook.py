@@ -1,0 +1,164 @@
+"""Where the calls of each group stand: their numbers, frames that came early, calls that cannot succeed, ranks that left.
+
+Bookkeeping only: nothing here sends, waits or reads a clock. The engine asks, and does what follows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncvar.errors import MismatchError, PeerLost, SyncvarError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from syncvar.runtime.executor import Operation
+    from syncvar.transports import Frame
+    from syncvar.wire import Message
+
+__all__ = ["CallBook", "Overtaken"]
+
+_ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
+
+
+class Overtaken(NamedTuple):
+    """A block of calls that this rank left while a peer made one more.
+
+    Args:
+        members: The group.
+        last: The last call of the block made here.
+        epoch_end: The last number of the block.
+        following: The first call after the block that is running or comes next.
+    """
+
+    members: tuple[int, ...]
+    last: int
+    epoch_end: int
+    following: int
+
+
+class CallBook:
+    """The calls of all groups of a process.
+
+    Args:
+        hosts: Host of each rank, for messages.
+    """
+
+    def __init__(self, hosts: dict[int, str]) -> None:
+        self.early: dict[tuple[int, int], list[Frame]] = {}
+        self.left: dict[int, dict[int, int]] = {}
+        self._hosts = hosts
+        self._next_call: dict[int, int] = {}
+        self._doomed: list[Message] = []
+        self._passed: dict[int, tuple[tuple[int, ...], int, int]] = {}
+        self._has_skipped = False
+
+    # -- numbers --------------------------------------------------------------------------------------------------
+
+    def announce(self, group: int, next_call: int) -> None:
+        """Note that calls of a group below `next_call` will not begin here any more; their frames may be dropped."""
+        self._next_call[group] = next_call
+        self._has_skipped = True
+
+    def begin(self, operation: Operation) -> None:
+        """Note that a call begins."""
+        self._next_call.pop(operation.group, None)  # groups stand in the order of their last use
+        self._next_call[operation.group] = operation.call + 1
+
+    def entered(self) -> dict[int, int]:
+        """Return the last call entered in each group, of those used last."""
+        recent = list(self._next_call.items())[-_ENTERED_MAX:]
+        return {group: following - 1 for group, following in recent}
+
+    # -- frames before their call ---------------------------------------------------------------------------------
+
+    def keep(self, frame: Frame) -> bool:
+        """Keep a frame for a call that has not begun; False for one of a call that lies behind."""
+        header = frame.header
+        if header.call < self._next_call.get(header.group, 0):
+            return False
+        self.early.setdefault((header.group, header.call), []).append(frame)
+        return True
+
+    def take_early(self, operation: Operation) -> list[Frame]:
+        """Return the frames kept for a call."""
+        return self.early.pop((operation.group, operation.call), [])
+
+    def take_skipped(self) -> Iterator[tuple[int, int, list[Frame]]]:
+        """Yield (group, call, frames) of the calls that were skipped since the last time."""
+        if self._has_skipped:
+            self._has_skipped = False
+            for group, call in list(self.early):
+                if call < self._next_call.get(group, 0):
+                    yield group, call, self.early.pop((group, call))
+
+    # -- blocks of calls ------------------------------------------------------------------------------------------
+
+    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int) -> None:
+        """Note that this rank ends a block of calls after `last`; the next block is announced after this.
+
+        When a peer's frame of a later call of the block is seen, the ranks did not make the same calls. Blocks in
+        which no call was made are one with those before; once a call has been made, all ranks are past what was
+        before it.
+        """
+        _, first, before = self._passed.get(group, ((), last, -1))
+        self._passed[group] = (members, first if before == last else last, epoch_end)
+        if any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
+            self._passed.pop(group, None)  # the group knows already
+
+    def overtaken(self, group: int, call: int, active: Iterable[tuple[int, int]]) -> Overtaken | None:
+        """Return the block of `call`, if this rank left it without making that call; told once for each block.
+
+        Args:
+            group: Of the call.
+            call: That a peer has made.
+            active: (group, call) of the calls that are running.
+        """
+        members, last, epoch_end = self._passed.get(group, ((), 0, -1))
+        if not last < call <= epoch_end:
+            return None
+        del self._passed[group]
+        running = [number for other, number in active if other == group and number > epoch_end]
+        following = min(running, default=self._next_call.get(group, epoch_end + 1))
+        return Overtaken(members, last, epoch_end, following)
+
+    # -- calls that cannot succeed --------------------------------------------------------------------------------
+
+    def doom(self, verdict: Message) -> None:
+        """Note a verdict: the calls it names fail, also those that have not begun."""
+        group = verdict["group"]
+        _, last, epoch_end = self._passed.get(group, ((), 0, -1))
+        if last < verdict["last_call"] and verdict["call"] <= epoch_end:
+            self._passed.pop(group, None)  # the group knows already, and later calls shall not fail for it
+        reached = self._next_call  # verdicts on calls that lie behind are of no use any more
+        self._doomed = [old for old in self._doomed if old["last_call"] >= reached.get(old["group"], 0)]
+        self._doomed.append(verdict)
+
+    def refusal(self, operation: Operation) -> SyncvarError | None:
+        """Return why a call cannot succeed, if that is known: a verdict, or a rank that left before it."""
+        for verdict in self._doomed:
+            if self.concerns(verdict, operation):
+                return self.sentence(verdict, operation)
+        for rank in self.left:
+            if self.is_without(rank, operation):
+                return self.ended(rank, f"{operation.what} (call {operation.call})")
+        return None
+
+    @staticmethod
+    def concerns(verdict: Message, operation: Operation) -> bool:
+        """Return whether a verdict is on this call."""
+        return bool(verdict["group"] == operation.group and verdict["call"] <= operation.call <= verdict["last_call"])
+
+    @staticmethod
+    def sentence(verdict: Message, operation: Operation) -> MismatchError:
+        """Return the error of a call on which there is a verdict."""
+        return MismatchError(f"{operation.what} (call {operation.call}): {verdict['text']}", verdict["table"])
+
+    def is_without(self, rank: int, operation: Operation) -> bool:
+        """Return whether a rank has left before it entered this call."""
+        entered = self.left.get(rank)
+        return entered is not None and rank in operation.members and operation.call > entered.get(operation.group, -1)
+
+    def ended(self, rank: int, before: str) -> PeerLost:
+        """Return the error of something for which a rank that left would be needed."""
+        return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
