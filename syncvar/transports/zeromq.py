@@ -193,9 +193,16 @@ class ZeromqTransport:
         self._wake_idle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._idle = select.poll()
         self._idle.register(self._wake_idle, select.POLLIN)
+        # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
+        # closes the connections of a process that ends, and the agent sees one that is stopped.
+        self._has_heartbeats = endpoint.startswith("tcp://")
         self._router: Any = context.socket(zmq.ROUTER)
         try:
             self._configure(self._router)
+            # The DEALERs ask for signs of life. A ROUTER answers and goes by the time to live that they name: its own
+            # timer may fire on a connection that is just ending, and libzmq 4.3.5 aborts the process then ("Assertion
+            # failed: !_io_error"; with heartbeats every 10 ms, once in a few hundred ends of a world).
+            self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._router_monitor: Any = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self.address = self._bind(endpoint)
@@ -347,10 +354,11 @@ class ZeromqTransport:
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.MAXMSGSIZE, config.segment_bytes + 4096)
         socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, _milliseconds(config.handshake_timeout_s)))
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(config.heartbeat_interval_s))
-        silence = _milliseconds(config.lost_after_s)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
+        if self._has_heartbeats:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(config.heartbeat_interval_s))
+            silence = _milliseconds(config.lost_after_s)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
+            socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
 
     def _bind(self, endpoint: str) -> str:
         scheme, _, place = endpoint.partition("://")

@@ -340,3 +340,72 @@ def test_frames_of_a_peer_whose_goodbye_came_first_on_the_other_connection_are_d
     world[0]._departed.add(1)
     world[0]._disconnected(1)  # before the first frame has been looked at
     assert [one.header.call for one in drive(world[0], until=lambda seen: len(seen) == 3)] == [0, 1, 2]
+
+
+def test_a_stopped_peer_is_lost_over_tcp_and_is_the_agents_business_within_a_host():
+    config = RuntimeConfig(heartbeat_interval_s=0.1, suspect_after_s=0.5, lost_after_s=1.0)
+    script = PEER.replace("RuntimeConfig()", "RuntimeConfig(heartbeat_interval_s=0.1, lost_after_s=1.0)")
+    peer = subprocess.Popen(
+        [sys.executable, "-c", script, "tcp://127.0.0.1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with zmq.Context() as context:
+        transport = ZeromqTransport(context, 0, "tcp://127.0.0.1", JOB, config)
+        try:
+            # This rank sends nothing: its ROUTER alone must see the silence.
+            transport.open({0: transport.address, 1: peer.stdout.readline().strip()}, GENERATION)
+            peer.stdin.write(transport.address + "\n")
+            peer.stdin.flush()
+            assert len(drive(transport, 10.0, until=lambda seen: len(seen) == 50)) == 50
+            assert drive(transport, 1.5) == []  # alive, and silent but for its signs of life
+            peer.send_signal(signal.SIGSTOP)
+            (lost,) = drive(transport, 10.0, until=bool)
+            assert isinstance(lost, Lost)
+        finally:
+            transport.close(0)
+            peer.kill()
+            peer.communicate()
+
+
+ENDS = """
+import sys, tempfile, threading, shutil, zmq
+from syncvar.config import RuntimeConfig
+from syncvar.transports.zeromq import ZeromqTransport
+from syncvar.wire import Kind, pack_header
+config = RuntimeConfig(heartbeat_interval_s=0.01)
+n = 4
+for number in range(int(sys.argv[1])):
+    directory = tempfile.mkdtemp(prefix="sv")
+    contexts = [zmq.Context() for _ in range(n)]
+    world = [ZeromqTransport(context, rank, "ipc://" + directory, "job", config) for rank, context in enumerate(contexts)]
+    for one in world:
+        one.open({rank: other.address for rank, other in enumerate(world)}, 1)
+    seen = [0] * n
+    def end(rank):
+        for call in range(20):
+            for peer in range(n):
+                if peer != rank:
+                    world[rank].send(peer, pack_header(Kind.DATA, rank, 1, 0, call))
+        while seen[rank] < 20 * (n - 1):
+            arrival = world[rank].receive()
+            if arrival is None:
+                world[rank].wait(0.01)
+            else:
+                assert hasattr(arrival, "payload"), arrival
+                seen[rank] += 1
+        world[rank].close(2.0)
+        contexts[rank].term()
+    threads = [threading.Thread(target=end, args=(rank,)) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [60] * n, seen
+    shutil.rmtree(directory)
+print("all ended")
+"""
+
+
+@pytest.mark.parametrize("worlds", [40, pytest.param(600, marks=pytest.mark.slow)])
+def test_worlds_whose_ranks_all_end_at_once_lose_nothing_and_nobody_is_aborted(worlds):
+    done = subprocess.run([sys.executable, "-c", ENDS, str(worlds)], capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all ended\n", "")
