@@ -187,6 +187,8 @@ else:
         sv.all_reduce(1)
     except Exception as error:
         probe.raised(error)
+        probe.open_gate(f"told-{probe.RANK}")
+        probe.gate(f"told-{2 - probe.RANK}")  # each hears of rank 1, not of the other one that ends because of it
         raise
 """
 
