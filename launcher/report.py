@@ -11,16 +11,16 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from syncvar.topology import rank_list
 from syncvar_launcher.exits import describe_exit, exit_code_of
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "Failure",
     "Other",
-    "compress_ranks",
     "describe_exit",
     "exit_code_of",
     "failure_block",
@@ -71,27 +71,6 @@ class Other:
 
     rank: int
     what: str
-
-
-def compress_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks in a short way: three or more in a row become a range.
-
-    Example:
-        >>> compress_ranks([3, 0, 1, 2, 7])
-        '0-3, 7'
-        >>> compress_ranks([0, 1, 3])
-        '0, 1, 3'
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts: list[str] = []
-    for run in runs:
-        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    return ", ".join(texts)
 
 
 def failure_block(
@@ -208,12 +187,8 @@ def _others(others: Sequence[Other]) -> list[str]:
     if len(shown) > _OTHER_LINES:
         rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
         shown = shown[: _OTHER_LINES - 1]
-    lines = [f"  {_ranks(ranks)}: {escape(what)}" for what, ranks in shown]
-    return [*lines, f"  {_ranks(rest)}: elsewhere"] if rest else lines
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(set(ranks)) == 1 else "ranks ") + compress_ranks(ranks)
+    lines = [f"  {rank_list(ranks)}: {escape(what)}" for what, ranks in shown]
+    return [*lines, f"  {rank_list(rest)}: elsewhere"] if rest else lines
 
 
 def _commands(rank: int, arguments: Sequence[str], log_dir: str) -> list[str]:

@@ -7,10 +7,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from syncvar.config import RuntimeConfig
+from syncvar.topology import rank_spans
 from syncvar_launcher.binding import BLAS_VARIABLES
 from syncvar_launcher.options import launch_keys
 from syncvar_launcher.output import escape
-from syncvar_launcher.report import compress_ranks, mask_environment
+from syncvar_launcher.report import mask_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +96,7 @@ def _value(value: object, unit: str) -> str:
 
 
 def _cores(cores: Sequence[int]) -> str:
-    return compress_ranks(cores).replace(" ", "")
+    return rank_spans(cores).replace(" ", "")
 
 
 def _threads(environ: Mapping[str, str]) -> str:

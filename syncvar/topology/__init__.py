@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from syncvar.topology.ranks import rank_list
+from syncvar.topology.ranks import rank_list, rank_spans
 
-__all__ = ["rank_list"]
+__all__ = ["rank_list", "rank_spans"]

@@ -1,10 +1,10 @@
 import pytest
 
+from syncvar.topology import rank_spans
 from syncvar_launcher import exits
 from syncvar_launcher.report import (
     Failure,
     Other,
-    compress_ranks,
     describe_exit,
     exit_code_of,
     failure_block,
@@ -104,7 +104,7 @@ def test_blocks_use_no_exclamation_marks():
     [((), ""), ((5,), "5"), ((0, 1), "0, 1"), ((0, 1, 2), "0-2"), ((7, 0, 1, 2, 3, 7), "0-3, 7"), ((1, 3, 5), "1, 3, 5")],
 )
 def test_ranks_are_compressed(ranks, text):
-    assert compress_ranks(ranks) == text
+    assert rank_spans(ranks) == text
 
 
 def test_statuses():
