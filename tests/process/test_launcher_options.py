@@ -5,13 +5,14 @@ import os
 import pty
 import re
 import select
+import signal
 import stat
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import PROFILE, await_true
+from launching import PROFILE
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -289,10 +290,15 @@ def test_a_rank_with_the_terminal(tmp_path):
         assert until(b"41"), seen
         os.write(terminal, b"c\n")
         assert until(b"after 42 True"), seen
-        status = await_true(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid or None, 15)
-        assert status
+        until(b"no such words")  # reads on until the terminal is let go of: who writes to it waits for a reader
+        ended, status = os.waitpid(pid, 0)
+        pid = 0
+        assert (ended > 0, os.waitstatus_to_exitcode(status)) == (True, 0), seen
     finally:
         os.close(terminal)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     notes = [json.loads(text) for path in tmp_path.glob("events-*") for text in path.read_text().splitlines()]
     assert sorted(note["rank"] for note in notes if note["what"] == "done") == [0, 1]
 
