@@ -353,7 +353,7 @@ class ZeromqTransport:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.MAXMSGSIZE, config.segment_bytes + 4096)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, _milliseconds(config.handshake_timeout_s)))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _milliseconds(config.handshake_timeout_s))
         if self._has_heartbeats:
             socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(config.heartbeat_interval_s))
             silence = _milliseconds(config.lost_after_s)
@@ -588,4 +588,4 @@ _DONE = _Done()
 
 def _milliseconds(seconds: float) -> int:
     """Return whole milliseconds; an infinite or huge time becomes 0, which ZeroMQ takes as "off"."""
-    return 0 if seconds > 1e6 else int(seconds * 1000)
+    return 0 if seconds > 1e6 else max(1, int(seconds * 1000))
