@@ -258,6 +258,12 @@ probe.note("done")
 """
 
 
+def descendants(pid):
+    """Return the ranks that a launcher has started and that have not ended."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"syncvar.bootstrap" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 def test_a_rank_with_the_terminal(tmp_path):
     from launching import PROBE
 
@@ -273,7 +279,13 @@ def test_a_rank_with_the_terminal(tmp_path):
     def until(words, limit_s=15.0):
         nonlocal seen
         end = time.monotonic() + limit_s
+        asked = False
         while words not in seen:
+            if time.monotonic() > end and not asked:
+                asked = True  # where the ranks stand: SIGABRT makes each print its stacks
+                end += 3.0
+                for rank in descendants(pid):
+                    os.kill(rank, signal.SIGABRT)
             assert time.monotonic() < end, seen.decode(errors="replace")
             if select.select([terminal], [], [], 0.1)[0]:
                 try:
