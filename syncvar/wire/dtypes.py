@@ -48,6 +48,6 @@ def dtype_from_index(index: int) -> np.dtype[Any]:
         try:
             import ml_dtypes
         except ImportError:
-            raise ConfigError("bfloat16 needs the package ml_dtypes: pip install 'syncvar[half]'") from None
+            raise ConfigError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
         return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]
     return np.dtype(name)
