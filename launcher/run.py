@@ -278,7 +278,7 @@ class _Run:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Announce):
-                self._note_positions(action.rank)
+                self._note_positions()
                 self.store.ended(action.rank, action.reason, time.monotonic())
             elif isinstance(action, Terminate):
                 self.agent.send(action.ranks, signal.SIGTERM)
@@ -311,11 +311,11 @@ class _Run:
 
     # -- the last word --------------------------------------------------------------------------------------------
 
-    def _note_positions(self, failed: int) -> None:
+    def _note_positions(self) -> None:
+        """Remember, at the first failure, what every rank was doing."""
         if not self.positions:
             coordinator = self.store.coordinator
             self.positions = {rank: coordinator.position(rank) for rank in range(self.options.workers)}
-            del failed
 
     def _tell(self, outcome: Outcome) -> None:
         cause = outcome.cause

@@ -131,7 +131,7 @@ class Operation:
     __slots__ = (
         "_ahead", "_body", "_buffers", "_counts", "_local", "_pending", "_plan", "_round", "_stage", "_tag",
         "_ufunc", "call", "deadline", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued",
-        "report_at", "reported", "result", "started", "state", "thread", "timeout_s", "warned", "what",
+        "report_at", "reported", "result", "started", "state", "thread", "timeout_s", "what",
     )  # fmt: skip
 
     def __init__(
@@ -159,7 +159,6 @@ class Operation:
         self.report_at = 0.0
         self.reported = False
         self.mismatch = False
-        self.warned = False
         self.thread = 0  # the thread that waits for this operation; 0 when nobody does
         self._body = body
         self._stage = -1
