@@ -3,7 +3,7 @@
 Goals, in order: a plan is correct, and proven so before it runs; a reader can see why; it is cheap to build.
 
 A **collective** is a contract (`contracts`): who holds what before, who must hold what after, who must have heard of
-whom. An **algorithm** is a generator of **rounds** for one rank (`ring`, `direct`, `tree`, `dissemination`,
+whom. An **algorithm** is a generator of **rounds** for one rank (`ring`, `direct`, `owners`, `tree`, `dissemination`,
 `reproducible`), a pure function of rank, world size and count. A **plan** is those rounds, with the buffer sizes they
 need. The words are defined in `model`.
 
@@ -21,6 +21,8 @@ Rules that shaped the algorithms:
 * An empty chunk is sent like any other: sizes never change who talks to whom.
 * A range that was sent is written only by what follows from its receipt. This is why the direct all-reduce sends a
   copy: with one round there is nothing that could follow.
+
+In memory that all ranks see, a plan is read as publications (`published`): what is sent to several is put there once.
 
 One table (`select`) names the algorithms, chooses among them with a reason in words, and builds them. `show` writes
 plans as text; the figures in tests/golden are made by it.
@@ -44,9 +46,11 @@ from syncvar.plans.contracts import (
     contract_of,
     tree_expression,
 )
-from syncvar.plans.direct import direct_all_gather, direct_all_reduce
+from syncvar.plans.direct import direct_all_gather, direct_all_reduce, direct_barrier, direct_broadcast
 from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
 from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Round, Send, Step
+from syncvar.plans.owners import owners_all_reduce
+from syncvar.plans.published import Publication, Take, publications
 from syncvar.plans.reproducible import reproducible_all_reduce, tree_order
 from syncvar.plans.ring import ring_all_gather, ring_all_reduce
 from syncvar.plans.select import ALGORITHMS, Choice, build, build_all, choose
@@ -63,6 +67,7 @@ __all__ = [
     "Copy",
     "Expression",
     "Plan",
+    "Publication",
     "Recv",
     "RecvReduce",
     "Reduce",
@@ -70,6 +75,7 @@ __all__ = [
     "Round",
     "Send",
     "Step",
+    "Take",
     "Wanted",
     "all_gather_contract",
     "all_reduce_contract",
@@ -85,10 +91,14 @@ __all__ = [
     "contract_of",
     "direct_all_gather",
     "direct_all_reduce",
+    "direct_barrier",
+    "direct_broadcast",
     "dissemination_all_gather",
     "dissemination_barrier",
     "even_chunks",
+    "owners_all_reduce",
     "plan_text",
+    "publications",
     "reproducible_all_reduce",
     "ring_all_gather",
     "ring_all_reduce",

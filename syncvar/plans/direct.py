@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from syncvar.plans.model import Round, Step
 
-__all__ = ["direct_all_gather", "direct_all_reduce"]
+__all__ = ["direct_all_gather", "direct_all_reduce", "direct_barrier", "direct_broadcast"]
 
 
 def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
@@ -87,3 +87,54 @@ def direct_all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Iter
         steps.append(Send((rank + distance) % world_size, blocks[rank]))
         steps.append(Recv(source, blocks[source]))
     yield tuple(steps)
+
+
+def direct_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+    """Yield the one round of a direct broadcast for one rank.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0.
+        root: The rank whose vector is sent.
+
+    Yields:
+        One round, in which the root sends and the others receive; none for a group of one.
+
+    Cost: 1 round; the root sends n-1 messages of `count` elements, which shared memory publishes once; no scratch.
+
+    Order: nothing is combined.
+
+    Source: the "linear" broadcast; figure: tests/golden/direct_broadcast_3.txt.
+    """
+    if world_size == 1:
+        return
+    work = Chunk(0, count)
+    if rank != root:
+        yield (Recv(root, work),)
+        return
+    yield tuple(Send((root + distance) % world_size, work) for distance in range(1, world_size))
+
+
+def direct_barrier(rank: int, world_size: int) -> Iterator[Round]:
+    """Yield the one round of a direct barrier for one rank.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+
+    Yields:
+        One round of n-1 Sends and n-1 Recvs of empty chunks; none for a group of one.
+
+    Cost: 1 round, n-1 messages per rank, no elements; no scratch.
+
+    Order: nothing is combined; every rank ends after every rank has begun.
+
+    Source: the "linear" barrier; figure: tests/golden/direct_barrier_3.txt.
+    """
+    nothing = Chunk(0, 0)
+    steps: list[Step] = []
+    for distance in range(1, world_size):
+        steps += [Send((rank + distance) % world_size, nothing), Recv((rank - distance) % world_size, nothing)]
+    if steps:
+        yield tuple(steps)

@@ -10,9 +10,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
-from syncvar.plans.direct import direct_all_gather, direct_all_reduce
+from syncvar.plans.direct import direct_all_gather, direct_all_reduce, direct_barrier, direct_broadcast
 from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
 from syncvar.plans.model import Buffer, Copy, Plan, Reduce
+from syncvar.plans.owners import owners_all_reduce
 from syncvar.plans.reproducible import reproducible_all_reduce
 from syncvar.plans.ring import ring_all_gather, ring_all_reduce
 from syncvar.plans.tree import binomial_all_reduce, binomial_broadcast
@@ -27,6 +28,7 @@ __all__ = ["ALGORITHMS", "Choice", "build", "build_all", "choose"]
 DIRECT_ALL_REDUCE_NBYTES_MAX = 16 * 1024
 DIRECT_ALL_REDUCE_WORLD_SIZE_MAX = 4
 TREE_ALL_REDUCE_NBYTES_MAX = 64 * 1024
+SHARED_DIRECT_NBYTES_MAX = 32 * 1024
 DIRECT_ALL_GATHER_NBYTES_MAX = 32 * 1024
 DIRECT_ALL_GATHER_WORLD_SIZE_MAX = 8
 
@@ -66,6 +68,7 @@ def _dissemination_blocks(call: _Call) -> Iterator[Round]:
 _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
     "all_reduce": {
         "direct": lambda call: direct_all_reduce(call.rank, call.world_size, call.count),
+        "owners": lambda call: owners_all_reduce(call.rank, call.world_size, call.count),
         "tree": lambda call: binomial_all_reduce(call.rank, call.world_size, call.count),
         "ring": lambda call: ring_all_reduce(call.rank, call.world_size, call.count),
         "reproducible": lambda call: reproducible_all_reduce(call.rank, call.world_size, call.count),
@@ -75,9 +78,18 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
         "ring": lambda call: ring_all_gather(call.rank, call.world_size, call.counts),
         "dissemination": _dissemination_blocks,
     },
-    "broadcast": {"tree": lambda call: binomial_broadcast(call.rank, call.world_size, call.count, call.root)},
-    "barrier": {"dissemination": lambda call: dissemination_barrier(call.rank, call.world_size)},
-    "header_exchange": {"dissemination": _dissemination_blocks},
+    "broadcast": {
+        "direct": lambda call: direct_broadcast(call.rank, call.world_size, call.count, call.root),
+        "tree": lambda call: binomial_broadcast(call.rank, call.world_size, call.count, call.root),
+    },
+    "barrier": {
+        "direct": lambda call: direct_barrier(call.rank, call.world_size),
+        "dissemination": lambda call: dissemination_barrier(call.rank, call.world_size),
+    },
+    "header_exchange": {
+        "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
+        "dissemination": _dissemination_blocks,
+    },
 }
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
@@ -88,16 +100,19 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One row of the table of choices; None is no limit."""
+    """One row of the table of choices; None is no limit. `shared`: in memory that all ranks see, else over links."""
 
     collective: str
     algorithm: str
     nbytes_max: int | None
     world_size_max: int | None
     why: str
+    shared: bool = False
 
 
-_SUM_BY_THE_TREE = ("direct", "tree", "reproducible")  # T(0, n) for every element; the checker proves it
+_SUM_BY_THE_TREE = ("direct", "owners", "tree", "reproducible")  # T(0, n) for every element; the checker proves it
+
+_PUBLISHED = "in shared memory a rank publishes once what all others take"
 
 _RULES = (
     _Rule(
@@ -133,12 +148,24 @@ _RULES = (
         None,
         "small equal blocks reach all ranks in the fewest rounds",
     ),
+    _Rule("all_reduce", "direct", SHARED_DIRECT_NBYTES_MAX, None, "a small vector is published once and summed by everyone", shared=True),
+    _Rule("all_reduce", "owners", None, None, "in shared memory each rank sums the chunk it owns, once for all", shared=True),
+    _Rule("all_gather", "direct", None, None, _PUBLISHED, shared=True),
+    _Rule("broadcast", "direct", None, None, _PUBLISHED, shared=True),
+    _Rule("barrier", "direct", None, None, "in shared memory each rank looks at the words of all", shared=True),
+    _Rule("header_exchange", "direct", None, None, _PUBLISHED, shared=True),
 )
 
 
 @lru_cache(maxsize=4096)
 def choose(
-    collective: str, nbytes: int, world_size: int, *, reproducible: bool = False, forced: str | None = None
+    collective: str,
+    nbytes: int,
+    world_size: int,
+    *,
+    reproducible: bool = False,
+    forced: str | None = None,
+    shared: bool = False,
 ) -> Choice:
     """Choose the algorithm of a call.
 
@@ -148,6 +175,7 @@ def choose(
         world_size: Ranks of the group.
         reproducible: Whether an all-reduce must sum by the tree T(0, world_size). Other collectives sum nothing.
         forced: An algorithm that the user demands, or None.
+        shared: All ranks see the same memory (the arena of one host); else frames travel over links.
 
     Returns:
         The algorithm and a sentence with the reason.
@@ -169,7 +197,7 @@ def choose(
             raise ConfigError(f"algorithm {forced!r} contradicts reproducible=True; leave one of them out")
         return Choice(forced, f"{forced}: the caller demands it")
     for rule in _RULES:
-        if by_tree and rule.algorithm not in _SUM_BY_THE_TREE:
+        if rule.shared != shared or (by_tree and rule.algorithm not in _SUM_BY_THE_TREE):
             continue
         if (
             rule.collective == collective

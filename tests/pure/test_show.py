@@ -22,6 +22,9 @@ FIGURES = {
     "tree_broadcast_5": ("broadcast", "tree", 5, {"count": 2, "root": 3}),
     "dissemination_5": ("all_gather", "dissemination", 5, {"count": 2}),
     "dissemination_barrier_5": ("barrier", "dissemination", 5, {}),
+    "owners_3": ("all_reduce", "owners", 3, {"count": 4}),
+    "direct_broadcast_3": ("broadcast", "direct", 3, {"count": 2, "root": 1}),
+    "direct_barrier_3": ("barrier", "direct", 3, {}),
     "reproducible_5": ("all_reduce", "reproducible", 5, {"count": 7}),
 }
 

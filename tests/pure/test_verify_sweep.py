@@ -9,7 +9,7 @@ from syncvar.plans import ALGORITHMS, build_all, contract_of, verify
 
 WORLD_SIZES = (*range(1, 10), 12, 16, 17, 31, 32, 33, 63, 64)
 PAIRS = [(collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names]
-SUMS_BY_THE_TREE = {"tree", "reproducible"}
+SUMS_BY_THE_TREE = {"direct", "owners", "tree", "reproducible"}
 
 
 def cases(collective, algorithm, world_size, *, thorough):
