@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         tree_sum,
     )
     from syncvar.errors import (
+        ArenaFull,
+        ArenaUnavailable,
         CheckpointError,
         ConfigError,
         Corrupt,
@@ -79,9 +81,10 @@ _HOMES = {
         "gather_object", "new_group", "scatter_object", "tree_sum",
     ),
     "syncvar.errors": (
-        "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken", "HandshakeError",
-        "HostUnreachable", "InternalError", "LaunchError", "MismatchError", "NoAggregation", "NotFound", "PeerLost",
-        "PlanError", "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError", "UsageError",
+        "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken",
+        "HandshakeError", "HostUnreachable", "InternalError", "LaunchError", "MismatchError", "NoAggregation", "NotFound",
+        "PeerLost", "PlanError", "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
+        "UsageError",
     ),
     "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "world_size"),
     "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
@@ -98,6 +101,8 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ArenaFull",
+    "ArenaUnavailable",
     "CheckpointError",
     "ConfigError",
     "Corrupt",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "ArenaFull",
+    "ArenaUnavailable",
     "CheckpointError",
     "ConfigError",
     "Corrupt",
@@ -48,6 +50,10 @@ class SyncvarError(Exception):
 
 class ConfigError(SyncvarError, ValueError):
     """A wrong argument or setting. Nothing was sent and nothing changed: correct it and call again."""
+
+
+class ArenaFull(ConfigError, MemoryError):
+    """The memory that the processes of this host share has no room for an array. Nothing was taken."""
 
 
 class RowOutOfRange(ConfigError, IndexError):
@@ -113,6 +119,10 @@ class DeadlineExceeded(TransportError, TimeoutError):
         self.missing = tuple(missing)
         self.timeout_s = timeout_s
         super().__init__(message)
+
+
+class ArenaUnavailable(TransportError):
+    """The processes of this host cannot share memory; their data goes through sockets instead."""
 
 
 class HandshakeError(TransportError):

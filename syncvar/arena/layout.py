@@ -1,0 +1,105 @@
+"""Where everything is in the arena: a header, then one region for each local rank.
+
+The header is a page of 64-bit words (native order: all readers are on one host). The abort word has a line of the cache
+for itself, because everybody looks at it while waiting. A region begins with the rank's table of channels; the rest of
+it is for arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from syncvar.errors import ConfigError
+
+__all__ = [
+    "ABORT",
+    "ARENA_BYTES",
+    "GENERATION",
+    "HEADER_BYTES",
+    "HUGE_BYTES",
+    "LAYOUT_VERSION",
+    "LINE_BYTES",
+    "LOCAL_WORLD_SIZE",
+    "MAGIC",
+    "MAGIC_VALUE",
+    "PAGE_BYTES",
+    "TABLE_BYTES",
+    "USABLE_CORES",
+    "VERSION",
+    "Layout",
+    "bytes_in_words",
+]
+
+LINE_BYTES = 64
+PAGE_BYTES = 4096
+HUGE_BYTES = 2 << 20
+HEADER_BYTES = 64 << 10
+TABLE_BYTES = 256 << 10
+
+# Indices of the header's words.
+MAGIC, VERSION, ARENA_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION = range(6)
+ABORT = LINE_BYTES // 8
+
+MAGIC_VALUE = int.from_bytes(b"SYNCVAR\x01", "little")
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The offsets of one arena, all in bytes from its beginning.
+
+    Args:
+        arena_bytes: Size of the whole, a multiple of a page.
+        local_world_size: How many ranks share it.
+
+    Raises:
+        ConfigError: There is no room for so many ranks; the message says how much they need.
+
+    Example:
+        >>> layout = Layout(16 << 20, 2)
+        >>> layout.region_bytes >> 20, [layout.region(rank)[0] >> 20 for rank in range(2)]
+        (6, [2, 8])
+    """
+
+    arena_bytes: int
+    local_world_size: int
+
+    def __post_init__(self) -> None:
+        least = HUGE_BYTES * (1 + self.local_world_size)
+        if self.local_world_size < 1 or self.arena_bytes < least:
+            raise ConfigError(
+                f"arena_bytes ({self.arena_bytes}) is too small for {self.local_world_size} ranks on a host: "
+                f"they need at least {least}"
+            )
+
+    @property
+    def region_bytes(self) -> int:
+        """Size of each rank's region: a multiple of 2 MiB, so that huge pages fit."""
+        return (self.arena_bytes - HUGE_BYTES) // self.local_world_size // HUGE_BYTES * HUGE_BYTES
+
+    def region(self, local_rank: int) -> tuple[int, int]:
+        """Return where a rank's region begins and ends."""
+        start = HUGE_BYTES + local_rank * self.region_bytes
+        return start, start + self.region_bytes
+
+    def table(self, local_rank: int) -> int:
+        """Return where a rank's table of channels begins; it has TABLE_BYTES."""
+        return self.region(local_rank)[0]
+
+    def arrays(self, local_rank: int) -> tuple[int, int]:
+        """Return where the memory for a rank's arrays begins and ends."""
+        start, stop = self.region(local_rank)
+        return start + TABLE_BYTES, stop
+
+
+def bytes_in_words(count: int) -> str:
+    """Return a size in the largest unit that fits, as messages show it.
+
+    Example:
+        >>> bytes_in_words(1 << 40), bytes_in_words(3 << 19), bytes_in_words(100), bytes_in_words(1 << 20)
+        ('1 TiB', '1.5 MiB', '100 B', '1 MiB')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f}".removesuffix(".0") + f" {unit}"
+    return f"{count} B"
