@@ -58,6 +58,7 @@ class RuntimeConfig:
     shutdown_timeout_s: float = _knob(2.0, "s", "longest wait for the peers' goodbye at the end")
     window_bytes: int = _knob(64 << 20, "B", "unconsumed bytes allowed on a link for each group", 4096)
     segment_bytes: int = _knob(1 << 20, "B", "largest payload of one frame", 1024)
+    arena_bytes: int = _knob(1 << 40, "B", "virtual size of the memory that the processes of one host share", 16 << 20)
     transport: str = _knob("auto", "", "data path between processes of one host", choices=("auto", "zmq"))
 
     def __post_init__(self) -> None:
@@ -66,10 +67,11 @@ class RuntimeConfig:
             if choices:
                 if value not in choices:
                     raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
-            elif isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < low:
-                raise ConfigError(f"{item.name} must be a number of at least {low:g} {item.metadata['unit']}, not {value!r}")
-            elif isinstance(item.default, int) and not isinstance(value, int):
+            elif isinstance(item.default, int) and isinstance(value, float):
                 raise ConfigError(f"{item.name} must be a whole number of {item.metadata['unit']}, not {value!r}")
+            elif isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < low:
+                least = f"{low:g}" if isinstance(low, float) else str(low)
+                raise ConfigError(f"{item.name} must be a number of at least {least} {item.metadata['unit']}, not {value!r}")
 
     def consistent(self) -> RuntimeConfig:
         """Return these settings if they fit together; each alone has been checked already.

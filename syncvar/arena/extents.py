@@ -196,12 +196,12 @@ class Extents:
         """Undo an allocation whose missing pages could not be populated.
 
         Returns:
-            The page ranges to give back: some of the missing ones may have been populated before it failed.
+            The page ranges to give back beside the missing ones, of which some may have been populated.
         """
         ranges = self.free(taken.offset)
         for start, stop in taken.missing:
             self._kept.remove(start, stop)
-        return [*ranges, *taken.missing]
+        return ranges
 
     def trim(self, reserve_bytes: int) -> list[Range]:
         """Return what to give back so that at most `reserve_bytes` of free pages stay populated."""
@@ -213,6 +213,13 @@ class Extents:
             self._kept.remove(start, stop)
             ranges.append((start, stop))
         return ranges
+
+    def retire(self) -> None:
+        """Never again take memory that was used before; what is allocated may not be freed any more."""
+        for start, stop in list(self._kept):
+            self._free.remove(start, stop)
+        self._kept = Ranges()
+        self._shared.clear()
 
     def _take_small(self, size: int, align: int) -> Taken | None:
         for extent, room in self._shared.items():

@@ -22,19 +22,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena import layout
+from syncvar.arena.creating import why_not_here
 from syncvar.arena.extents import Extents, Range, Taken
 from syncvar.arena.layout import Layout, bytes_in_words
 from syncvar.arena.room import Room
 from syncvar.errors import ArenaFull, ArenaUnavailable, ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["Arena", "Block"]
 
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE is newer than the oldest Python we run on
-_F_GET_SEALS = 1034
-_F_SEAL_SHRINK, _F_SEAL_GROW = 2, 4
 _REMEDY = "ask for less, or raise {}"
 
 
@@ -77,6 +78,8 @@ class Arena:
         local_rank: Who we are.
     """
 
+    _current_process = staticmethod(os.getpid)  # also there when this module is already being taken down
+
     def __init__(self, fd: int, memory: mmap.mmap, local_rank: int, room: Room) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
@@ -93,7 +96,7 @@ class Arena:
         self._extents = Extents(*self._layout.arrays(local_rank))
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
-        self._process = os.getpid()
+        self._process = self._current_process()
         self._is_quarantined = False
 
     @classmethod
@@ -110,6 +113,7 @@ class Arena:
                 for this process's address space.
         """
         try:
+            _check_machine()
             size = _checked_size(fd)
             memory = mmap.mmap(fd, size, mmap.MAP_SHARED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
         except ArenaUnavailable:
@@ -165,7 +169,7 @@ class Arena:
 
     def release(self, offset: int) -> None:
         """Free what `allocate` has returned. Safe in any thread and in the middle of anything, as in `__del__`."""
-        if self._process == os.getpid():  # a forked child has the same arrays, but not the memory
+        if self._process == self._current_process():  # a forked child has the same arrays, but not the memory
             self._released.append(offset)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -225,7 +229,9 @@ class Arena:
 
     def quarantine(self) -> None:
         """Free and reuse nothing from now on: the generation broke, and others may still write what they began."""
-        self._is_quarantined = True
+        with self._lock:
+            self._is_quarantined = True
+            self._extents.retire()
 
     def close(self) -> None:
         """Let go of the arena. Arrays stay as they are, and the last of them takes the mapping with it."""
@@ -263,6 +269,7 @@ class Arena:
                 self.populate(start, stop - start)
         except BaseException:
             self._give_back(self._extents.cancel(taken))
+            self._give_back(taken.missing, are_clean=True)
             raise
         return taken
 
@@ -272,16 +279,15 @@ class Arena:
             ranges += self._extents.free(self._released.popleft())
         return ranges
 
-    def _give_back(self, ranges: list[Range]) -> None:
+    def _give_back(self, ranges: Iterable[Range], *, are_clean: bool = False) -> None:
         for start, stop in ranges:
             try:
                 self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
             except OSError:
-                # This file system cannot give pages back. They are ours to use again, and must read as zeros then.
+                # This file system cannot give pages back. The next one to take them must still find zeros.
                 ground = self._ground
-                assert ground is not None
-                os.posix_fallocate(self._fd, start, stop - start)
-                ground[start:stop] = 0
+                if not are_clean and ground is not None:
+                    ground[start:stop] = 0
 
     def _no_room(self, nbytes: int) -> str:
         start, stop = self._layout.arrays(self.local_rank)
@@ -301,13 +307,19 @@ class Arena:
         )
 
 
+def _check_machine() -> None:
+    reason = why_not_here(os.uname().machine)
+    if reason:
+        raise ArenaUnavailable(reason)
+
+
 def _checked_size(fd: int) -> int:
     size = os.fstat(fd).st_size
     if size < layout.HEADER_BYTES:
         raise ArenaUnavailable(f"the descriptor handed over is no arena: it has {size} bytes")
     if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
-        if seals & (_F_SEAL_SHRINK | _F_SEAL_GROW) != _F_SEAL_SHRINK | _F_SEAL_GROW:
+        needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
             raise ArenaUnavailable("the arena's size is not sealed: another process could cut it short")
     return size
 

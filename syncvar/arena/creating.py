@@ -1,0 +1,153 @@
+"""Makes the memory that the ranks of a host share. Run by the launcher, so it imports no NumPy.
+
+The memory has no name that anybody could open or forget: an anonymous file (memfd) where the system has it, else a file
+that is unlinked as soon as it is open. What is handed over is its descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from syncvar.arena import layout
+from syncvar.arena.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["CreatedArena", "create", "why_not_here"]
+
+_SHARED_FOLDER = "/dev/shm"  # noqa: S108  (a random name, O_EXCL and O_NOFOLLOW, unlinked at once)
+_MFD_NOEXEC_SEAL = 8
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(slots=True)
+class CreatedArena:
+    """An arena as its maker holds it.
+
+    Args:
+        fd: Its descriptor.
+        how: What it is, in words: "memfd", "a file in /dev/shm".
+        said: The sentence that tells the user why it is not a memfd; empty where it is one.
+        generation: Which membership it is for.
+    """
+
+    fd: int
+    how: str
+    said: str
+    generation: int
+    is_aborted: bool = field(default=False, init=False)
+
+    def abort(self) -> None:
+        """Set the word that everybody who waits looks at. Costs a microsecond and never raises."""
+        if not self.is_aborted and self.fd >= 0:
+            self.is_aborted = True
+            with contextlib.suppress(OSError):
+                os.pwrite(self.fd, struct.pack("=Q", 1), layout.ABORT * 8)
+
+    def close(self) -> None:
+        """Let go of it; the memory lives as long as somebody has it mapped. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def why_not_here(machine: str) -> str:
+    """Return why this kind of machine does not use an arena, or an empty text.
+
+    Example:
+        >>> why_not_here("x86_64"), "aarch64" in why_not_here("aarch64")
+        ('', True)
+    """
+    if machine in ("x86_64", "AMD64"):
+        return ""
+    return f"{machine} may show stores to other cores in another order than they were made; only x86-64 is proven"
+
+
+def create(
+    arena_bytes: int, local_world_size: int, usable_cores: int, generation: int = 0, directory: str = ""
+) -> tuple[CreatedArena | None, str]:
+    """Make an arena.
+
+    Args:
+        arena_bytes: Its virtual size; rounded up to whole pages.
+        local_world_size: How many ranks share it.
+        usable_cores: How many cores they may use together.
+        generation: Version of the membership.
+        directory: A private folder to fall back to; empty for none.
+
+    Returns:
+        (arena, "") or (None, why it cannot be made).
+
+    Raises:
+        ConfigError: It is too small for so many ranks.
+
+    Example:
+        >>> arena, reason = create(16 << 20, 2, 2)
+        >>> arena.how, reason, arena.close()
+        ('memfd', '', None)
+    """
+    size = -(-arena_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES
+    plan = Layout(size, local_world_size)
+    header = struct.pack(
+        "=6Q", layout.MAGIC_VALUE, layout.LAYOUT_VERSION, size, local_world_size, usable_cores, generation
+    )
+    ways: list[tuple[str, Callable[[], int]]] = [
+        ("memfd", _open_memfd),
+        (f"a file in {_SHARED_FOLDER}", lambda: _open_unlinked(_SHARED_FOLDER)),
+    ]
+    if directory:
+        ways.append(("a file in the job's directory", lambda: _open_unlinked(directory)))
+    failed: list[str] = []
+    for how, open_it in ways:
+        try:
+            fd = open_it()
+        except OSError as error:
+            failed.append(f"{how}: {error.strerror}")
+            continue
+        try:
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
+            for rank in range(local_world_size):  # others read a rank's table before that rank has come
+                os.posix_fallocate(fd, plan.table(rank), layout.TABLE_BYTES)
+            os.pwrite(fd, header, 0)
+            if how == "memfd":
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(fd)
+            failed.append(f"{how}: {error.strerror}")
+            continue
+        said = f"shared memory is {how} ({'; '.join(failed)})" if failed else ""
+        return CreatedArena(fd, how, said, generation), ""
+    return None, "; ".join(failed)
+
+
+def _open_memfd() -> int:
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        # A system may refuse memory that could be made executable, and an old one does not know this flag.
+        return os.memfd_create("syncvar-arena", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("syncvar-arena", flags)
+
+
+def _open_unlinked(folder: str) -> int:
+    path = f"{folder}/syncvar-{secrets.token_hex(8)}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.unlink(path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

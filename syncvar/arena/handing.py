@@ -1,0 +1,241 @@
+"""Hands the arena's descriptor to the workers of one job, over a socket in the job's private directory.
+
+One message asks, one answers with the descriptor or with the reason why there is none. The server side is part of the
+launcher's loop: it never waits, whoever connects and whatever he sends. There is one arena for each generation; it is
+made when the first rank of the generation asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncvar.arena.creating import CreatedArena
+
+__all__ = ["Handing", "arena_path", "fetch"]
+
+_REQUEST = struct.Struct("=8s64sQQ")
+_MAGIC = b"ARENA\0\0\1"
+_YES, _NO = b"\1", b"\0"
+_ANSWER_MAX = 4096
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_PAUSE_S = 0.005
+
+
+def arena_path(rendezvous: str) -> str:
+    """Return where the arena of a job is handed over.
+
+    Args:
+        rendezvous: The endpoint of the job's store.
+
+    Example:
+        >>> arena_path("ipc:///run/user/1000/syncvar/1a2b3c4d/store")
+        '/run/user/1000/syncvar/1a2b3c4d/arena'
+    """
+    return rendezvous.removeprefix("ipc://").rpartition("/")[0] + "/arena"
+
+
+class Handing:
+    """The launcher's side.
+
+    Args:
+        path: Where to listen.
+        job_id: Who asks must name this job.
+        local_world_size: Ranks of this host.
+        make: Makes the arena of a generation: (arena, "") or (None, reason).
+    """
+
+    def __init__(
+        self, path: str, job_id: str, local_world_size: int, make: Callable[[int], tuple[CreatedArena | None, str]]
+    ) -> None:
+        self.path = path
+        self.refused_requests = 0
+        self._job = _job_bytes(job_id)
+        self._local_world_size = local_world_size
+        self._make = make
+        self._arenas: dict[int, tuple[CreatedArena | None, str]] = {}
+        self._fetched: dict[int, set[int]] = {}
+        self._newest = -1
+        self._aborts_all = False
+        self._has_said = False
+        self._said: list[str] = []
+        self._waiting: dict[int, socket.socket] = {}  # connected, and silent so far; the longest waiting first
+        self._waiting_max = 2 * local_world_size + 16
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            self._listener.bind(path)
+            os.chmod(path, 0o600)
+            self._listener.listen(2 * local_world_size + 16)
+        except OSError:
+            self._listener.close()
+            raise
+
+    # -- the launcher's loop --------------------------------------------------------------------------------------
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return [self._listener.fileno(), *self._waiting] if self._listener.fileno() >= 0 else []
+
+    def readable(self, descriptor: int) -> None:
+        """Handle a descriptor that poll reported; others are not looked at."""
+        if descriptor in self._waiting:
+            self._serve(self._waiting.pop(descriptor))
+        elif descriptor == self._listener.fileno():
+            for _ in range(self._waiting_max):
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:  # nobody is there any more, or the launcher is out of descriptors
+                    return
+                self._take(connection)
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        said, self._said = self._said, []
+        return said
+
+    def prepare(self, generation: int) -> tuple[CreatedArena | None, str]:
+        """Return the arena of a generation, made now if need be, or the reason why there is none."""
+        found = self._arenas.get(generation)
+        if found is None:
+            found = self._arenas[generation] = self._make(generation)
+            self._fetched[generation] = set()
+            self._newest = max(self._newest, generation)
+            arena, reason = found
+            if arena is not None and self._aborts_all:
+                arena.abort()
+            sentence = arena.said if arena is not None else f"no shared memory: {reason}"
+            if sentence and not self._has_said:  # the next generations will fare alike
+                self._has_said = True
+                self._said.append(sentence)
+        return found
+
+    def abort(self, generation: int | None = None) -> None:
+        """Set the abort word of one generation's arena; without one, of all there are and will be."""
+        if generation is None:
+            self._aborts_all = True
+        for number, (arena, _) in self._arenas.items():
+            if arena is not None and generation in (None, number):
+                arena.abort()
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        for connection in (self._listener, *self._waiting.values()):
+            connection.close()
+        self._waiting.clear()
+        for arena, _ in self._arenas.values():
+            if arena is not None:
+                arena.close()
+        self._arenas.clear()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _take(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        if _peer_user(connection) != os.getuid():
+            self.refused_requests += 1
+            connection.close()
+            return
+        while len(self._waiting) >= self._waiting_max:
+            self.refused_requests += 1
+            self._waiting.pop(next(iter(self._waiting))).close()
+        self._waiting[connection.fileno()] = connection
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                request = connection.recv(_REQUEST.size + 1)
+                fd, reason = self._answer(request)
+                if fd < 0:
+                    self.refused_requests += 1
+                    connection.send(_NO + reason.encode()[: _ANSWER_MAX - 1])
+                else:
+                    socket.send_fds(connection, [_YES], [fd])
+            except OSError:
+                self.refused_requests += 1  # it went away, or does not read what it asked for
+
+    def _answer(self, request: bytes) -> tuple[int, str]:
+        if len(request) != _REQUEST.size:
+            return -1, "this is no request for an arena"
+        magic, job, generation, local_rank = _REQUEST.unpack(request)
+        if magic != _MAGIC:
+            return -1, "the launcher's version of syncvar is another one than the worker's"
+        if job != self._job:
+            return -1, "this is another job"
+        if local_rank >= self._local_world_size:
+            return -1, f"there is no local rank {local_rank} among {self._local_world_size}"
+        if generation < self._newest and generation not in self._arenas:
+            return -1, f"generation {generation} is over, {self._newest} is in force"
+        arena, reason = self.prepare(generation)
+        self._fetched[generation].add(local_rank)
+        if len(self._fetched[generation]) == self._local_world_size:
+            self._forget_before(generation)
+        return (arena.fd, "") if arena is not None else (-1, reason)
+
+    def _forget_before(self, generation: int) -> None:
+        for number in [number for number in self._arenas if number < generation]:
+            arena, _ = self._arenas.pop(number)
+            del self._fetched[number]
+            if arena is not None:
+                arena.close()
+
+
+def fetch(
+    path: str, job_id: str, generation: int, local_rank: int, timeout_s: float
+) -> tuple[int, None] | tuple[None, str]:
+    """Ask the launcher for the arena of a generation. Called in a worker.
+
+    Args:
+        path: As `arena_path` says.
+        job_id: The job's identity.
+        generation: Version of the membership.
+        local_rank: Who asks.
+        timeout_s: Longest wait.
+
+    Returns:
+        (descriptor, None), or (None, the reason why there is no arena).
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
+            connection.settimeout(max(0.001, timeout_s))
+            while True:
+                try:
+                    connection.connect(path)
+                    break
+                except BlockingIOError:  # more ask than the launcher has taken so far
+                    if time.monotonic() + _PAUSE_S > deadline:
+                        raise
+                    time.sleep(_PAUSE_S)
+            if _peer_user(connection) != os.getuid():
+                return None, f"{path} belongs to another user"
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.send(_REQUEST.pack(_MAGIC, _job_bytes(job_id), generation, local_rank))
+            answer, fds, _, _ = socket.recv_fds(connection, _ANSWER_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+    except TimeoutError:
+        return None, f"the launcher did not hand over the arena within {timeout_s:g} s"
+    except OSError as error:
+        return None, f"the launcher hands over no arena ({path}: {error.strerror})"
+    if answer[:1] == _YES and len(fds) == 1:
+        return fds[0], None
+    for fd in fds:
+        os.close(fd)
+    return None, answer[1:].decode(errors="replace") or "the launcher closed the connection"
+
+
+def _job_bytes(job_id: str) -> bytes:
+    return job_id.encode()[:64].ljust(64, b"\0")
+
+
+def _peer_user(connection: socket.socket) -> int:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(data)
+    return int(user)
