@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.errors import ConfigError, MismatchError
-from syncvar.runtime.executor import Stage
+from syncvar.runtime.operation import Stage
 from syncvar.wire import DTYPE_NAMES, dtype_index
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def exchange(communicator: Communicator, mine: Record) -> Generator[Stage, None,
     work = np.zeros(communicator.size * size, np.uint8)
     rank = communicator.member_rank
     work[rank * size : (rank + 1) * size] = np.frombuffer(data, np.uint8)
-    yield Stage(communicator.plan("header_exchange", "dissemination", size), work)
+    yield Stage(communicator.plan("header_exchange", size), work)
     records = []
     for kind, dtype, ndim, nbytes, *shape in _RECORD.iter_unpack(work.tobytes()):
         records.append(Record(kind, dtype, tuple(shape[:ndim]), nbytes))

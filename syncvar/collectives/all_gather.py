@@ -18,9 +18,8 @@ from syncvar.collectives._arguments import (
 from syncvar.collectives._headers import array_record, exchange, require_same
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
-from syncvar.plans import choose
-from syncvar.runtime.executor import Stage
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.operation import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -135,6 +134,5 @@ def gather_flat(
     rank = communicator.member_rank
     start = list(accumulate(counts, initial=0))[rank]
     work[start : start + counts[rank]] = mine
-    choice = choose("all_gather", work.nbytes, communicator.size)
-    yield Stage(communicator.plan("all_gather", choice.algorithm, counts), work)
+    yield Stage(communicator.plan("all_gather", counts, work.itemsize), work)
     return work

@@ -15,10 +15,10 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives.groups import communicator_of
-from syncvar.plans import choose, tree_order
-from syncvar.runtime.executor import Stage
+from syncvar.plans import tree_order
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import Reduction, finish, reduction
+from syncvar.runtime.operation import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -135,8 +135,8 @@ def _one(
     target: NDArray[Any] | None,
     reproducible: bool,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    choice = choose("all_reduce", work.nbytes, communicator.size, reproducible=reproducible)
-    yield Stage(communicator.plan("all_reduce", choice.algorithm, work.size), work, how.ufunc)
+    plan = communicator.plan("all_reduce", work.size, work.itemsize, reproducible=reproducible)
+    yield Stage(plan, work, how.ufunc)
     result = finish(how, work, communicator.size).reshape(shape)
     if target is None:
         return result

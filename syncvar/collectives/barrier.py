@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.runtime.executor import Stage
 from syncvar.runtime.group import Communicator, Request, fingerprint
+from syncvar.runtime.operation import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
@@ -67,4 +67,4 @@ def meet(
 
 
 def _body(communicator: Communicator) -> Generator[Stage, None, None]:
-    yield Stage(communicator.plan("barrier", "dissemination", 0), _NOTHING)
+    yield Stage(communicator.plan("barrier", 0), _NOTHING)

@@ -18,9 +18,8 @@ from syncvar.collectives._arguments import (
 from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_record, exchange, require_same
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
-from syncvar.plans import choose
-from syncvar.runtime.executor import Stage
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.operation import Stage
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -126,8 +125,7 @@ def broadcast_flat(
     """Broadcast an array whose shape and dtype all ranks know; `mine` is the root's value."""
     result: NDArray[Any] = np.empty(shape, dtype) if mine is None else np.array(mine, dtype=dtype, order="C", copy=True)
     work = result.reshape(-1)
-    choice = choose("broadcast", work.nbytes, communicator.size)
-    yield Stage(communicator.plan("broadcast", choice.algorithm, work.size, root), work)
+    yield Stage(communicator.plan("broadcast", work.size, work.itemsize, root=root), work)
     return result
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.executor import Stage
+    from syncvar.runtime.operation import Stage
     from syncvar.runtime.group import Communicator
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]

@@ -5,14 +5,17 @@ Bookkeeping only: nothing here sends, waits or reads a clock. The engine asks, a
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import MismatchError, PeerLost, SyncvarError
+from syncvar.wire import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from syncvar.runtime.executor import Operation
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.operation import Operation
     from syncvar.transports import Frame
     from syncvar.wire import Message
 
@@ -52,6 +55,11 @@ class CallBook:
         self._doomed: list[Message] = []
         self._passed: dict[int, tuple[tuple[int, ...], int, int]] = {}
         self._has_skipped = False
+        self.counted: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+
+    def may_refuse(self, group: int, call: int) -> bool:
+        """Return whether a call may have to be refused: there is a verdict, or a rank has left."""
+        return bool(self.left) or any(old["group"] == group and old["last_call"] >= call for old in self._doomed)
 
     # -- numbers --------------------------------------------------------------------------------------------------
 
@@ -67,16 +75,26 @@ class CallBook:
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group, of those used last."""
+        for group in list(self.counted):
+            self._next_call[group] = self._following(group)
         recent = list(self._next_call.items())[-_ENTERED_MAX:]
         return {group: following - 1 for group, following in recent}
+
+    def _following(self, group: int) -> int:
+        """Return the number of the next call of a group; calls in shared memory are counted by their communicator."""
+        following = self._next_call.get(group, 0)
+        caller = self.counted.get(group)
+        return following if caller is None else max(following, caller.next_call)
 
     # -- frames before their call ---------------------------------------------------------------------------------
 
     def keep(self, frame: Frame) -> bool:
         """Keep a frame for a call that has not begun; False for one of a call that lies behind."""
         header = frame.header
-        if header.call < self._next_call.get(header.group, 0):
+        if header.call < self._following(header.group):
             return False
+        if header.kind == Kind.KNOCK:
+            self._has_skipped = True  # a call in shared memory may begin and end without a word to this book
         self.early.setdefault((header.group, header.call), []).append(frame)
         return True
 
@@ -87,9 +105,9 @@ class CallBook:
     def take_skipped(self) -> Iterator[tuple[int, int, list[Frame]]]:
         """Yield (group, call, frames) of the calls that were skipped since the last time."""
         if self._has_skipped:
-            self._has_skipped = False
+            self._has_skipped = any(frames[0].header.kind == Kind.KNOCK for frames in self.early.values())
             for group, call in list(self.early):
-                if call < self._next_call.get(group, 0):
+                if call < self._following(group):
                     yield group, call, self.early.pop((group, call))
 
     # -- blocks of calls ------------------------------------------------------------------------------------------
@@ -130,8 +148,8 @@ class CallBook:
         _, last, epoch_end = self._passed.get(group, ((), 0, -1))
         if last < verdict["last_call"] and verdict["call"] <= epoch_end:
             self._passed.pop(group, None)  # the group knows already, and later calls shall not fail for it
-        reached = self._next_call  # verdicts on calls that lie behind are of no use any more
-        self._doomed = [old for old in self._doomed if old["last_call"] >= reached.get(old["group"], 0)]
+        # Verdicts on calls that lie behind are of no use any more.
+        self._doomed = [old for old in self._doomed if old["last_call"] >= self._following(old["group"]) - 1]
         self._doomed.append(verdict)
 
     def refusal(self, operation: Operation) -> SyncvarError | None:

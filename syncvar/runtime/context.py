@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -15,9 +16,12 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from syncvar.arena.channels import Channels
+from syncvar.arena.handing import arena_path, fetch
+from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
-from syncvar.errors import PeerLost, RendezvousError, SyncvarError, TransportError, UsageError
+from syncvar.errors import ArenaUnavailable, PeerLost, RendezvousError, SyncvarError, TransportError, UsageError
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "current", "init", "is_initialized", "shutdown", "use"]
 
 _WORLD = 0
+_log = logging.getLogger("syncvar")
 
 
 class Context:
@@ -42,6 +47,8 @@ class Context:
         config: Deadlines and limits.
         transport: Not yet opened; None for a world of one.
         control: Channel to the launcher; None for a world of one.
+        generation: Version of the membership.
+        arena: The memory shared with the ranks of this host, or in words why there is none.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class Context:
         transport: Transport | None = None,
         control: Control | None = None,
         generation: int = 0,
+        arena: Arena | str = "a world of one shares nothing",
     ) -> None:
         self.config = config
         self.rank = environment.rank if environment else 0
@@ -69,12 +77,33 @@ class Context:
         self._next_group = _WORLD + 1
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
+        self.arena: Arena | None = None if isinstance(arena, str) else arena
+        self.without_arena = arena if isinstance(arena, str) else ""
+        self._channels = None if self.arena is None else Channels(self.arena, self.local_ranks)
         if environment is not None and transport is not None and control is not None:
-            hosts = _meet(environment, config, transport, control, generation)
+            hosts, without = _meet(environment, config, transport, control, generation, self.without_arena)
+            if without and self.arena is not None:  # one rank that does not see it is enough
+                self._let_go_of_arena()
+                rank, self.without_arena = next(iter(without.items()))
+                self.without_arena += f" (rank {rank})"
             self.engine = Engine(
-                self.rank, self.world_size, generation, transport, control, config, hosts
+                self.rank, self.world_size, generation, transport, control, config, hosts, self.arena
             )
+            _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
         self.world = self.communicator(_WORLD, tuple(range(self.world_size)))
+
+    @property
+    def transport(self) -> str:
+        """The data path between processes of this host, and why."""
+        if self.arena is not None:
+            return f"arena: {self.local_world_size} ranks of this host share memory"
+        return f"zmq: {self.without_arena}"
+
+    def _let_go_of_arena(self) -> None:
+        self._channels = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -84,7 +113,10 @@ class Context:
 
     def communicator(self, identity: int, members: tuple[int, ...]) -> Communicator:
         """Make the calls of a group possible; every member must use the same identity."""
-        made = Communicator(identity, members, self.rank, self.engine)
+        channel = None
+        if self._channels is not None and len(members) > 1 and self.rank in members and self._channels.serves(members):
+            channel = self._channels.make(identity, members, members.index(self.rank))
+        made = Communicator(identity, members, self.rank, self.engine, channel)
         self._communicators.add(made)
         return made
 
@@ -126,6 +158,7 @@ class Context:
                 self._control.close(self.config.shutdown_timeout_s)
             if self._zeromq is not None:
                 self._zeromq.term()
+            self._let_go_of_arena()
         if error is not None:
             raise error
 
@@ -258,12 +291,17 @@ def _connect(environ: Mapping[str, str]) -> Context:
     zeromq: zmq.Context[Any] = zmq.Context()
     control: ZeromqControl | None = None
     transport: ZeromqTransport | None = None
+    arena: Arena | str = ""
     try:
         control = ZeromqControl(zeromq, environment.rendezvous, environment.rank)
         place = environment.rendezvous.rpartition("/")[0]
         transport = ZeromqTransport(zeromq, environment.rank, place, environment.job_id, config, control)
-        context = Context(environment, config, transport, control, environment.generation + _state.generations)
+        generation = environment.generation + _state.generations
+        arena = _attach(environment, config, generation)
+        context = Context(environment, config, transport, control, generation, arena)
     except BaseException:
+        if isinstance(arena, Arena):
+            arena.close()
         if transport is not None:
             transport.close(0)
         if control is not None:
@@ -274,10 +312,37 @@ def _connect(environ: Mapping[str, str]) -> Context:
     return context
 
 
+def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int) -> Arena | str:
+    """Return the arena of this host, or in words why there is none."""
+    if config.transport == "zmq":
+        return "SYNCVAR_TRANSPORT=zmq asks for it"
+    if environment.local_world_size == 1:
+        return "there is one rank on this host"
+    path = arena_path(environment.rendezvous)
+    fd, reason = fetch(
+        path, environment.job_id, generation, environment.local_rank, min(config.handshake_timeout_s, 3600.0)
+    )
+    if fd is None:
+        return reason or "the launcher gave no reason"
+    try:
+        return Arena.attach(fd, environment.local_rank)
+    except ArenaUnavailable as error:
+        return str(error)
+
+
 def _meet(
-    environment: RankEnvironment, config: RuntimeConfig, transport: Transport, control: Control, generation: int
-) -> dict[int, str]:
-    """Join the roll call; open the transport when all have come. Returns the host of each rank."""
+    environment: RankEnvironment,
+    config: RuntimeConfig,
+    transport: Transport,
+    control: Control,
+    generation: int,
+    without_arena: str,
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Join the roll call; open the transport when all have come.
+
+    Returns:
+        (host of each rank, why those ranks that have no arena have none).
+    """
     control.send(
         pack_message(
             "join",
@@ -287,7 +352,7 @@ def _meet(
             address=transport.address,
             pid=os.getpid(),
             host=environment.host,
-            about={"protocol": PROTOCOL_VERSION, "byte_order": sys.byteorder},
+            about={"protocol": PROTOCOL_VERSION, "byte_order": sys.byteorder, "arena": without_arena},
         )
     )
     # The launcher decides when the roll call has failed; this limit only guards against a launcher that is stuck.
@@ -300,7 +365,7 @@ def _meet(
             transport.wait(min(1.0, deadline - time.monotonic()))
         elif message["kind"] == "roll":
             transport.open(message["addresses"], message["generation"])
-            return dict(message["hosts"])
+            return dict(message["hosts"]), dict(message["without_arena"])
         elif message["kind"] == "refused":
             raise RendezvousError(f"rank {environment.rank} could not join: {message['reason']}", message["missing"])
         elif message["kind"] == "abort":

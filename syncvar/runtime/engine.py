@@ -11,10 +11,12 @@ by every later call.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncvar.arena.waiting import pause_after
 from syncvar.errors import (
     DeadlineExceeded,
     GroupBroken,
@@ -25,17 +27,20 @@ from syncvar.errors import (
 )
 from syncvar.runtime.asking import Answer, Question, Questions
 from syncvar.runtime.callbook import CallBook
-from syncvar.runtime.executor import Operation, State
+from syncvar.runtime.operation import Operation, State
+from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.sites import call_site
 from syncvar.topology import rank_list
 from syncvar.transports import Frame, Lost
-from syncvar.wire import Kind, Message, pack_message
+from syncvar.wire import Kind, Message, pack_header, pack_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
+    from syncvar.runtime.group import Communicator
     from syncvar.transports import Control, Transport
 
 __all__ = ["Engine"]
@@ -44,6 +49,8 @@ _DETAIL_GRACE_S = 0.2  # how long a silent loss waits for the launcher to say wh
 _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
+_IDLE_SHARED_S = 0.002  # while started calls go through shared memory, where nothing tells of an arrival
+_SLEEP_MIN_S = 0.001  # shorter waits are no business of the transport
 _LOAN_LOOK_S = 0.0005
 _APPEAR_S = 2.0  # how long a question for what is not there is repeated
 _APPEAR_LOOK_S = 0.001
@@ -61,6 +68,7 @@ class Engine:
         control: Channel to the launcher.
         config: Deadlines and limits.
         hosts: Host of each rank, for messages.
+        arena: The memory shared with the ranks of this host, if there is any.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class Engine:
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
+        arena: Arena | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -82,6 +91,7 @@ class Engine:
         self._control = control
         self._config = config
         self._hosts = hosts
+        self._arena = arena
         self._lock = threading.Lock()
         self._active: dict[tuple[int, int], Operation] = {}
         self._book = CallBook(hosts)
@@ -91,10 +101,12 @@ class Engine:
         self._asked: collections.deque[Question] = collections.deque()
         self._suspects: dict[int, tuple[str, float]] = {}
         self._inbox: collections.deque[Operation] = collections.deque()
+        self._shared: list[SharedOperation] = []  # those of the started calls that somebody has to look at
         self._followers: list[threading.Event] = []
         self._failure_raised = False
         self._last_caller = 0.0
         self._heard = 0.0
+        self._moved = 0.0  # when a call in shared memory began or went on
         self._stopped = threading.Event()
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
         self._progress.start()
@@ -148,7 +160,7 @@ class Engine:
             else:
                 self._transport.wake()
         except BaseException as error:
-            self._interrupted(operation, error)
+            self.interrupted(operation, error)
             raise
 
     def wait(self, operation: Operation | Question) -> Any:
@@ -171,7 +183,7 @@ class Engine:
                 else:
                     self._follow(operation)
         except BaseException as error:
-            self._interrupted(operation, error)
+            self.interrupted(operation, error)
             raise
         finally:
             operation.thread = 0
@@ -184,8 +196,36 @@ class Engine:
     def run(self, operation: Operation, timeout_s: float | None) -> Any:
         """Start an operation and wait for it."""
         operation.thread = threading.get_ident()
+        if (
+            isinstance(operation, SharedOperation)
+            and self.allows(operation.group, operation.call)
+            and self._inline(operation)
+        ):
+            if operation.error is not None:
+                raise operation.error
+            return operation.result
         self.start(operation, timeout_s)
         return self.wait(operation)
+
+    def allows(self, group: int, call: int) -> bool:
+        """Return whether nothing is known that would refuse a call: it may run without the lock."""
+        return self.failure is None and not self._book.may_refuse(group, call)
+
+    def _inline(self, operation: SharedOperation) -> bool:
+        """Run an operation in shared memory without the lock; False when it takes long, for the engine to go on."""
+        channel = operation.channel
+        try:
+            while True:
+                operation.advance(self)
+                if operation.is_over:
+                    return True
+                if not channel.is_open or channel.queue[0] is not operation or operation.need < 0:
+                    return False
+                if not channel.wait(channel.others, operation.need):
+                    return False
+        except BaseException as error:
+            self.interrupted(operation, error)
+            raise
 
     def ask(self, peer: int, key: int, what: str, timeout_s: float | None) -> tuple[bytes, bytes] | None:
         """Ask another process for what it publishes under a key; it takes no part, its engine answers.
@@ -250,6 +290,10 @@ class Engine:
         """
         self._book.passed_over(group, members, last, epoch_end)
 
+    def count_by(self, communicator: Communicator) -> None:
+        """Take the number of a group's next call from its communicator: calls in shared memory pass the book by."""
+        self._book.counted[communicator.identity] = communicator
+
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group."""
         return self._book.entered()
@@ -305,7 +349,17 @@ class Engine:
                 return
             now = time.monotonic()
             due = timers(now)
-            if due > now and wait(due - now):
+            if due <= now:
+                continue
+            pause = due - now
+            if self._shared:
+                pause = min(pause, pause_after(now - self._moved))
+                if pause < _SLEEP_MIN_S:
+                    time.sleep(pause)
+                    if now - self._heard > _HEAR_S:
+                        self._hear()
+                    continue
+            if wait(pause):
                 self._hear()
 
     def _follow(self, operation: Operation | Question) -> None:
@@ -330,7 +384,7 @@ class Engine:
     def _serve(self) -> None:
         transport = self._transport
         while not self._stopped.is_set():
-            transport.wait_idle(_IDLE_S)
+            transport.wait_idle(_IDLE_SHARED_S if self._shared else _IDLE_S)
             if self._stopped.is_set():
                 return
             if not self._active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
@@ -381,8 +435,31 @@ class Engine:
                 self._flow.credited(header.source, header.group, header.nbytes)
             elif header.kind == Kind.ASK:
                 self._questions.answer(header)
+            elif header.kind == Kind.KNOCK:
+                self._knocked(arrival)
             elif header.kind == Kind.ANSWER and self._questions.accept(arrival):
                 self._hand_over()
+        if self._shared:
+            self._look_at_shared()
+
+    def _look_at_shared(self) -> None:
+        """Advance the calls in shared memory."""
+        for operation in list(self._shared):
+            before = operation.need
+            operation.advance(self)
+            if operation.is_over:
+                self._moved = time.monotonic()
+                self._retire(operation)
+            elif operation.need != before:
+                self._moved = time.monotonic()
+            if operation.mismatch and not operation.reported:
+                self._report(operation, time.monotonic())
+
+    def _knocked(self, frame: Frame) -> None:
+        """Note that a peer waits in a call: this rank may have gone on without it."""
+        header = frame.header
+        if (header.group, header.call) not in self._active and not self._book.keep(frame):
+            self._check_passed(header.group, header.call)
 
     def _put(self, question: Question) -> None:
         """Send a question, unless it cannot be answered any more."""
@@ -394,6 +471,8 @@ class Engine:
             self._questions.ask(question)
 
     def _deliver(self, operation: Operation, frame: Frame) -> None:
+        if frame.header.kind == Kind.KNOCK:
+            return
         if frame.header.fingerprint != operation.fingerprint:
             self.consumed(frame.header.source, operation.group, frame.header.nbytes)
             if not operation.mismatch:
@@ -424,6 +503,9 @@ class Engine:
                 self._use_up(self._book.take_early(operation))
                 continue
             self._active[key] = operation
+            if isinstance(operation, SharedOperation):
+                self._shared.append(operation)
+                self._moved = time.monotonic()
             operation.advance(self)
             for frame in self._book.take_early(operation):
                 if key in self._active:
@@ -439,6 +521,11 @@ class Engine:
 
     def _retire(self, operation: Operation) -> None:
         self._active.pop((operation.group, operation.call), None)
+        if isinstance(operation, SharedOperation):
+            with contextlib.suppress(ValueError):
+                self._shared.remove(operation)
+            if operation.error is not None and self._arena is not None and operation.is_under_way:
+                self._arena.quarantine()  # others may still write what this call began
         self._flow.go_on(operation.group)
         self._use_up(operation.unused_frames())
         if operation.reported and self.failure is None:
@@ -449,6 +536,8 @@ class Engine:
     def _use_up(self, frames: list[Frame]) -> None:
         """Give credit back for frames that nobody will look at."""
         for frame in frames:
+            if frame.header.kind == Kind.KNOCK:
+                continue
             self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
 
     def _check_passed(self, group: int, call: int) -> None:
@@ -537,6 +626,8 @@ class Engine:
             if not thread.name.startswith("syncvar-") and not type(thread).__module__.startswith("zmq.")
         )
         waiting = len({other.thread for other in self._active.values() if other.thread})
+        if isinstance(operation, SharedOperation):
+            self._knock(operation)
         self._tell(
             "report",
             group=operation.group,
@@ -551,6 +642,15 @@ class Engine:
             may_move=operation.thread == 0 or threads > waiting,
             entered=self.entered(),
         )
+
+    def _knock(self, operation: SharedOperation) -> None:
+        """Tell the ranks that have not come: shared memory says nothing to those who are not looking."""
+        header = pack_header(
+            Kind.KNOCK, self.rank, self.generation, operation.group, operation.call, fingerprint=operation.fingerprint
+        )
+        for peer in operation.awaiting:
+            if peer not in self._book.left:
+                self._transport.send(peer, header)
 
     # -- the launcher's word --------------------------------------------------------------------------------------
 
@@ -621,7 +721,8 @@ class Engine:
 
     # -- failure --------------------------------------------------------------------------------------------------
 
-    def _interrupted(self, operation: Operation | Question, error: BaseException) -> None:
+    def interrupted(self, operation: Operation | Question, error: BaseException) -> None:
+        """Break the generation because an exception has left a started call."""
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {operation.what} (call {operation.call})"
             self._break(GroupBroken(f"this rank was {reason}", error), but=operation)
@@ -635,6 +736,9 @@ class Engine:
                 operation.fail(self.failure)
         self._questions.fail(self.failure)
         self._active.clear()
+        self._shared.clear()
+        if self._arena is not None:
+            self._arena.quarantine()
         self._book.early.clear()
         self._flow.clear()
         self._hand_over()

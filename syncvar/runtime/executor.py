@@ -6,13 +6,13 @@ handed the frames to send; nothing here waits, reads a clock or opens a socket.
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from syncvar.errors import InternalError
 from syncvar.plans import Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.runtime.operation import Operation, State
 from syncvar.wire import Kind, pack_header
 
 if TYPE_CHECKING:
@@ -20,22 +20,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.transports import Frame, Loan
+    from syncvar.runtime.operation import Outlet, Stage
+    from syncvar.transports import Frame
 
-__all__ = ["Operation", "Outlet", "Prepared", "Stage", "State", "prepare"]
+__all__ = ["LinkOperation", "Prepared", "prepare"]
 
 _OVERWRITE, _INCOMING_LEFT, _INCOMING_RIGHT = 0, 1, 2
 _ROUNDS_PER_STAGE = 1 << 24
-
-
-class State(IntEnum):
-    """Where an operation stands."""
-
-    CREATED = 0
-    RUNNING = 1
-    DRAINING = 2  # the result is there; memory lent to the transport is not all back yet
-    DONE = 3
-    FAILED = 4
 
 
 class _Incoming(NamedTuple):
@@ -88,36 +79,8 @@ def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
     return Prepared(tuple(rounds), plan.work_count, plan.scratch_count)
 
 
-class Stage(NamedTuple):
-    """A plan with what it works on.
-
-    Args:
-        plan: The prepared plan.
-        work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
-        ufunc: Combines two operands; None for plans that only move data.
-    """
-
-    plan: Prepared
-    work: NDArray[Any]
-    ufunc: np.ufunc | None = None
-
-
-class Outlet(Protocol):
-    """What an operation needs of the engine."""
-
-    rank: int
-    generation: int
-    segment_bytes: int
-
-    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
-        """Send a frame as soon as the link's credit allows."""
-
-    def consumed(self, peer: int, group: int, nbytes: int) -> None:
-        """Give credit back for a frame that has been used."""
-
-
-class Operation:
-    """A started collective.
+class LinkOperation(Operation):
+    """A call whose frames travel over links.
 
     Args:
         group: Identity of the group.
@@ -129,9 +92,7 @@ class Operation:
     """
 
     __slots__ = (
-        "_ahead", "_body", "_buffers", "_counts", "_local", "_pending", "_plan", "_round", "_stage", "_tag",
-        "_ufunc", "call", "deadline", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued",
-        "report_at", "reported", "result", "started", "state", "thread", "timeout_s", "what",
+        "_ahead", "_body", "_buffers", "_counts", "_local", "_pending", "_plan", "_round", "_stage", "_tag", "_ufunc",
     )  # fmt: skip
 
     def __init__(
@@ -143,23 +104,7 @@ class Operation:
         what: str,
         body: Generator[Stage, None, Any],
     ) -> None:
-        self.group = group
-        self.members = members
-        self.call = call
-        self.fingerprint = fingerprint
-        self.what = what
-        self.state = State.CREATED
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.loans: list[Loan] = []
-        self.queued = 0  # frames that wait for credit
-        self.deadline = 0.0
-        self.timeout_s = 0.0
-        self.started = 0.0
-        self.report_at = 0.0
-        self.reported = False
-        self.mismatch = False
-        self.thread = 0  # the thread that waits for this operation; 0 when nobody does
+        super().__init__(group, members, call, fingerprint, what)
         self._body = body
         self._stage = -1
         self._round = -1
@@ -171,11 +116,6 @@ class Operation:
         self._counts: dict[int, _Incoming] = {}
         self._local: tuple[Copy | Reduce, ...] = ()
         self._ahead: dict[int, list[Frame]] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the caller may take the result or the error."""
-        return self.state >= State.DONE
 
     @property
     def awaiting(self) -> tuple[int, ...]:
@@ -237,7 +177,7 @@ class Operation:
             self.error = error
             self.state = State.FAILED
             return
-        plan = stage.plan
+        plan = cast("Prepared", stage.plan)
         scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else stage.work[:0]
         self._plan, self._buffers, self._ufunc = plan, (stage.work, scratch), stage.ufunc
         self._stage += 1

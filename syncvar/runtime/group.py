@@ -8,19 +8,22 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, InternalError, UsageError
-from syncvar.plans import build
-from syncvar.runtime.executor import Operation, Prepared, prepare
+from syncvar.plans import build, build_all, choose
+from syncvar.runtime.executor import LinkOperation, Prepared, prepare
+from syncvar.runtime.operation import Operation
+from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from syncvar.arena.channels import Channel
     from syncvar.runtime.engine import Engine
-    from syncvar.runtime.executor import Stage
+    from syncvar.runtime.operation import Stage
 
 __all__ = ["Communicator", "Request", "Work", "fingerprint"]
 
 _PLANS_MAX = 512
-_EPOCH_CALLS = 10**10  # decimal, because call numbers are shown: call 30000000002 is number 2 of block 3
+_EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
 
 
 @lru_cache(maxsize=4096)
@@ -126,9 +129,17 @@ class Communicator:
         members: Ranks of the group in the world, in the group's order.
         world_rank: This process.
         engine: None in a world of one.
+        channel: Makes this rank's end of the group's channels, where all members share an arena; else None.
     """
 
-    def __init__(self, identity: int, members: Sequence[int], world_rank: int, engine: Engine | None) -> None:
+    def __init__(
+        self,
+        identity: int,
+        members: Sequence[int],
+        world_rank: int,
+        engine: Engine | None,
+        channel: Channel | None = None,
+    ) -> None:
         self.identity = identity
         self.members = tuple(members)
         self.size = len(self.members)
@@ -137,23 +148,49 @@ class Communicator:
         self.next_call = 0
         self._epoch = 0
         self._busy = threading.Lock()
-        self._plans: dict[tuple[Any, ...], Prepared] = {}
+        self.channel = channel
+        self._plans: dict[tuple[Any, ...], Prepared | Published] = {}
         self._forked: UsageError | None = None
         if engine is not None and self.rank is not None:
             engine.announce(identity, 0)
+            if channel is not None:
+                engine.count_by(self)
 
-    def plan(self, collective: str, algorithm: str, counts: int | tuple[int, ...], root: int = 0) -> Prepared:
-        """Return this rank's prepared plan, from the cache when it has been used before."""
-        key = (collective, algorithm, counts, root)
+    def plan(
+        self,
+        collective: str,
+        counts: int | tuple[int, ...],
+        itemsize: int = 1,
+        *,
+        root: int = 0,
+        reproducible: bool = False,
+    ) -> Prepared | Published:
+        """Choose an algorithm and return this rank's prepared plan, from the cache when it has been used before.
+
+        Args:
+            collective: For instance "all_reduce".
+            counts: Elements of the vector, or of each rank's block.
+            itemsize: Bytes of an element.
+            root: Rank of the group that holds the vector of a broadcast.
+            reproducible: An all-reduce has to sum by the tree.
+        """
+        key = (collective, counts, itemsize, root, reproducible)
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            if isinstance(counts, tuple):
-                plan = build(collective, algorithm, self.member_rank, self.size, root=root, counts=counts)
+            total = sum(counts) if isinstance(counts, tuple) else counts
+            algorithm = choose(
+                collective, total * itemsize, self.size, reproducible=reproducible, shared=self.channel is not None
+            ).algorithm
+            sizes: Any = {"counts": counts} if isinstance(counts, tuple) else {"count": counts}
+            if self.channel is None:
+                plan = build(collective, algorithm, self.member_rank, self.size, root=root, **sizes)
+                found = prepare(plan, self.members)
             else:
-                plan = build(collective, algorithm, self.member_rank, self.size, root=root, count=counts)
-            found = self._plans[key] = prepare(plan, self.members)
+                plans = build_all(collective, algorithm, self.size, root=root, **sizes)
+                found = prepare_published(plans, self.member_rank)
+            self._plans[key] = found
         return found
 
     @property
@@ -206,7 +243,7 @@ class Communicator:
                     engine.announce(self.identity, call + 1)
                     engine.poison(self.identity, self.members, call, name, f"{type(error).__name__}: {error}")
                 raise
-            operation = Operation(self.identity, self.members, call, request.digest, request.what, request.body)
+            operation = self._operation(call, request)
             if engine is None or self.size == 1:
                 operation.advance(_NO_OUTLET)
                 work = Work(None, operation)
@@ -217,6 +254,13 @@ class Communicator:
             return engine.run(operation, allowed)
         finally:
             self._busy.release()
+
+    def _operation(self, call: int, request: Request) -> Operation:
+        channel = self.channel
+        if channel is None or self.size == 1:
+            return LinkOperation(self.identity, self.members, call, request.digest, request.what, request.body)
+        steps = staged(channel, call, request.digest, request.body)
+        return SharedOperation(channel, self.identity, self.members, call, request.digest, request.what, steps)
 
     def begin_epoch(self) -> int:
         """Begin a new block of call numbers (at the start of `strategy.run`); returns its last number.

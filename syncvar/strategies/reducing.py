@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.executor import Stage
+    from syncvar.runtime.operation import Stage
     from syncvar.runtime.group import Communicator
 
 __all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]

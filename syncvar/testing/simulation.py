@@ -18,7 +18,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives import Group
-from syncvar.runtime.executor import Operation, State
+from syncvar.runtime.executor import LinkOperation
+from syncvar.runtime.operation import Operation, State
 from syncvar.runtime.group import Communicator, Request
 from syncvar.transports import Frame
 from syncvar.wire import HEADER_NBYTES, parse_header
@@ -69,7 +70,7 @@ class Simulation:
             request: Request = make(rank, Group(communicator))
             number = len(self._calls[rank])
             members = tuple(range(self.world_size))
-            self._calls[rank].append(Operation(_GROUP, members, number, request.digest, request.what, request.body))
+            self._calls[rank].append(LinkOperation(_GROUP, members, number, request.digest, request.what, request.body))
 
     def run(self) -> list[list[Any]]:
         """Step until nothing can step any more.

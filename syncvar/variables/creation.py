@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.executor import Stage
+    from syncvar.runtime.operation import Stage
 
 __all__ = ["Made", "Wish", "make_on_replicas"]
 

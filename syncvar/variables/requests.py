@@ -11,8 +11,8 @@ from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.errors import InternalError, MismatchError
-from syncvar.runtime.executor import Stage
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.operation import Stage
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
 from syncvar.variables.rows import Rows
@@ -119,7 +119,7 @@ def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: 
 
 def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:
     def body() -> Generator[Stage, None, NDArray[Any]]:
-        yield Stage(communicator.plan("barrier", "dissemination", 0), np.empty(0, np.uint8))
+        yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
         return x
 
     return Request(what, fingerprint("meet", what), body())

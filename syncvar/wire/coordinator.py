@@ -95,6 +95,7 @@ class Coordinator:
         if roll is self.next_roll:  # every rank has left the old generation and joined anew
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
             self.left.clear()
+            self.broken_by = None
             self._reports.clear()
             self._said.clear()
         data = pack_message(
@@ -102,6 +103,7 @@ class Coordinator:
             generation=self.roll.generation,
             addresses={rank: one.address for rank, one in self.roll.members.items()},
             hosts={rank: one.host for rank, one in self.roll.members.items()},
+            without_arena={rank: one.about["arena"] for rank, one in self.roll.members.items() if one.about.get("arena")},
         )
         actions: list[Action] = [Tell(rank, data) for rank in range(self.world_size)]
         for rank, reason in self.gone.items():

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     BYE = 3
     ASK = 4  # outside the calls: a question to the receiver's engine
     ANSWER = 5
+    KNOCK = 6  # the sender waits in this call, whose bytes go through shared memory
 
 
 CARRIERS = frozenset({Kind.DATA, Kind.ANSWER})
@@ -105,7 +106,7 @@ def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:
         raise WireError(f"frame of protocol {version}, this process speaks {PROTOCOL_VERSION}")
     if _CHECKSUM.unpack_from(data, _BODY.size)[0] != zlib.crc32(data[: _BODY.size]):
         raise WireError("the checksum of a header is wrong")
-    if not Kind.DATA <= kind <= Kind.ANSWER:
+    if not Kind.DATA <= kind <= Kind.KNOCK:
         raise WireError(f"unknown kind of frame {kind}")
     if kind in CARRIERS and rest[7] > nbytes_max:
         raise WireError(f"a payload of {rest[7]} bytes exceeds the limit of {nbytes_max}")

@@ -22,7 +22,8 @@ from syncvar.errors import (
 )
 from syncvar.runtime.context import current
 from syncvar.runtime.engine import Engine
-from syncvar.runtime.executor import Operation, Stage
+from syncvar.runtime.executor import LinkOperation
+from syncvar.runtime.operation import Stage
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
@@ -77,7 +78,7 @@ def barrier_operation(rank, call):
         yield Stage(prepare(build("barrier", "dissemination", rank, 2), (0, 1)), np.empty(0, np.uint8))
         return call
 
-    return Operation(0, (0, 1), call, 11, f"barrier {call}", body())
+    return LinkOperation(0, (0, 1), call, 11, f"barrier {call}", body())
 
 
 def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept():

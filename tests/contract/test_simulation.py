@@ -5,7 +5,8 @@ import pytest
 
 import syncvar as sv
 from syncvar.plans import ALGORITHMS, Buffer, Chunk, Plan, Recv, Reduce, Send, build, contract_of
-from syncvar.runtime.executor import Stage, prepare
+from syncvar.runtime.executor import prepare
+from syncvar.runtime.operation import Stage
 from syncvar.runtime.group import Request
 from syncvar.testing import Simulation
 

@@ -1,0 +1,370 @@
+"""Channels: how the ranks of a group that share an arena tell each other how far they are, and where their data lie.
+
+A channel belongs to (group, rank). It is an entry in the table at the beginning of the rank's region, written by that
+rank only, and looked at by the others:
+
+* line 0: the **word**, and for each of two sides a **check**: what the call is, as a number.
+* line 1: for each side where the rank's source and target arrays lie (0: nowhere that others can see); the group's
+  identity; where the channel's slots are; a mark when the rank has let go of the group.
+
+The word says everything about progress. It grows with every publication and is never reset:
+
+    word = (call + 1) << 17 | phase << 1 | side
+
+Phase 0 of a call publishes the check (and, of a small call, the data); later phases are what the algorithm needs.
+Waiting means: until the words of all others have reached (call, phase). Whoever publishes has first seen everybody reach
+its own publication before, so nobody is ever more than one publication ahead, and data of one side stay untouched
+until everyone has published again, that is, has read them. A call that a rank gives up (a verdict, a bad argument) needs no
+repair: its next call has a higher number, and who still waits in the old call sees that the rank is past it.
+
+Only x86-64 takes this path: there, aligned 8-byte stores are seen after the ordinary stores before them.
+
+Cost: an entry of 128 bytes and slots of 64 KiB (small) for each (group, rank); room for segments when first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
+from syncvar.arena.waiting import waiter
+from syncvar.errors import ArenaFull
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.arena.mapping import Arena
+
+__all__ = ["CALL_SHIFT", "PHASES_MAX", "SEGMENT_BYTES_MAX", "SMALL_BYTES", "Channel", "Channels", "check_of"]
+
+CALL_SHIFT = 17
+PHASES_MAX = (1 << (CALL_SHIFT - 1)) - 1
+SMALL_BYTES = 32 << 10  # for each of the two sides
+SEGMENT_BYTES_MAX = 1 << 20
+
+_ENTRY_BYTES = 128
+_HEADER_WORDS = _ENTRY_BYTES // 8
+_ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
+# Words of an entry.
+_WORD, _CHECK = 0, 1
+_SOURCE, _TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
+_MASK = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
+
+
+def check_of(fingerprint: int, call: int) -> int:
+    """Return the number by which ranks know that they make the same call.
+
+    Example:
+        >>> check_of(5, 1) == check_of(5, 2)
+        False
+    """
+    return (fingerprint + call * _SPREAD) & _MASK
+
+
+class Channels:
+    """The channels of this rank, and how it finds those of others.
+
+    Args:
+        arena: The mapped arena.
+        ranks: The ranks of the world on this host, in the order of their regions.
+    """
+
+    def __init__(self, arena: Arena, ranks: Sequence[int]) -> None:
+        self.arena = arena
+        self.words = arena.words
+        self.places = {rank: place for place, rank in enumerate(ranks)}
+        self._table = arena.table(arena.local_rank) // 8
+        self._entries = 0
+        self._populated = PAGE_BYTES
+        self._open: dict[int, tuple[int, tuple[int, ...]]] = {}  # entry -> (group, members' regions)
+        self._free: deque[int] = deque()  # entries whose channel was let go, others may still look at them
+        self.wait = waiter(self.words, ABORT, has_own_core=arena.local_world_size <= arena.usable_cores)
+        arena.populate(self._table * 8, PAGE_BYTES)
+
+    def serves(self, members: Sequence[int]) -> bool:
+        """Return whether all ranks of a group share this arena."""
+        return all(rank in self.places for rank in members)
+
+    def make(self, group: int, members: Sequence[int], rank: int) -> Channel:
+        """Make this rank's channel of a group; the others find it by the group's identity.
+
+        Args:
+            group: The group's identity, the same on all its ranks.
+            members: Its ranks in the world.
+            rank: This process in the group.
+
+        Raises:
+            ArenaFull: The table is full, or the memory.
+        """
+        regions = tuple(self.places[member] for member in members)
+        entry = self._reuse() or self._new_entry()
+        words = self.words
+        small = words[entry + _SMALL]
+        for place in range(_HEADER_WORDS):
+            words[entry + place] = 0
+        try:
+            words[entry + _SMALL] = small or self.arena.allocate(2 * SMALL_BYTES)
+        except BaseException:
+            self._free.append(entry)
+            self._open[entry] = (0, ())
+            raise
+        key = group or _MASK  # 0 is the world, and the mark of an entry without a group
+        words[entry + _GROUP] = key  # last: it makes the entry visible
+        self._open[entry] = (key, regions)
+        channel = Channel(self, key, members, regions, rank, entry)
+        weakref.finalize(channel, _let_go, words, entry, self._free, os.getpid()).atexit = False
+        return channel
+
+    def find(self, region: int, group: int) -> int:
+        """Return the entry of another rank's channel of a group (as in its entry), or 0 when there is none yet."""
+        start = self.arena.table(region) // 8
+        count = self.words[start]
+        if not count:
+            return 0
+        first = start + _HEADER_WORDS
+        groups = self.arena.view(first * 8, count * _HEADER_WORDS, np.dtype(np.uint64))[_GROUP::_HEADER_WORDS]
+        found = np.flatnonzero(groups == np.uint64(group))
+        return first + int(found[-1]) * _HEADER_WORDS if found.size else 0
+
+    def _new_entry(self) -> int:
+        if self._entries >= _ENTRIES_MAX:
+            raise ArenaFull(
+                f"this rank is in {self._entries} groups that are still in use; let go of groups that are not needed "
+                f"any more (del group) on all their ranks, or run with SYNCVAR_TRANSPORT=zmq"
+            )
+        end = (self._entries + 2) * _ENTRY_BYTES
+        if end > self._populated:
+            self.arena.populate(self._table * 8 + self._populated, PAGE_BYTES)
+            self._populated += PAGE_BYTES
+        self._entries += 1
+        entry = self._table + self._entries * _HEADER_WORDS
+        self.words[self._table] = self._entries
+        return entry
+
+    def _reuse(self) -> int:
+        """Return an entry that nobody looks at any more, or 0: all members have let go of its group."""
+        for _ in range(len(self._free)):
+            entry = self._free.popleft()
+            group, regions = self._open[entry]
+            if all(self._has_let_go(region, group) for region in regions):
+                segments = self.words[entry + _SEGMENTS]
+                if segments:
+                    self.words[entry + _SEGMENTS] = 0
+                    self.arena.release(segments)
+                del self._open[entry]
+                return entry
+            self._free.append(entry)
+        return 0
+
+    def _has_let_go(self, region: int, group: int) -> bool:
+        found = self.find(region, group)
+        return not found or self.words[found + _CLOSED] != 0
+
+
+def _let_go(words: memoryview, entry: int, free: deque[int], process: int) -> None:
+    if os.getpid() == process:  # a forked copy has let go of nothing
+        with contextlib.suppress(ValueError):  # the arena is closed
+            words[entry + _CLOSED] = 1
+            free.append(entry)
+
+
+class Channel:
+    """This rank's end of a group's channels.
+
+    Args:
+        channels: Whose it is.
+        group: The group, as in the entry.
+        members: Its ranks in the world.
+        regions: Their regions.
+        rank: This process in the group.
+        entry: Index of the own entry's first word.
+    """
+
+    __slots__ = (
+        "__weakref__", "_channels", "_entries", "_segments", "_views", "arena", "call", "entry", "group", "is_open",
+        "is_settled", "last", "members", "others", "queue", "rank", "regions", "side", "size", "tail", "wait", "words",
+    )  # fmt: skip
+
+    def __init__(
+        self, channels: Channels, group: int, members: Sequence[int], regions: tuple[int, ...], rank: int, entry: int
+    ) -> None:
+        self._channels = channels
+        self.arena = channels.arena
+        self.words = channels.words
+        self.wait = channels.wait
+        self.group = group
+        self.members = tuple(members)
+        self.regions = regions
+        self.rank = rank
+        self.size = len(regions)
+        self.entry = entry
+        self.side = 0
+        self.last = 0  # the last word published, without its side
+        self.is_settled = True  # everyone has reached it, or will before this rank is told that the call has ended
+        self.tail = 0  # the side on which a segment was published last
+        self.queue: deque[Any] = deque()  # started calls, oldest first
+        self.is_open = self.size == 1
+        self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
+        self._entries = [0] * self.size
+        self._entries[rank] = entry
+        self._views: dict[Any, Any] = {}
+        self._segments = [0] * self.size
+
+    # -- finding the others ---------------------------------------------------------------------------------------
+
+    def open(self) -> tuple[int, ...]:
+        """Look for the other ranks' channels; returns the ranks of the group whose channel is not there yet."""
+        missing = []
+        for distance in range(1, self.size):
+            rank = (self.rank + distance) % self.size
+            if not self._entries[rank]:
+                self._entries[rank] = self._channels.find(self.regions[rank], self.group)
+                if not self._entries[rank]:
+                    missing.append(rank)
+        if not missing:
+            self.others = tuple(self._entries[(self.rank + distance) % self.size] for distance in range(1, self.size))
+            self.is_open = True
+        return tuple(missing)
+
+    # -- publishing and waiting -----------------------------------------------------------------------------------
+
+    def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
+        """Publish phase 0 of a call; returns the word that the others have to reach.
+
+        Args:
+            call: Its number.
+            check: `check_of` it.
+            source: Offset of the array to read, or 0 or 1: the side of the segments that holds the data.
+            target: Offset of the array to write, or 0.
+        """
+        words, entry = self.words, self.entry
+        side = self.side = self.side ^ 1
+        words[entry + _CHECK + side] = check
+        words[entry + _SOURCE + side] = source
+        words[entry + _TARGET + side] = target
+        last = self.last = (call + 1) << CALL_SHIFT
+        words[entry] = last | side
+        return last
+
+    def publish(self) -> int:
+        """Publish the next phase of the call; returns the word that the others have to reach."""
+        last = self.last = self.last + 2
+        self.words[self.entry] = last | self.side
+        return last
+
+    def next_parity(self) -> int:
+        """Return the side of the segments for data that are published next, in a phase after 0: the same on all ranks."""
+        return ((self.last + 2) >> 1) & 1
+
+    def is_reached(self, target: int) -> bool:
+        """Return whether all other ranks have published `target` or something later."""
+        words = self.words
+        return all(words[other] >= target for other in self.others)
+
+    def missing(self, target: int) -> tuple[int, ...]:
+        """Return the ranks of the world that have not published `target` yet."""
+        if not self.is_open:
+            return tuple(self.members[rank] for rank in range(self.size) if not self._entries[rank])
+        return tuple(
+            self.members[rank]
+            for rank, entry in enumerate(self._entries)
+            if rank != self.rank and self.words[entry] < target
+        )
+
+    def passed(self) -> tuple[int, ...]:
+        """Return the ranks of the group that are past this call."""
+        call = self.last >> CALL_SHIFT
+        return tuple(rank for rank, entry in enumerate(self._entries) if self.words[entry] >> CALL_SHIFT > call)
+
+    def side_of(self, rank: int) -> int:
+        """Return on which side a rank of the group has published phase 0 of this call."""
+        word = self.words[self._entries[rank]]
+        side = word & 1
+        return side if word >> CALL_SHIFT == self.last >> CALL_SHIFT else side ^ 1
+
+    def disagreeing(self, check: int) -> tuple[int, ...]:
+        """Return the ranks of the group whose phase 0 of this call says something else."""
+        words = self.words
+        return tuple(
+            rank
+            for rank, entry in enumerate(self._entries)
+            if rank != self.rank and words[entry + _CHECK + self.side_of(rank)] != check
+        )
+
+    def arrays(self) -> tuple[list[int], list[int]]:
+        """Return source and target of all ranks in this call, as given to `begin`."""
+        words = self.words
+        sources, targets = [], []
+        for rank, entry in enumerate(self._entries):
+            side = self.side if rank == self.rank else self.side_of(rank)
+            sources.append(words[entry + _SOURCE + side])
+            targets.append(words[entry + _TARGET + side])
+        return sources, targets
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def small(self, rank: int, side: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a view of a rank's small slot."""
+        key = ("small", rank, side, count, dtype)
+        found = self._views.get(key)
+        if found is None:
+            offset = self.words[self._entries[rank] + _SMALL] + side * SMALL_BYTES
+            found = self._remember(key, self.arena.view(offset, count, dtype))
+        view: NDArray[Any] = found
+        return view
+
+    def reserve_segments(self) -> None:
+        """Take memory for this rank's segments, before the call that needs them is published.
+
+        Raises:
+            ArenaFull: There is no room.
+        """
+        if not self._segments[self.rank]:
+            made = self.arena.allocate(4 * SEGMENT_BYTES_MAX)
+            self.words[self.entry + _SEGMENTS] = made
+            self._segments[self.rank] = made
+
+    def segment(self, rank: int, number: int, count: int, dtype: np.dtype[Any], start: int = 0) -> NDArray[Any]:
+        """Return a view of a rank's segment.
+
+        Args:
+            rank: In the group.
+            number: 0 and 1 hold what is brought, by side; 2 and 3 hold results.
+            count: Elements.
+            dtype: Theirs.
+            start: First element.
+        """
+        key = (rank, number, count, dtype, start)
+        found = self._views.get(key)
+        if found is None:
+            base = self._segments[rank]
+            if not base:
+                base = self._segments[rank] = self.words[self._entries[rank] + _SEGMENTS]
+            offset = base + number * SEGMENT_BYTES_MAX + start * dtype.itemsize
+            found = self._remember(key, self.arena.view(offset, count, dtype))
+        view: NDArray[Any] = found
+        return view
+
+    def resident(self, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a flat view of an array anywhere in the arena."""
+        key = (offset, count, dtype)
+        found = self._views.get(key)
+        if found is None:
+            found = self._remember(key, self.arena.view(offset, count, dtype))
+        view: NDArray[Any] = found
+        return view
+
+    def _remember(self, key: Any, view: NDArray[Any]) -> NDArray[Any]:
+        if len(self._views) >= 4096:
+            self._views.clear()
+        self._views[key] = view
+        return view

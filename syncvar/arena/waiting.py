@@ -1,0 +1,88 @@
+"""How a rank waits for a word of another: look, yield, sleep, by how many cores there are for the ranks.
+
+With a core for every rank a look costs 50 ns and the answer comes within a microsecond, so it is best to keep looking.
+Where ranks share cores the one that is waited for needs the core: a few yields, then the shortest sleeps. What does
+not come within `BUDGET_S` is left to the engine, which sleeps in proportion to the time it has waited already, hears the
+launcher and looks at deadlines.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["BUDGET_S", "PAUSE_MAX_S", "pause_after", "waiter"]
+
+BUDGET_S = 0.001
+PAUSE_MAX_S = 0.01
+_LOOKS = 400  # about 20 us
+_YIELDS_ALONE = 20
+_LOOKS_PER_YIELD = 4
+_YIELDS_SHARED = 20
+_SLEEP_S = 1e-6
+
+
+def pause_after(waited_s: float) -> float:
+    """Return how long to sleep after a wait of `waited_s` seconds: an eighth of it, at most PAUSE_MAX_S.
+
+    Example:
+        >>> pause_after(0.008), pause_after(10.0)
+        (0.001, 0.01)
+    """
+    return min(PAUSE_MAX_S, 0.125 * waited_s)
+
+
+def waiter(words: memoryview, abort: int, *, has_own_core: bool) -> Callable[[Sequence[int], int], bool]:
+    """Return a function that waits a short while until words have reached a value.
+
+    Args:
+        words: The arena as 64-bit words.
+        abort: Index of the abort word.
+        has_own_core: There are at least as many usable cores as ranks on this host.
+
+    Returns:
+        wait(indices, target): True as soon as every indexed word is at least `target`; False when that takes longer
+        than BUDGET_S, or the abort word is set.
+    """
+    give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
+
+    def alone(indices: Sequence[int], target: int) -> bool:
+        for index in indices:
+            if words[index] >= target:
+                continue
+            for _ in range(_LOOKS):
+                if words[index] >= target:
+                    break
+            else:
+                until = clock() + BUDGET_S
+                while words[index] < target:
+                    for _ in range(_LOOKS_PER_YIELD):
+                        if words[index] >= target:
+                            break
+                    else:
+                        give_way()
+                        if words[abort] or clock() > until:
+                            return False
+        return True
+
+    def shared(indices: Sequence[int], target: int) -> bool:
+        for index in indices:
+            if words[index] >= target:
+                continue
+            for _ in range(_YIELDS_SHARED):
+                give_way()
+                if words[index] >= target:
+                    break
+            else:
+                until = clock() + BUDGET_S
+                while words[index] < target:
+                    sleep(_SLEEP_S)
+                    if words[abort] or clock() > until:
+                        return False
+        return True
+
+    return alone if has_own_core else shared

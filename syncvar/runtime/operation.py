@@ -1,0 +1,118 @@
+"""A started call as the engine sees it: it can be advanced, blocked and resumed, whatever path its bytes take."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.executor import Prepared
+    from syncvar.runtime.published import Published
+    from syncvar.transports import Frame
+
+__all__ = ["Operation", "Outlet", "Stage", "State"]
+
+
+class State(IntEnum):
+    """Where an operation stands."""
+
+    CREATED = 0
+    RUNNING = 1
+    DRAINING = 2  # the result is there; memory lent to the transport is not all back yet
+    DONE = 3
+    FAILED = 4
+
+
+class Stage(NamedTuple):
+    """A plan with what it works on.
+
+    Args:
+        plan: The prepared plan, for links or for shared memory.
+        work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
+        ufunc: Combines two operands; None for plans that only move data.
+    """
+
+    plan: Prepared | Published
+    work: NDArray[Any]
+    ufunc: np.ufunc | None = None
+
+
+class Outlet(Protocol):
+    """What an operation needs of the engine."""
+
+    rank: int
+    generation: int
+    segment_bytes: int
+
+    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
+        """Send a frame as soon as the link's credit allows."""
+
+    def consumed(self, peer: int, group: int, nbytes: int) -> None:
+        """Give credit back for a frame that has been used."""
+
+
+class Operation:
+    """A started call.
+
+    Args:
+        group: Identity of the group.
+        members: Its ranks in the world.
+        call: Call number within the group.
+        fingerprint: Digest of what the call is.
+        what: The call in words.
+    """
+
+    __slots__ = (
+        "call", "deadline", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued", "report_at",
+        "reported", "result", "started", "state", "thread", "timeout_s", "what",
+    )  # fmt: skip
+
+    is_shared = False  # its bytes go through memory that all its ranks see: no frame arrives, somebody has to look
+
+    def __init__(self, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str) -> None:
+        self.group = group
+        self.members = members
+        self.call = call
+        self.fingerprint = fingerprint
+        self.what = what
+        self.state = State.CREATED
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.loans: list[Any] = []
+        self.queued = 0  # frames that wait for credit
+        self.deadline = 0.0
+        self.timeout_s = 0.0
+        self.started = 0.0
+        self.report_at = 0.0
+        self.reported = False
+        self.mismatch = False
+        self.thread = 0  # the thread that waits for this operation; 0 when nobody does
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the caller may take the result or the error."""
+        return self.state >= State.DONE
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """Ranks that this one is waiting for."""
+        raise NotImplementedError
+
+    def advance(self, outlet: Outlet) -> State:
+        """Go on as far as possible without waiting."""
+        raise NotImplementedError
+
+    def accept(self, frame: Frame, outlet: Outlet) -> None:
+        """Take a frame of this call; the caller has compared the fingerprints."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        """End without a result."""
+        raise NotImplementedError
+
+    def unused_frames(self) -> list[Frame]:
+        """Return frames that arrived and will not be looked at, to give their credit back."""
+        return []

@@ -1,0 +1,295 @@
+"""Calls whose bytes go through the arena: plans read as publications, and an operation made of waits.
+
+What runs is a generator that publishes, and yields the word which the other ranks have to reach before it goes on. It
+can be driven by whoever has the time: the caller, inline and without the engine's lock, or the engine.
+
+Phase 0 of every call compares what the ranks are doing. Nothing of a rank's data is used, and nothing of its own is
+changed, before all have said the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES_MAX, SMALL_BYTES, check_of
+from syncvar.errors import InternalError
+from syncvar.plans import Buffer, Copy, Publication, RecvReduce, publications
+from syncvar.runtime.operation import Operation, State
+from syncvar.runtime.shared_reduce import reduce_shared
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.arena.channels import Channel
+    from syncvar.plans import Chunk, Plan
+    from syncvar.runtime.operation import Outlet, Stage
+
+__all__ = ["DISAGREE", "Published", "SharedOperation", "agreed", "prepare_published", "staged"]
+
+DISAGREE = -1
+"""Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
+
+
+class Published(NamedTuple):
+    """A plan made ready for shared memory.
+
+    Args:
+        reduces: It is an all-reduce, which has an interpreter of its own.
+        rounds: The publications of any other.
+        scratch_count: Elements of SCRATCH.
+    """
+
+    reduces: bool
+    rounds: tuple[Publication, ...]
+    scratch_count: int
+
+
+def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
+    """Make the plans of a group ready to run on a rank, in shared memory."""
+    mine = plans[rank]
+    if mine.collective == "all_reduce":
+        return Published(reduces=True, rounds=(), scratch_count=0)
+    return Published(reduces=False, rounds=publications(plans, rank), scratch_count=mine.scratch_count)
+
+
+class SharedOperation(Operation):
+    """A call that goes through the arena.
+
+    Args:
+        channel: This rank's end of the group's channels.
+        call: Call number within the group.
+        fingerprint: Digest of what the call is.
+        group: Identity of the group.
+        what: The call in words.
+        steps: Yields the words to wait for; its return value is the result.
+    """
+
+    __slots__ = ("_need", "_steps", "channel")
+
+    is_shared = True
+
+    def __init__(
+        self,
+        channel: Channel,
+        group: int,
+        members: tuple[int, ...],
+        call: int,
+        fingerprint: int,
+        what: str,
+        steps: Generator[int, None, Any],
+        need: int = 0,
+    ) -> None:
+        super().__init__(group, members, call, fingerprint, what)
+        self.channel = channel
+        self._steps = steps
+        self._need = need
+        channel.queue.append(self)
+
+    @property
+    def need(self) -> int:
+        """The word that the others have to reach; 0 before the start."""
+        return self._need
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """Ranks that have not published what this one waits for."""
+        channel = self.channel
+        if channel.queue and channel.queue[0] is not self:
+            first: tuple[int, ...] = channel.queue[0].awaiting
+            return first
+        return () if self._need == DISAGREE else channel.missing(self._need)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether other ranks may be reading and writing this rank's memory for this call."""
+        phase = (self._need >> 1) & PHASES_MAX
+        return self._need > 0 and (phase > 0 or self.channel.is_reached(self._need))
+
+    def advance(self, outlet: Outlet | None = None) -> State:
+        """Go on as far as possible without waiting."""
+        del outlet
+        channel = self.channel
+        if self.state >= State.DONE or channel.queue[0] is not self:
+            return self.state
+        if not channel.is_open and channel.open():
+            return self.state
+        self.state = State.RUNNING
+        while self._need != DISAGREE and channel.is_reached(self._need):
+            try:
+                self._need = next(self._steps)
+            except StopIteration as end:
+                self.result = end.value
+                self._end(State.DONE)
+                break
+            except Exception as error:  # the body found the ranks in disagreement, or a bug
+                self.error = error
+                self._end(State.FAILED)
+                break
+        self.mismatch = self._need == DISAGREE
+        return self.state
+
+    def fail(self, error: BaseException) -> None:
+        """End without a result. What this rank has published stays; its next call is past it."""
+        if not self.is_over:
+            self.error = error
+            self._steps.close()
+            self.channel.is_settled = False
+            self._end(State.FAILED)
+
+    def _end(self, state: State) -> None:
+        self.channel.queue.remove(self)
+        self.state = state
+
+
+def settled(channel: Channel) -> Iterator[int]:
+    """Wait, where an earlier call was given up, until the others are past what this rank has published."""
+    if not channel.is_settled:
+        yield channel.last
+        channel.is_settled = True
+
+
+def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
+    """Wait for phase 0 of all ranks, and compare."""
+    yield reached
+    if channel.disagreeing(check):
+        yield DISAGREE
+
+
+def staged(
+    channel: Channel, call: int, fingerprint: int, body: Generator[Stage, None, Any]
+) -> Generator[int, None, Any]:
+    """Run a body of stages. The first stage publishes with phase 0 where it is small, or an all-reduce."""
+    yield from settled(channel)
+    check = check_of(fingerprint, call)
+    is_first = True
+    try:
+        while True:
+            try:
+                stage = next(body)
+            except StopIteration as end:
+                if is_first:
+                    yield from agreed(channel, check, channel.begin(call, check))
+                return end.value
+            opening = (call, check) if is_first else None
+            plan = stage.plan
+            if not isinstance(plan, Published):
+                raise InternalError("a plan for links was given to a call in shared memory")
+            if plan.reduces:
+                if stage.ufunc is None:
+                    raise InternalError("an all-reduce was given no op")
+                yield from reduce_shared(channel, opening, stage.work, stage.work, stage.ufunc)
+            else:
+                yield from _run_rounds(channel, opening, plan, stage)
+            is_first = False
+    finally:
+        body.close()
+
+
+def _run_rounds(
+    channel: Channel, opening: tuple[int, int] | None, plan: Published, stage: Stage
+) -> Iterator[int]:
+    work = stage.work
+    itemsize = work.itemsize
+    scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
+    buffers = (work, scratch)
+    for publication in plan.rounds:
+        longest = publication.count_max * itemsize
+        if opening is not None:
+            call, check = opening
+            opening = None
+            is_small = longest <= SMALL_BYTES
+            if longest > SMALL_BYTES:
+                channel.reserve_segments()
+            if is_small and publication.count:
+                slot = channel.small(channel.rank, channel.side ^ 1, publication.count, work.dtype)
+                _put(publication.ranges, buffers, slot, 0, publication.count)
+            yield from agreed(channel, check, channel.begin(call, check))
+            if is_small:
+                for take in publication.takes:
+                    count = take.target.count
+                    if count:
+                        slot = channel.small(take.peer, channel.side_of(take.peer), take.start + count, work.dtype)
+                        _take(take.step, buffers, take.target, slot[take.start :], stage.ufunc)
+                _after(publication.local, buffers, stage.ufunc)
+                continue
+        if longest:
+            channel.reserve_segments()
+            yield from _run_windows(channel, publication, buffers, stage.ufunc)
+        else:
+            yield channel.publish()
+        _after(publication.local, buffers, stage.ufunc)
+
+
+def _run_windows(
+    channel: Channel, publication: Publication, buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: np.ufunc | None
+) -> Iterator[int]:
+    dtype = buffers[0].dtype
+    per_window = SEGMENT_BYTES_MAX // dtype.itemsize
+    for low in range(0, publication.count_max, per_window):
+        high = low + per_window
+        side = channel.next_parity()
+        stop = min(publication.count, high)
+        if stop > low:
+            _put(publication.ranges, buffers, channel.segment(channel.rank, side, stop - low, dtype), low, stop)
+        channel.tail = side
+        yield channel.publish()
+        for take in publication.takes:
+            start, end = max(low, take.start), min(high, take.start + take.target.count)
+            if end > start:
+                part = channel.segment(take.peer, side, end - start, dtype, start - low)
+                begin = take.target.start + start - take.start
+                target = take.target.__class__(begin, begin + end - start, take.target.buffer)
+                _take(take.step, buffers, target, part, ufunc)
+
+
+def _put(
+    ranges: tuple[Chunk, ...],
+    buffers: tuple[NDArray[Any], NDArray[Any]],
+    slot: NDArray[Any],
+    low: int,
+    high: int,
+) -> None:
+    """Copy elements [low, high) of a publication into a slot."""
+    begin = 0
+    for chunk in ranges:
+        start, end = max(low, begin), min(high, begin + chunk.count)
+        if end > start:
+            first = chunk.start + start - begin
+            slot[start - low : end - low] = buffers[chunk.buffer][first : first + end - start]
+        begin += chunk.count
+
+
+def _take(
+    step: Any, buffers: tuple[NDArray[Any], NDArray[Any]], chunk: Chunk, slot: NDArray[Any], ufunc: np.ufunc | None
+) -> None:
+    target = buffers[chunk.buffer][chunk.start : chunk.stop]
+    value = slot[: chunk.count]
+    if not isinstance(step, RecvReduce):
+        target[...] = value
+    elif ufunc is None:
+        raise InternalError("the plan reduces but no op was given")
+    elif step.incoming_left:
+        ufunc(value, target, out=target)
+    else:
+        ufunc(target, value, out=target)
+
+
+def _after(local: tuple[Any, ...], buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: np.ufunc | None) -> None:
+    for step in local:
+        source = buffers[step.source.buffer][step.source.start : step.source.stop]
+        target = buffers[step.target.buffer][step.target.start : step.target.stop]
+        if isinstance(step, Copy):
+            target[...] = source
+        elif ufunc is None:
+            raise InternalError("the plan reduces but no op was given")
+        elif step.source_left:
+            ufunc(source, target, out=target)
+        else:
+            ufunc(target, source, out=target)
+
+
+assert Buffer.WORK == 0  # buffers are indexed by it  # noqa: S101

@@ -1,0 +1,221 @@
+"""The all-reduce in shared memory: the plans "direct" (small) and "owners" (long), read and written where the data lie.
+
+Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing here and the bytes are equal on all ranks.
+
+* **small**: each rank publishes its vector in its slot and sums all slots itself; one phase.
+* **in place**: every rank's source is its target and lies in the arena: each owner sums its part of all copies and writes
+  the sum into all of them; two phases, no copy.
+* **by segments**: the vector is cut into segments that stay in the caches. In one phase each rank sums its part of
+  segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
+  read where they are.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES_MAX, SMALL_BYTES
+from syncvar.plans import even_chunks, tree_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.arena.channels import Channel
+
+__all__ = ["combine", "is_small", "reduce_shared"]
+
+DISAGREE = -1
+_SEGMENT_BYTES = 512 << 10
+_BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
+
+
+def is_small(nbytes: int, size: int) -> bool:
+    """Return whether everybody sums a vector of this size, rather than each its part."""
+    return nbytes * size <= 2 * SMALL_BYTES
+
+
+@lru_cache(maxsize=64)
+def _order(size: int) -> tuple[tuple[int, int], ...]:
+    return tuple(tree_order(0, size))
+
+
+@lru_cache(maxsize=1024)
+def _bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((chunk.start, chunk.stop) for chunk in even_chunks(count, size))
+
+
+def combine(terms: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any]) -> None:
+    """Combine arrays by the tree into `out`, which may be the first of them; the others stay as they are."""
+    size = len(terms)
+    if size == 2:
+        ufunc(terms[0], terms[1], out)
+        return
+    if size == 1:
+        out[...] = terms[0]
+        return
+    values = list(terms)
+    for left, right in _order(size):
+        target = out if left == 0 else values[left] if values[left] is not terms[left] else np.empty_like(out)
+        ufunc(values[left], values[right], target)
+        values[left] = target
+
+
+def reduce_shared(
+    channel: Channel,
+    opening: tuple[int, int] | None,
+    x: NDArray[Any],
+    out: NDArray[Any],
+    ufunc: np.ufunc,
+    *,
+    accumulate: np.dtype[Any] | None = None,
+    divisor: int = 0,
+    apply: np.ufunc | None = None,
+) -> Iterator[int]:
+    """Combine `x` of all ranks into `out`.
+
+    Args:
+        channel: This rank's.
+        opening: (call, check) where this is the first stage of a call; None for a later one.
+        x: Flat array; it may be `out` itself, but not overlap it otherwise.
+        out: Flat array of the same count.
+        ufunc: Combines two operands.
+        accumulate: dtype in which they are combined; that of `x` by default.
+        divisor: What the combination is divided by; 0 for nothing.
+        apply: `out` becomes apply(out, combination); None sets it to the combination.
+
+    Yields:
+        Words to wait for.
+    """
+    dtype = accumulate or x.dtype
+    rank, size = channel.rank, channel.size
+    count = x.size
+    nbytes = count * dtype.itemsize
+    if opening is not None and is_small(nbytes, size):
+        yield from _small(channel, opening, x, out, ufunc, dtype, divisor, apply)
+        return
+    channel.reserve_segments()
+    per_segment = max(_SEGMENT_BYTES // dtype.itemsize, -(-count // (PHASES_MAX - 8)))
+    per_segment = min(per_segment, SEGMENT_BYTES_MAX // dtype.itemsize)
+    source = target = 0
+    if opening is not None:
+        locate = channel.arena.locate
+        if x.dtype == dtype:
+            source = max(0, locate(x))
+            if source and out is x and apply is None:
+                target = source
+        side = channel.tail ^ 1
+    else:
+        side = channel.next_parity()
+    if not source:
+        _bring(channel, x, 0, min(count, per_segment), side, dtype)
+        source = side
+    if opening is not None:
+        call, check = opening
+        yield channel.begin(call, check, source, target)
+        if channel.disagreeing(check):
+            yield DISAGREE
+        sources, targets = channel.arrays()
+        if all(targets) and sources == targets:
+            _in_place(channel, sources, count, dtype, ufunc, divisor)
+            yield channel.publish()
+            return
+    else:
+        yield channel.publish()
+        sources = [side] * size
+    segment = 0
+    start = 0
+    while True:
+        stop = min(count, start + per_segment)
+        bounds = _bounds(stop - start, size)
+        low, high = bounds[rank]
+        terms = []
+        for other, place in enumerate(sources):
+            if place > 1:
+                terms.append(channel.resident(place, count, dtype)[start + low : start + high])
+            elif other == rank and x.dtype == dtype:
+                terms.append(x[start + low : start + high])
+            else:
+                terms.append(channel.segment(other, (place + segment) & 1, high - low, dtype, low))
+        made = channel.segment(rank, 2 + (segment & 1), high - low, dtype)
+        combine(terms, ufunc, made)
+        if divisor:
+            np.divide(made, divisor, out=made)
+        _store(out[start + low : start + high], made, apply)
+        if stop < count and sources[rank] < 2:
+            _bring(channel, x, stop, min(count, stop + per_segment), (sources[rank] + segment + 1) & 1, dtype)
+        yield channel.publish()
+        for distance in range(1, size):
+            other = (rank + distance) % size
+            low, high = bounds[other]
+            taken = channel.segment(other, 2 + (segment & 1), high - low, dtype)
+            _store(out[start + low : start + high], taken, apply)
+        if stop >= count:
+            return
+        start = stop
+        segment += 1
+
+
+def _small(
+    channel: Channel,
+    opening: tuple[int, int],
+    x: NDArray[Any],
+    out: NDArray[Any],
+    ufunc: np.ufunc,
+    dtype: np.dtype[Any],
+    divisor: int,
+    apply: np.ufunc | None,
+) -> Iterator[int]:
+    call, check = opening
+    count = x.size
+    channel.small(channel.rank, channel.side ^ 1, count, dtype)[...] = x
+    yield channel.begin(call, check)
+    if channel.disagreeing(check):
+        yield DISAGREE
+    sides = [channel.side if rank == channel.rank else channel.side_of(rank) for rank in range(channel.size)]
+    terms = [channel.small(rank, side, count, dtype) for rank, side in enumerate(sides)]
+    made = np.empty(count, dtype)
+    combine(terms, ufunc, made)
+    if divisor:
+        np.divide(made, divisor, out=made)
+    _store(out, made, apply)
+
+
+def _in_place(
+    channel: Channel, places: Sequence[int], count: int, dtype: np.dtype[Any], ufunc: np.ufunc, divisor: int
+) -> None:
+    """Combine this rank's part of all ranks' arrays, into all of them."""
+    copies = [channel.resident(place, count, dtype) for place in places]
+    low, high = _bounds(count, channel.size)[channel.rank]
+    per_block = _BLOCK_BYTES // dtype.itemsize
+    for start in range(low, high, per_block):
+        stop = min(high, start + per_block)
+        parts = [copy[start:stop] for copy in copies]
+        first = parts[0]
+        combine(parts, ufunc, first)
+        if divisor:
+            np.divide(first, divisor, out=first)
+        for part in parts[1:]:
+            part[...] = first
+
+
+def _bring(channel: Channel, x: NDArray[Any], start: int, stop: int, side: int, dtype: np.dtype[Any]) -> None:
+    """Copy a segment of `x` to where the others see it; the own part only where it has to change its dtype."""
+    low, high = _bounds(stop - start, channel.size)[channel.rank]
+    if x.dtype != dtype:
+        low = high = 0
+    if low:
+        channel.segment(channel.rank, side, low, dtype)[...] = x[start : start + low]
+    if high < stop - start:
+        channel.segment(channel.rank, side, stop - start - high, dtype, high)[...] = x[start + high : stop]
+
+
+def _store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
+    if apply is None:
+        target[...] = value
+    else:
+        apply(target, value, out=target, casting="same_kind")
