@@ -43,7 +43,18 @@ if TYPE_CHECKING:
 
     from syncvar.arena.mapping import Arena
 
-__all__ = ["CALL_SHIFT", "PHASES_MAX", "SEGMENT_BYTES_MAX", "SMALL_BYTES", "Channel", "Channels", "check_of"]
+__all__ = [
+    "CALL_SHIFT",
+    "CHECK",
+    "MASK",
+    "PHASES_MAX",
+    "SEGMENT_BYTES_MAX",
+    "SMALL_BYTES",
+    "SPREAD",
+    "Channel",
+    "Channels",
+    "check_of",
+]
 
 CALL_SHIFT = 17
 PHASES_MAX = (1 << (CALL_SHIFT - 1)) - 1
@@ -54,10 +65,10 @@ _ENTRY_BYTES = 128
 _HEADER_WORDS = _ENTRY_BYTES // 8
 _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
 # Words of an entry.
-_WORD, _CHECK = 0, 1
+CHECK = 1  # and the next one
 _SOURCE, _TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
-_MASK = (1 << 64) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
+MASK = (1 << 64) - 1
+SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
 
 
 def check_of(fingerprint: int, call: int) -> int:
@@ -67,7 +78,7 @@ def check_of(fingerprint: int, call: int) -> int:
         >>> check_of(5, 1) == check_of(5, 2)
         False
     """
-    return (fingerprint + call * _SPREAD) & _MASK
+    return (fingerprint + call * SPREAD) & MASK
 
 
 class Channels:
@@ -117,7 +128,7 @@ class Channels:
             self._free.append(entry)
             self._open[entry] = (0, ())
             raise
-        key = group or _MASK  # 0 is the world, and the mark of an entry without a group
+        key = group or MASK  # 0 is the world, and the mark of an entry without a group
         words[entry + _GROUP] = key  # last: it makes the entry visible
         self._open[entry] = (key, regions)
         channel = Channel(self, key, members, regions, rank, entry)
@@ -248,7 +259,7 @@ class Channel:
         """
         words, entry = self.words, self.entry
         side = self.side = self.side ^ 1
-        words[entry + _CHECK + side] = check
+        words[entry + CHECK + side] = check
         words[entry + _SOURCE + side] = source
         words[entry + _TARGET + side] = target
         last = self.last = (call + 1) << CALL_SHIFT
@@ -297,7 +308,7 @@ class Channel:
         return tuple(
             rank
             for rank, entry in enumerate(self._entries)
-            if rank != self.rank and words[entry + _CHECK + self.side_of(rank)] != check
+            if rank != self.rank and words[entry + CHECK + self.side_of(rank)] != check
         )
 
     def arrays(self) -> tuple[list[int], list[int]]:

@@ -75,12 +75,24 @@ def all_reduce(
         array(3.)
     """
     communicator = communicator_of(group)
-    return communicator.perform(
+    is_plain = type(x) is np.ndarray and communicator.channel is not None and not async_op and timeout is None
+    key = (op, x.dtype, x.shape, reproducible) if is_plain else None
+    if key is not None:
+        shortcut = communicator.shortcuts.get(key)
+        if shortcut is not None:
+            result = shortcut(x, out)
+            if result is not None:
+                return result
+    result = communicator.perform(
         "all_reduce",
         lambda: reduce_request(communicator, x, op, out=out, reproducible=reproducible),
         timeout,
         async_op=async_op,
     )
+    if key is not None and key not in communicator.shortcuts and x.dtype.isnative:
+        how, digest, what = _described(x, op, reproducible, "all_reduce")
+        communicator.add_shortcut(key, how, x.shape, digest, what)
+    return result
 
 
 def reduce_request(
@@ -89,10 +101,8 @@ def reduce_request(
     """Check the arguments of an all-reduce and return the request; `name` is part of what is compared."""
     if not is_structure(x):
         array = as_array(x)
-        how = reduction(op, array.dtype)
+        how, digest, what = _described(array, op, reproducible, name)
         target = None if out is None else checked_output(out, array.shape, how.result)
-        digest = fingerprint(name, how.name, how.source, array.shape, reproducible)
-        what = f"{name}({how.name}, {how.source}{list(array.shape)}{', reproducible' if reproducible else ''})"
         return Request(what, digest, _one(communicator, _flat(array, how), array.shape, how, target, reproducible))
     structure, leaves = flatten(x)
     arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]
@@ -120,6 +130,13 @@ def reduce_request(
         return unflatten(structure, results)
 
     return Request(what, digest, body())
+
+
+def _described(array: NDArray[Any], op: str, reproducible: bool, name: str) -> tuple[Reduction, int, str]:
+    """Return how an array is reduced, the fingerprint of the call, and the call in words."""
+    how = reduction(op, array.dtype)
+    digest = fingerprint(name, how.name, how.source, array.shape, reproducible)
+    return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{', reproducible' if reproducible else ''})"
 
 
 def _flat(array: NDArray[Any], how: Reduction) -> NDArray[Any]:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.operation import Stage
     from syncvar.runtime.group import Communicator
+    from syncvar.runtime.operation import Stage
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 

@@ -41,15 +41,15 @@ class Publication(NamedTuple):
 
     Args:
         ranges: What it publishes, one after the other.
-        count: Elements of all ranges together.
-        count_max: Elements of the longest publication of this round, over all ranks.
+        length: Elements of all ranges together.
+        longest: Elements of the longest publication of this round, over all ranks.
         takes: What it takes from others.
         local: Copies and reductions afterwards.
     """
 
     ranges: tuple[Chunk, ...]
-    count: int
-    count_max: int
+    length: int
+    longest: int
     takes: tuple[Take, ...]
     local: tuple[Copy | Reduce, ...]
 

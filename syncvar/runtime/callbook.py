@@ -57,6 +57,11 @@ class CallBook:
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
+    @property
+    def has_refusals(self) -> bool:
+        """Whether any call may have to be refused."""
+        return bool(self.left) or any(old["last_call"] >= self._following(old["group"]) - 1 for old in self._doomed)
+
     def may_refuse(self, group: int, call: int) -> bool:
         """Return whether a call may have to be refused: there is a verdict, or a rank has left."""
         return bool(self.left) or any(old["group"] == group and old["last_call"] >= call for old in self._doomed)

@@ -21,7 +21,14 @@ from syncvar.arena.handing import arena_path, fetch
 from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
-from syncvar.errors import ArenaUnavailable, PeerLost, RendezvousError, SyncvarError, TransportError, UsageError
+from syncvar.errors import (
+    ArenaUnavailable,
+    PeerLost,
+    RendezvousError,
+    SyncvarError,
+    TransportError,
+    UsageError,
+)
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message

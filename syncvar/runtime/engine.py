@@ -27,9 +27,9 @@ from syncvar.errors import (
 )
 from syncvar.runtime.asking import Answer, Question, Questions
 from syncvar.runtime.callbook import CallBook
+from syncvar.runtime.flow import Flow
 from syncvar.runtime.operation import Operation, State
 from syncvar.runtime.published import SharedOperation
-from syncvar.runtime.flow import Flow
 from syncvar.runtime.sites import call_site
 from syncvar.topology import rank_list
 from syncvar.transports import Frame, Lost
@@ -106,6 +106,7 @@ class Engine:
         self._failure_raised = False
         self._last_caller = 0.0
         self._heard = 0.0
+        self.is_quiet = True  # nothing is known that would refuse a call
         self._moved = 0.0  # when a call in shared memory began or went on
         self._stopped = threading.Event()
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
@@ -209,7 +210,14 @@ class Engine:
 
     def allows(self, group: int, call: int) -> bool:
         """Return whether nothing is known that would refuse a call: it may run without the lock."""
-        return self.failure is None and not self._book.may_refuse(group, call)
+        self.is_quiet = self.failure is None and not self._book.has_refusals
+        return self.is_quiet or (self.failure is None and not self._book.may_refuse(group, call))
+
+    def take_over(self, operation: SharedOperation, timeout_s: float | None) -> Any:
+        """Go on with an operation that its caller has begun without the lock."""
+        operation.thread = threading.get_ident()
+        self.start(operation, timeout_s)
+        return self.wait(operation)
 
     def _inline(self, operation: SharedOperation) -> bool:
         """Run an operation in shared memory without the lock; False when it takes long, for the engine to go on."""
@@ -327,6 +335,7 @@ class Engine:
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
         self.failure = failure
+        self.is_quiet = False
         self._stopped.set()
 
     def stop(self) -> None:
@@ -703,6 +712,7 @@ class Engine:
         self._break(PeerLost(rank, host, message["reason"], detail))
 
     def _judged(self, verdict: Message) -> None:
+        self.is_quiet = False
         self._book.doom(verdict)
         for operation in list(self._active.values()):
             if self._book.concerns(verdict, operation):
@@ -712,6 +722,7 @@ class Engine:
 
     def _peer_left(self, rank: int, entered: dict[int, int]) -> None:
         book = self._book
+        self.is_quiet = False
         book.left[rank] = entered
         self._questions.fail(book.ended(rank, "it answered a question"), rank)
         for operation in list(self._active.values()):
@@ -729,6 +740,7 @@ class Engine:
             self._tell_beside("broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[])
 
     def _break(self, failure: TransportError, but: Operation | Question | None = None) -> None:
+        self.is_quiet = False
         if self.failure is None:
             self.failure = failure
         for operation in list(self._active.values()):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import ConfigError, InternalError, UsageError
 from syncvar.plans import build, build_all, choose
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
-from syncvar.runtime.operation import Operation
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
 
 if TYPE_CHECKING:
@@ -18,11 +17,14 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channels import Channel
     from syncvar.runtime.engine import Engine
-    from syncvar.runtime.operation import Stage
+    from syncvar.runtime.kernels import Reduction
+    from syncvar.runtime.operation import Operation, Stage
+    from syncvar.runtime.shortcut import Shortcut
 
 __all__ = ["Communicator", "Request", "Work", "fingerprint"]
 
 _PLANS_MAX = 512
+_SHORTCUTS_MAX = 512
 _EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
 
 
@@ -147,8 +149,9 @@ class Communicator:
         self.engine = engine
         self.next_call = 0
         self._epoch = 0
-        self._busy = threading.Lock()
+        self.busy = threading.Lock()
         self.channel = channel
+        self.shortcuts: dict[Any, Shortcut] = {}  # by (op, dtype, shape, reproducible)
         self._plans: dict[tuple[Any, ...], Prepared | Published] = {}
         self._forked: UsageError | None = None
         if engine is not None and self.rank is not None:
@@ -193,6 +196,16 @@ class Communicator:
             self._plans[key] = found
         return found
 
+    def add_shortcut(self, key: Any, how: Reduction, shape: tuple[int, ...], digest: int, what: str) -> None:
+        """Prepare the short way of an all-reduce that has just gone the long way."""
+        from syncvar.runtime.shortcut import reduce_shortcut
+
+        if len(self.shortcuts) >= _SHORTCUTS_MAX:
+            self.shortcuts.clear()
+        made = reduce_shortcut(self, how, shape, digest, what)
+        if made is not None:
+            self.shortcuts[key] = made
+
     @property
     def member_rank(self) -> int:
         """This process's rank in the group.
@@ -227,7 +240,7 @@ class Communicator:
             engine.check()
         elif self._forked is not None:
             raise self._forked
-        if not self._busy.acquire(blocking=False):
+        if not self.busy.acquire(blocking=False):
             raise UsageError(
                 f"{name}: another call on this group is running in another thread; give each thread its own group "
                 f"(sv.new_group), or take turns"
@@ -253,7 +266,7 @@ class Communicator:
                 return Work(engine, operation)
             return engine.run(operation, allowed)
         finally:
-            self._busy.release()
+            self.busy.release()
 
     def _operation(self, call: int, request: Request) -> Operation:
         channel = self.channel

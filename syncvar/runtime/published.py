@@ -15,7 +15,7 @@ import numpy as np
 
 from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES_MAX, SMALL_BYTES, check_of
 from syncvar.errors import InternalError
-from syncvar.plans import Buffer, Copy, Publication, RecvReduce, publications
+from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.operation import Operation, State
 from syncvar.runtime.shared_reduce import reduce_shared
 
@@ -113,10 +113,11 @@ class SharedOperation(Operation):
         """Go on as far as possible without waiting."""
         del outlet
         channel = self.channel
-        if self.state >= State.DONE or channel.queue[0] is not self:
-            return self.state
-        if not channel.is_open and channel.open():
-            return self.state
+        if not self.is_over and channel.queue[0] is self and (channel.is_open or not channel.open()):
+            self._go_on(channel)
+        return self.state
+
+    def _go_on(self, channel: Channel) -> None:
         self.state = State.RUNNING
         while self._need != DISAGREE and channel.is_reached(self._need):
             try:
@@ -130,7 +131,6 @@ class SharedOperation(Operation):
                 self._end(State.FAILED)
                 break
         self.mismatch = self._need == DISAGREE
-        return self.state
 
     def fail(self, error: BaseException) -> None:
         """End without a result. What this rank has published stays; its next call is past it."""
@@ -197,16 +197,16 @@ def _run_rounds(
     scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
     buffers = (work, scratch)
     for publication in plan.rounds:
-        longest = publication.count_max * itemsize
+        longest = publication.longest * itemsize
         if opening is not None:
             call, check = opening
             opening = None
             is_small = longest <= SMALL_BYTES
             if longest > SMALL_BYTES:
                 channel.reserve_segments()
-            if is_small and publication.count:
-                slot = channel.small(channel.rank, channel.side ^ 1, publication.count, work.dtype)
-                _put(publication.ranges, buffers, slot, 0, publication.count)
+            if is_small and publication.length:
+                slot = channel.small(channel.rank, channel.side ^ 1, publication.length, work.dtype)
+                _put(publication.ranges, buffers, slot, 0, publication.length)
             yield from agreed(channel, check, channel.begin(call, check))
             if is_small:
                 for take in publication.takes:
@@ -229,10 +229,10 @@ def _run_windows(
 ) -> Iterator[int]:
     dtype = buffers[0].dtype
     per_window = SEGMENT_BYTES_MAX // dtype.itemsize
-    for low in range(0, publication.count_max, per_window):
+    for low in range(0, publication.longest, per_window):
         high = low + per_window
         side = channel.next_parity()
-        stop = min(publication.count, high)
+        stop = min(publication.length, high)
         if stop > low:
             _put(publication.ranges, buffers, channel.segment(channel.rank, side, stop - low, dtype), low, stop)
         channel.tail = side
@@ -291,5 +291,3 @@ def _after(local: tuple[Any, ...], buffers: tuple[NDArray[Any], NDArray[Any]], u
         else:
             ufunc(target, source, out=target)
 
-
-assert Buffer.WORK == 0  # buffers are indexed by it  # noqa: S101

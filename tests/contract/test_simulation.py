@@ -6,8 +6,8 @@ import pytest
 import syncvar as sv
 from syncvar.plans import ALGORITHMS, Buffer, Chunk, Plan, Recv, Reduce, Send, build, contract_of
 from syncvar.runtime.executor import prepare
-from syncvar.runtime.operation import Stage
 from syncvar.runtime.group import Request
+from syncvar.runtime.operation import Stage
 from syncvar.testing import Simulation
 
 PAIRS = [(collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names]

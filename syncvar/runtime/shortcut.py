@@ -1,0 +1,250 @@
+"""The short way of a blocking all-reduce in shared memory: everything that repeats is prepared once.
+
+A small all-reduce of two ranks takes about two microseconds, so the path of a call has no object to make, no name to
+look up and no lock to wait for. What is unusual (a known refusal, queued calls, a timeout, an odd `out`) is left to the long
+way, and so is a wait that takes long: the engine goes on from where the shortcut stands.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.arena.channels import CALL_SHIFT, CHECK, MASK, SPREAD
+from syncvar.runtime.kernels import finish
+from syncvar.runtime.published import DISAGREE, SharedOperation
+from syncvar.runtime.shared_reduce import combine, is_small, reduce_shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.arena.channels import Channel
+    from syncvar.runtime.engine import Engine
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.kernels import Reduction
+
+    Shortcut = Callable[[NDArray[Any], Any], NDArray[Any] | None]
+
+__all__ = ["Shortcut", "reduce_shortcut"]
+
+
+def reduce_shortcut(
+    communicator: Communicator, how: Reduction, shape: tuple[int, ...], digest: int, what: str
+) -> Shortcut | None:
+    """Return the shortcut of an all-reduce, or None where there is none.
+
+    Args:
+        communicator: The group.
+        how: The reduction.
+        shape: Of the arrays.
+        digest: Fingerprint of the call, as the long way makes it.
+        what: The call in words.
+
+    Returns:
+        A function of (x, out): x a native array of this dtype and shape, out None or anything. It returns the result,
+        or None when it has done nothing and the long way has to be taken.
+    """
+    channel, engine = communicator.channel, communicator.engine
+    if channel is None or engine is None or not channel.is_open or channel.size == 1:
+        return None
+    count = 1
+    for length in shape:
+        count *= length
+    if is_small(count * how.accumulate.itemsize, channel.size):
+        return _small(communicator, channel, engine, how, shape, digest, what)
+    return _long(communicator, channel, engine, how, shape, digest, what)
+
+
+def _small(
+    communicator: Communicator,
+    channel: Channel,
+    engine: Engine,
+    how: Reduction,
+    shape: tuple[int, ...],
+    digest: int,
+    what: str,
+) -> Shortcut:
+    words, entry, others, queue, wait = channel.words, channel.entry, channel.others, channel.queue, channel.wait
+    size, rank, busy = channel.size, channel.rank, communicator.busy
+    ufunc, kind, empty, ndarray = how.ufunc, how.result, np.empty, np.ndarray
+    accumulate = how.accumulate
+    count = 1
+    for length in shape:
+        count *= length
+    slots = [
+        [channel.small(other, side, count, accumulate).reshape(shape) for side in (0, 1)] for other in range(size)
+    ]
+    mine = slots[rank]
+    ranks = [(rank + distance) % size for distance in range(1, size)]
+    peers = list(zip(others, ranks, [slots[other] for other in ranks], strict=True))
+    straight = kind == accumulate and not how.is_mean
+    lower = rank == 0
+
+    def ended(terms: list[NDArray[Any]], out: Any) -> NDArray[Any]:
+        if straight:
+            made = empty(shape, kind) if out is None else out
+            combine(terms, ufunc, made)
+            return made
+        total = empty(shape, accumulate)
+        combine(terms, ufunc, total)
+        result = finish(how, total, size)
+        if out is None:
+            return result
+        out[...] = result
+        return out  # type: ignore[no-any-return]
+
+    def rest(check: int, out: Any) -> Generator[int, None, NDArray[Any]]:
+        if channel.disagreeing(check):
+            yield DISAGREE
+        return ended([slots[other][channel.side if other == rank else channel.side_of(other)] for other in range(size)], out)
+
+    def call(x: NDArray[Any], out: Any) -> NDArray[Any] | None:
+        if queue or not (engine.is_quiet and channel.is_settled):
+            return None
+        if out is not None and (
+            type(out) is not ndarray or out.shape != shape or out.dtype != kind or not out.flags.writeable
+        ):
+            return None
+        if not busy.acquire(False):
+            return None
+        try:
+            number = communicator.next_call
+            communicator.next_call = number + 1
+            try:
+                side = channel.side = channel.side ^ 1
+                mine[side][...] = x
+                check = words[entry + CHECK + side] = (digest + number * SPREAD) & MASK
+                target = channel.last = (number + 1) << CALL_SHIFT
+                words[entry] = target | side
+                if wait(others, target):
+                    if size == 2:
+                        other, _, theirs = peers[0]
+                        word = words[other]
+                        seen = word & 1 if word < target + 131072 else ~word & 1
+                        if words[other + CHECK + seen] == check and straight:
+                            if out is None:
+                                out = empty(shape, kind)
+                            if lower:
+                                ufunc(mine[side], theirs[seen], out)
+                            else:
+                                ufunc(theirs[seen], mine[side], out)
+                            return out  # type: ignore[no-any-return]
+                    terms: list[Any] = [None] * size
+                    terms[rank] = mine[side]
+                    for other, place, theirs in peers:
+                        word = words[other]
+                        seen = word & 1 if word < target + 131072 else ~word & 1
+                        if words[other + CHECK + seen] != check:
+                            break
+                        terms[place] = theirs[seen]
+                    else:
+                        return ended(terms, out)
+            except BaseException as error:
+                _interrupt(communicator, channel, engine, number, digest, what, error)
+                raise
+            result: NDArray[Any] = _go_on(communicator, channel, engine, number, digest, what, rest(check, out), target)
+            return result
+        finally:
+            busy.release()
+
+    return call
+
+
+def _long(
+    communicator: Communicator,
+    channel: Channel,
+    engine: Engine,
+    how: Reduction,
+    shape: tuple[int, ...],
+    digest: int,
+    what: str,
+) -> Shortcut:
+    others, queue, wait, busy = channel.others, channel.queue, channel.wait, communicator.busy
+    kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
+    divisor = channel.size if how.is_mean else 0
+
+    def call(x: NDArray[Any], out: Any) -> NDArray[Any] | None:
+        if queue or not (engine.is_quiet and channel.is_settled):
+            return None
+        if out is None:
+            made = np.empty(shape, kind)
+        elif (
+            type(out) is not np.ndarray
+            or out.shape != shape
+            or out.dtype != kind
+            or not out.flags.writeable
+            or not out.flags.c_contiguous
+        ):
+            return None
+        else:
+            made = out
+        flat_out = made.reshape(-1)
+        if x is made:
+            flat = flat_out
+        else:
+            flat = x.reshape(-1)
+            if out is not None and np.may_share_memory(flat, flat_out):
+                flat = flat.copy()
+        if not busy.acquire(False):
+            return None
+        try:
+            number = communicator.next_call
+            communicator.next_call = number + 1
+            check = (digest + number * SPREAD) & MASK
+            steps = reduce_shared(
+                channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor
+            )
+            try:
+                for need in steps:
+                    if need == DISAGREE or not wait(others, need):
+                        break
+                else:
+                    return made
+            except BaseException as error:
+                _interrupt(communicator, channel, engine, number, digest, what, error)
+                raise
+            _go_on(communicator, channel, engine, number, digest, what, _then(steps, made), need)
+            return made
+        finally:
+            busy.release()
+
+    return call
+
+
+def _then(steps: Any, made: NDArray[Any]) -> Generator[int, None, NDArray[Any]]:
+    yield from steps
+    return made
+
+
+def _operation(
+    communicator: Communicator, channel: Channel, number: int, digest: int, what: str, steps: Any, need: int
+) -> SharedOperation:
+    return SharedOperation(
+        channel, communicator.identity, communicator.members, number, digest, what, steps, need
+    )
+
+
+def _go_on(
+    communicator: Communicator, channel: Channel, engine: Engine, number: int, digest: int, what: str, steps: Any, need: int
+) -> Any:
+    """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
+    operation = _operation(communicator, channel, number, digest, what, steps, need)
+    return engine.take_over(operation, None)
+
+
+def _interrupt(
+    communicator: Communicator,
+    channel: Channel,
+    engine: Engine,
+    number: int,
+    digest: int,
+    what: str,
+    error: BaseException,
+) -> None:
+    """Break the generation: an exception has left a call that others take part in."""
+    operation = _operation(communicator, channel, number, digest, what, iter(()), 0)
+    channel.queue.clear()
+    engine.interrupted(operation, error)
