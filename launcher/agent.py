@@ -238,10 +238,10 @@ class Agent:
             yield from self._listen(worker)
         if worker.status is None:
             worker.status = status
+            yield Ended(worker.rank, status)  # first, because the other ranks may be waiting for this one
             # What the worker started in its session ends with it.
             kill_sessions({worker.process.pid: worker.started})
             self._tell_guardian(f"-{worker.process.pid}\n")
-            yield Ended(worker.rank, status)
 
     def _listen(self, worker: Worker) -> Iterator[Event]:
         while True:

@@ -15,10 +15,18 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["JobDirectory", "base_directory"]
+__all__ = ["JobDirectory", "base_directory", "runtime_directory"]
 
 _SOCKET_NAME_MAX = 24
 _UNIX_PATH_MAX = 107
+
+
+def runtime_directory(environ: Mapping[str, str]) -> tuple[Path, bool]:
+    """Return the folder for what lives as long as a job, and whether it is meant for this user alone."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime), True
+    return Path(environ.get("TMPDIR") or "/tmp"), False  # noqa: S108  (base_directory checks what is made there)
 
 
 def base_directory(environ: Mapping[str, str]) -> Path:
@@ -27,11 +35,8 @@ def base_directory(environ: Mapping[str, str]) -> Path:
     Raises:
         ConfigError: It belongs to somebody else, others can write to it, or it cannot be made.
     """
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.access(runtime, os.W_OK | os.X_OK):
-        base = Path(runtime) / "syncvar"
-    else:
-        base = Path(environ.get("TMPDIR") or "/tmp") / f"syncvar-{os.getuid()}"  # noqa: S108  (checked below)
+    parent, is_private = runtime_directory(environ)
+    base = parent / ("syncvar" if is_private else f"syncvar-{os.getuid()}")
     remedy = "set XDG_RUNTIME_DIR to a private folder of yours"
     try:
         base.mkdir(mode=0o700, exist_ok=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from syncvar.arena.room import core_quota
 from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
@@ -26,7 +27,16 @@ from syncvar_launcher import binding, exits, output
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["LAUNCH_PREFIX", "LaunchOptions", "help_text", "launch_keys", "parse", "usable_cores", "version_text"]
+__all__ = [
+    "LAUNCH_PREFIX",
+    "LaunchOptions",
+    "core_count",
+    "help_text",
+    "launch_keys",
+    "parse",
+    "usable_cores",
+    "version_text",
+]
 
 LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
@@ -177,6 +187,14 @@ def launch_keys() -> tuple[str, ...]:
 def usable_cores() -> tuple[int, ...]:
     """Return the cores that this process may use, in order."""
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def core_count() -> int:
+    """Return for how many cores there is work: those that this process may use, or fewer where its container says so.
+
+    A container's limit is one of time, not of certain cores: nothing is bound because of it.
+    """
+    return min(len(usable_cores()), core_quota() or sys.maxsize)
 
 
 def version_text() -> str:
@@ -410,7 +428,7 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
     if kind in ("seconds", "limit"):
         return _read_seconds(value, is_text=is_text, above_zero=kind == "limit")
     if kind == "workers" and value == "auto":
-        return len(usable_cores())
+        return core_count()
     return _read_whole(value, is_text=is_text, low=0 if kind == "rank" else 1, also="auto or " if kind == "workers" else "")
 
 

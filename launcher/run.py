@@ -21,9 +21,10 @@ from syncvar.wire import Health, pack_object
 from syncvar_launcher import exits, options
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
-from syncvar_launcher.directory import JobDirectory
+from syncvar_launcher.directory import JobDirectory, runtime_directory
 from syncvar_launcher.output import OutputForwarder, Sink
 from syncvar_launcher.report import Failure, Other, failure_block
+from syncvar_launcher.sharing import Sharing, why_no_arena
 from syncvar_launcher.show import dry_run_text
 from syncvar_launcher.supervise import Action, Announce, Cause, Outcome, Supervisor, Terminate
 
@@ -73,6 +74,8 @@ class Job:
         self.job_id = secrets.token_hex(16)
         self.host = socket.gethostname()
         self.usable = options.usable_cores()
+        self.core_count = options.core_count()
+        why_no_arena(chosen, os.uname().machine)  # raises where the settings do not fit together
         self.binding: Binding = plan_binding(
             chosen.workers, self.usable, os.cpu_count() or 1, chosen.bind, chosen.cores_per_worker
         )
@@ -102,7 +105,7 @@ class Job:
             job_id=self.job_id,
             host=self.host,
         )
-        threads = blas_threads(chosen.workers, len(self.usable), chosen.cores_per_worker)
+        threads = blas_threads(chosen.workers, self.core_count, chosen.cores_per_worker)
         return {
             **blas_environment(threads, {**self.environ, **chosen.env}),
             **self.config.to_mapping(),
@@ -118,8 +121,16 @@ class Job:
             self.own_environment(rank, "ipc://<private directory>/store", torch) | {"SYNCVAR_JOB_ID": "<random>"}
             for rank in range(self.options.workers)
         ]
+        folder, _ = runtime_directory(self.environ)
+        _, transport = Sharing(self.options, self.job_id, self.core_count, folder, hands_over=False).describe()
         return dry_run_text(
-            self.options, self.binding.cores, environments, self.command(), host=self.host, binding=self.binding.reason
+            self.options,
+            self.binding.cores,
+            environments,
+            self.command(),
+            host=self.host,
+            binding=self.binding.reason,
+            transport=transport,
         )
 
     # -- running --------------------------------------------------------------------------------------------------
@@ -151,6 +162,7 @@ class _Run:
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
             self.store = Store(self.rendezvous, chosen.workers, job.job_id, job.config)
+            self.sharing = Sharing(chosen, job.job_id, job.core_count, directory.path)
         finally:
             os.umask(umask)
         self.agent = Agent(directory.path, directory.lock)
@@ -175,6 +187,7 @@ class _Run:
             for event in self.agent.close():
                 self._handle(event)
             self.store.close()
+            self.sharing.close()
             signal.set_wakeup_fd(previous_wake)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -195,7 +208,7 @@ class _Run:
         if sys.stderr.isatty() or chosen.verbose:
             self.forwarder.say(
                 f"syncvar {_version()} | {chosen.workers} rank{'s' * (chosen.workers > 1)} on {self.job.host} | "
-                f"unix sockets | {self.job.binding.reason}\n"
+                f"{self.sharing.describe()[0]} | {self.job.binding.reason}\n"
             )
         try:
             for rank in range(chosen.workers):
@@ -228,12 +241,12 @@ class _Run:
             poller.register(wake_read, zmq.POLLIN)
             if self.parent >= 0:
                 poller.register(self.parent, zmq.POLLIN)
-            for descriptor in self.agent.descriptors():
+            for descriptor in (*self.agent.descriptors(), *self.sharing.descriptors()):
                 poller.register(descriptor, zmq.POLLIN)
             ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
             now = time.monotonic()
             # What workers say of themselves comes before what is seen of them.
-            self.store.serve(now)
+            self._serve(now)
             for item in ready:
                 if item == wake_read:
                     os.read(wake_read, 4096)
@@ -243,11 +256,12 @@ class _Run:
                 elif isinstance(item, int):
                     for event in self.agent.readable(item):
                         self._handle(event)
+                    self.sharing.readable(item)
             while self.signals:
                 self._interrupt(self.signals.popleft(), now)
             self._look(now)
             self._do(self.supervisor.tick(now))
-            for sentence in self.store.take_said():
+            for sentence in (*self.store.take_said(), *self.sharing.take_said()):
                 self.forwarder.say(f"syncvar: {sentence}\n")
             if self.store.failure is not None and self.supervisor.job_cause is None:
                 self._do(self.supervisor.did_not_meet(self.store.failure.reason, now))
@@ -268,7 +282,7 @@ class _Run:
             elif event.record.get("event") == "failed":
                 self._do(self.supervisor.failed(event.rank, event.record, now))
         elif isinstance(event, Ended):
-            self.store.serve(now)
+            self._serve(now)
             coordinator = self.store.coordinator
             joined = event.rank in coordinator.roll.members and event.rank not in coordinator.left
             self._do(self.supervisor.exited(event.rank, event.status, now, joined=joined))
@@ -278,12 +292,19 @@ class _Run:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Announce):
+                self.sharing.abort()  # first of all: who waits in shared memory looks at nothing else
                 self._note_positions()
                 self.store.ended(action.rank, action.reason, time.monotonic())
             elif isinstance(action, Terminate):
                 self.agent.send(action.ranks, signal.SIGTERM)
             else:
                 self.agent.kill(action.ranks)
+
+    def _serve(self, now: float) -> None:
+        self.store.serve(now)
+        coordinator = self.store.coordinator
+        if coordinator.broken_by is not None:  # a rank gave up; the others have just been told why
+            self.sharing.abort(coordinator.roll.generation)
 
     def _interrupt(self, number: int, now: float) -> None:
         debugged = self.options.debug

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["dry_run_text", "settings_rows"]
 
-_TRANSPORT = "transport zmq: unix sockets on one host"
 _FIELDS = {"timeout": "timeout_s"}
 _UNITS = {"timeout": "s"}
 
@@ -33,7 +32,7 @@ def dry_run_text(
     *,
     host: str = "localhost",
     binding: str = "",
-    transport: str = _TRANSPORT,
+    transport: str = "",
 ) -> str:
     """Write what a launch would do.
 
@@ -53,9 +52,8 @@ def dry_run_text(
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
         table.append((str(rank), escape(host), "any" if own is None else _cores(own), _threads(environ)))
     lines = _columns(table)
-    if binding:
-        lines.append(binding)
-    lines += [transport, f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
+    lines += [line for line in (binding, transport) if line]
+    lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
     if environments:
         lines += ["", "environment set for rank 0:"]
         masked = mask_environment(environments[0])

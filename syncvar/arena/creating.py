@@ -110,23 +110,23 @@ def create(
         try:
             fd = open_it()
         except OSError as error:
-            failed.append(f"{how}: {error.strerror}")
+            failed.append(f"{how} ({error.strerror})")
             continue
         try:
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
             for rank in range(local_world_size):  # others read a rank's table before that rank has come
-                os.posix_fallocate(fd, plan.table(rank), layout.TABLE_BYTES)
+                os.posix_fallocate(fd, plan.table(rank), layout.PAGE_BYTES)
             os.pwrite(fd, header, 0)
             if how == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(fd)
-            failed.append(f"{how}: {error.strerror}")
+            failed.append(f"{how} ({error.strerror})")
             continue
-        said = f"shared memory is {how} ({'; '.join(failed)})" if failed else ""
+        said = f"shared memory: {how} instead of {' or '.join(failed)}" if failed else ""
         return CreatedArena(fd, how, said, generation), ""
-    return None, "; ".join(failed)
+    return None, f"it cannot be made: {', '.join(failed)}"
 
 
 def _open_memfd() -> int:

@@ -179,17 +179,7 @@ class Extents:
         Raises:
             KeyError: Nothing was allocated there.
         """
-        if offset in self._large:
-            size = self._large.pop(offset)
-            self._give(offset, offset + size)
-        else:
-            size, extent = self._small.pop(offset)
-            room = self._shared[extent]
-            room.add(offset, offset + size)
-            if room.total < EXTENT_BYTES:
-                return []
-            del self._shared[extent]
-            self._give(extent, extent + EXTENT_BYTES)
+        self._release(offset)
         return self.trim(self.reserve_bytes)
 
     def cancel(self, taken: Taken) -> list[Range]:
@@ -198,10 +188,10 @@ class Extents:
         Returns:
             The page ranges to give back beside the missing ones, of which some may have been populated.
         """
-        ranges = self.free(taken.offset)
+        self._release(taken.offset)
         for start, stop in taken.missing:
             self._kept.remove(start, stop)
-        return ranges
+        return self.trim(self.reserve_bytes)
 
     def trim(self, reserve_bytes: int) -> list[Range]:
         """Return what to give back so that at most `reserve_bytes` of free pages stay populated."""
@@ -255,6 +245,17 @@ class Extents:
         self._free.remove(offset, stop)
         self._kept.remove(offset, stop)
         return Taken(offset, size, missing, dirty)
+
+    def _release(self, offset: int) -> None:
+        if offset in self._large:
+            self._give(offset, offset + self._large.pop(offset))
+            return
+        size, extent = self._small.pop(offset)
+        room = self._shared[extent]
+        room.add(offset, offset + size)
+        if room.total == EXTENT_BYTES:
+            del self._shared[extent]
+            self._give(extent, extent + EXTENT_BYTES)
 
     def _give(self, start: int, stop: int) -> None:
         self._free.add(start, stop)

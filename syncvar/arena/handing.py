@@ -110,7 +110,7 @@ class Handing:
             arena, reason = found
             if arena is not None and self._aborts_all:
                 arena.abort()
-            sentence = arena.said if arena is not None else f"no shared memory: {reason}"
+            sentence = arena.said if arena is not None else f"no shared memory, data go through unix sockets: {reason}"
             if sentence and not self._has_said:  # the next generations will fare alike
                 self._has_said = True
                 self._said.append(sentence)
@@ -150,9 +150,15 @@ class Handing:
         self._waiting[connection.fileno()] = connection
 
     def _serve(self, connection: socket.socket) -> None:
+        try:
+            request = connection.recv(_REQUEST.size + 1)
+        except BlockingIOError:  # the number was another descriptor's when poll reported it
+            self._waiting[connection.fileno()] = connection
+            return
+        except OSError:
+            request = b""
         with connection:
             try:
-                request = connection.recv(_REQUEST.size + 1)
                 fd, reason = self._answer(request)
                 if fd < 0:
                     self.refused_requests += 1

@@ -134,7 +134,7 @@ class Arena:
     # -- words that everybody sees --------------------------------------------------------------------------------
 
     def table(self, local_rank: int) -> int:
-        """Return where a rank's table of channels begins, in bytes; it is populated from the start."""
+        """Return where a rank's table of channels begins, in bytes; its first page is populated from the start."""
         return self._layout.table(local_rank)
 
     @property

@@ -1,18 +1,25 @@
-"""How much memory the container and the machine still have, so that a shortage is an error and not a killed process.
+"""What the container and the machine allow: how much memory is left, and how many cores there are.
 
 The system populates shared pages without a word and ends a process when the container's limit is reached. So the limit
-is read before pages are asked for. What was merely read from files and can be dropped at once does not count as used.
+is read before pages are asked for, and a shortage is an error and not a killed process. What was merely read from files
+and can be dropped at once does not count as used.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-__all__ = ["Room", "Shortage"]
+__all__ = ["Room", "Shortage", "core_quota"]
 
 _ROOT = "/sys/fs/cgroup"
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest multiple of a page
+
+# By version: limit, usage, and what the statistics call droppable.
+_MEMORY = {
+    2: ("memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", (b"total_inactive_file", b"total_active_file")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +37,11 @@ class Shortage:
     whose: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The files of one control group and what its statistics call droppable."""
-
-    folder: str
-    limit: str
-    usage: str
-    droppable: tuple[bytes, ...]
-
-
-_VERSION_2 = _Group("", "memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable"))
-_VERSION_1 = _Group("", "memory.limit_in_bytes", "memory.usage_in_bytes", (b"total_inactive_file", b"total_active_file"))
-
-
 class Room:
-    """The limits that hold for this process; the groups are found once, their numbers are read at every question.
+    """The limits of memory for this process; the groups are found once, their numbers are read at every question.
 
     Args:
-        membership: The text of the file that names this process's control groups.
+        membership: The text that names this process's control groups; None to read it.
         root: Where the control groups are mounted.
         machine: The file with the machine's memory.
 
@@ -57,25 +50,23 @@ class Room:
         True
     """
 
-    def __init__(
-        self, membership: str | None = None, root: str = _ROOT, machine: str = "/proc/meminfo"
-    ) -> None:
-        text = _read("/proc/self/cgroup").decode(errors="replace") if membership is None else membership
-        self._groups = tuple(_groups(text, root))
+    def __init__(self, membership: str | None = None, root: str = _ROOT, machine: str = "/proc/meminfo") -> None:
+        groups = _control_groups("memory", membership, root)
+        self._groups = [(folder, *_MEMORY[version]) for version, folder in groups]
+        self._groups = [group for group in self._groups if os.path.exists(f"{group[0]}/{group[1]}")]
         self._machine = machine
 
     def shortage(self, nbytes: int) -> Shortage | None:
         """Return the limit that `nbytes` more would pass, or None."""
-        for group in self._groups:
-            path = f"{group.folder}/{group.limit}"
-            limit = _number(_read(path))
+        for folder, limit_file, usage_file, droppable in self._groups:
+            limit = _number(_read(f"{folder}/{limit_file}"))
             if limit is None or limit >= _NO_LIMIT:
                 continue
-            statistics = _read(f"{group.folder}/memory.stat")
-            used = _number(_read(f"{group.folder}/{group.usage}")) or 0
-            used -= sum(_field(statistics, name) for name in group.droppable)
+            statistics = _read(f"{folder}/memory.stat")
+            used = _number(_read(f"{folder}/{usage_file}")) or 0
+            used -= sum(_field(statistics, name) for name in droppable)
             if used + nbytes > limit:
-                return Shortage(max(0, used), limit, f"the container's limit ({path})")
+                return Shortage(max(0, used), limit, f"the container's limit ({folder}/{limit_file})")
         machine = _read(self._machine)
         total = 1024 * (_field(machine, b"MemTotal:") + _field(machine, b"SwapTotal:"))
         free = 1024 * (_field(machine, b"MemAvailable:") + _field(machine, b"SwapFree:"))
@@ -84,25 +75,45 @@ class Room:
         return None
 
 
-def _groups(membership: str, root: str) -> list[_Group]:
-    """Return the control groups with a limit of memory that this process is in, the innermost first."""
-    found: list[_Group] = []
-    for line in membership.splitlines():
+def core_quota(membership: str | None = None, root: str = _ROOT) -> int | None:
+    """Return how many cores' worth of time the control groups of this process allow, rounded up; None for no limit.
+
+    Args:
+        membership: The text that names this process's control groups; None to read it.
+        root: Where the control groups are mounted.
+    """
+    quotas = []
+    for version, folder in _control_groups("cpu", membership, root):
+        if version == 2:
+            words = _read(f"{folder}/cpu.max").split()
+        else:
+            words = [_read(f"{folder}/cpu.cfs_quota_us").strip(), _read(f"{folder}/cpu.cfs_period_us").strip()]
+        numbers = [_number(word) for word in words]
+        if len(numbers) == 2 and numbers[0] and numbers[1]:  # "max", and -1 in version 1, are no numbers
+            quotas.append(-(-numbers[0] // numbers[1]))
+    return min(quotas, default=None)
+
+
+def _control_groups(controller: str, membership: str | None, root: str) -> list[tuple[int, str]]:
+    """Return version and folder of the control groups that this process is in, the innermost first."""
+    text = _read("/proc/self/cgroup").decode(errors="replace") if membership is None else membership
+    found: list[tuple[int, str]] = []
+    for line in text.splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         tops: tuple[str, ...]
         if hierarchy == "0" and not controllers:
-            kind, tops = _VERSION_2, (root, f"{root}/unified")
-        elif "memory" in controllers.split(","):
-            kind, tops = _VERSION_1, (f"{root}/memory",)
+            version, tops = 2, (root, f"{root}/unified")
+        elif controller in controllers.split(","):
+            version, tops = 1, (f"{root}/{controller}", f"{root}/{controllers}")
         else:
             continue
-        for top in tops:
+        for top in dict.fromkeys(tops):
             # Inside a container the path may be one of the host's, which is not mounted here; its own group is the top.
             folder = os.path.normpath(f"{top}/{path}")
-            while folder.startswith(top):
-                if os.path.exists(f"{folder}/{kind.limit}"):
-                    found.append(replace(kind, folder=folder))
+            while folder == top or folder.startswith(f"{top}/"):
+                if os.path.isdir(folder):
+                    found.append((version, folder))
                 folder = os.path.dirname(folder)
     return found
 

@@ -17,7 +17,7 @@ def options(tmp_path):
 def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
     environments = [{"SYNCVAR_RANK": str(rank), "OMP_NUM_THREADS": "2", "API_KEY": "hunter2"} for rank in range(3)]
     argv = ["/usr/bin/python3", "-m", "syncvar.bootstrap", "-m", "train", "--lr", "0.1", "a b"]
-    text = dry_run_text(options, [(0, 1), (2, 3), None], environments, argv, host="b", binding="bound: 2 cores")
+    text = dry_run_text(options, [(0, 1), (2, 3), None], environments, argv, host="b", binding="bound: 2 cores", transport="transport x: y")
     head, settings = text.split("settings:\n")
     assert head == (
         "rank  host  cores  BLAS threads\n"
@@ -25,7 +25,7 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
         "1     b     2,3    2\n"
         "2     b     any    2\n"
         "bound: 2 cores\n"
-        "transport zmq: unix sockets on one host\n"
+        "transport x: y\n"
         f"folder {tmp_path}\n"
         "\n"
         "command:\n"
