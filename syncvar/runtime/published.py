@@ -101,7 +101,9 @@ class SharedOperation(Operation):
         if channel.queue and channel.queue[0] is not self:
             first: tuple[int, ...] = channel.queue[0].awaiting
             return first
-        return () if self._need == DISAGREE else channel.missing(self._need)
+        if self._need == DISAGREE:  # who is past this call has to hear of it
+            return tuple(channel.members[rank] for rank in channel.passed())
+        return channel.missing(self._need)
 
     @property
     def is_under_way(self) -> bool:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.operation import Stage
     from syncvar.runtime.group import Communicator
+    from syncvar.runtime.operation import Stage
 
 __all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
 
