@@ -68,7 +68,7 @@ class Arena:
     """The arena as one process sees it. Made by `attach`.
 
     Attributes:
-        memory: All of it.
+        memory: All of it; gone after `close`.
         words: All of it as 64-bit words; the index is the offset in bytes divided by 8.
         address: Where it begins in this process.
         arena_bytes: Its size.
@@ -89,7 +89,7 @@ class Arena:
         self.generation = self.words[layout.GENERATION]
         self.local_rank = local_rank
         self._layout = Layout(self.arena_bytes, self.local_world_size)
-        self._ground: NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)
+        self._ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address: int = self._ground.__array_interface__["data"][0]
         self._fd = fd
         self._room = room
@@ -129,6 +129,8 @@ class Arena:
             memory.close()
             os.close(fd)
             raise
+        with contextlib.suppress(OSError):  # a core file of a process that crashed would take minutes to find its pages
+            memory.madvise(mmap.MADV_DONTDUMP)
         return cls(fd, memory, local_rank, room or Room())
 
     # -- words that everybody sees --------------------------------------------------------------------------------
@@ -161,10 +163,8 @@ class Arena:
         """
         with self._lock:
             taken = self._take(nbytes)
-            ground = self._ground
-            assert ground is not None
             for start, stop in taken.dirty:
-                ground[start:stop] = 0
+                self._ground[start:stop] = 0
             return taken.offset
 
     def release(self, offset: int) -> None:
@@ -186,7 +186,6 @@ class Arena:
         with self._lock:
             offset = self._take(nbytes).offset
             ground = self._ground
-            assert ground is not None
         return np.ndarray(shape, kind, np.asarray(Block(self, ground, offset, nbytes)))
 
     def locate(self, array: NDArray[Any]) -> int:
@@ -236,19 +235,20 @@ class Arena:
     def close(self) -> None:
         """Let go of the arena. Arrays stay as they are, and the last of them takes the mapping with it."""
         with self._lock:
-            if self._ground is None:
+            if self._fd < 0:
                 return
-            self._ground = None
             os.close(self._fd)
             self._fd = -1
+            self._ground = np.empty(0, np.uint8)
             self.words.release()
             with contextlib.suppress(BufferError):  # arrays are alive: the mapping ends with the last one
                 self.memory.close()
+            del self.memory  # whoever still holds us must not hold the mapping
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _take(self, nbytes: int) -> Taken:
-        if self._ground is None:
+        if self._fd < 0:
             raise UsageError("the arena is closed")
         self._give_back(self._freed())
         try:
@@ -285,9 +285,8 @@ class Arena:
                 self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
             except OSError:
                 # This file system cannot give pages back. The next one to take them must still find zeros.
-                ground = self._ground
-                if not are_clean and ground is not None:
-                    ground[start:stop] = 0
+                if not are_clean:
+                    self._ground[start:stop] = 0
 
     def _no_room(self, nbytes: int) -> str:
         start, stop = self._layout.arrays(self.local_rank)
