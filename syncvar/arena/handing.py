@@ -26,6 +26,7 @@ _MAGIC = b"ARENA\0\0\1"
 _YES, _NO = b"\1", b"\0"
 _ANSWER_MAX = 4096
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_FD = struct.Struct("=i")
 _PAUSE_S = 0.005
 
 
@@ -225,7 +226,7 @@ def fetch(
                 return None, f"{path} belongs to another user"
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.send(_REQUEST.pack(_MAGIC, _job_bytes(job_id), generation, local_rank))
-            answer, fds, _, _ = socket.recv_fds(connection, _ANSWER_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+            answer, fds = _receive(connection)
     except TimeoutError:
         return None, f"the launcher did not hand over the arena within {timeout_s:g} s"
     except OSError as error:
@@ -235,6 +236,18 @@ def fetch(
     for fd in fds:
         os.close(fd)
     return None, answer[1:].decode(errors="replace") or "the launcher closed the connection"
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    # Not socket.recv_fds, which drops the flag: a child that is started meanwhile would inherit the descriptor.
+    answer, extra, _, _ = connection.recvmsg(_ANSWER_MAX, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+    return answer, [
+        fd
+        for level, kind, data in extra
+        if (level, kind) == rights
+        for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])
+    ]
 
 
 def _job_bytes(job_id: str) -> bytes:
