@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Arena", "Block"]
 
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE is newer than the oldest Python we run on
+# Some systems undo a request when a signal comes: a profiler's timer would keep a large one from ever ending.
+_PIECE_BYTES = 1 << 20
 _REMEDY = "ask for less, or raise {}"
 
 
@@ -218,7 +220,8 @@ class Arena:
                 f"{bytes_in_words(shortage.limit)} are in use: {_REMEDY.format(shortage.whose)}"
             )
         try:
-            os.posix_fallocate(self._fd, offset, nbytes)
+            for start in range(offset, offset + nbytes, _PIECE_BYTES):
+                os.posix_fallocate(self._fd, start, min(_PIECE_BYTES, offset + nbytes - start))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise

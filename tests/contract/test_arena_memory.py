@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -311,6 +312,18 @@ def test_memory_reads_as_zeros_and_is_aligned(host):
             assert offset % (2 * MIB) == 0 or nbytes < 2 * MIB
         for offset, _ in offsets:
             arena.release(offset)
+
+
+def test_signals_do_not_keep_an_allocation_from_ending(host):
+    arena, seen = host.one(2048 * MIB), []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    try:
+        arena.allocate(200 * MIB)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(seen) > 3
 
 
 # Its end.

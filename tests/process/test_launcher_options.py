@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from launching import PROFILE
 
+from syncvar_launcher.options import core_count
+
 CORES = sorted(os.sched_getaffinity(0))
 
 ABOUT = """
@@ -51,7 +53,7 @@ def test_what_every_rank_gets(launch):
         assert re.fullmatch("[0-9a-f]{32}", environ["SYNCVAR_JOB_ID"])
         assert "MASTER_ADDR" not in environ
         assert "SYNCVAR_STATUS_FD" not in environ, "the bootstrap keeps it to itself"
-        threads = str(max(1, len(CORES) // 2))
+        threads = str(max(1, core_count() // 2))
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             assert environ[name] == os.environ.get(name, threads)
         assert event["argv"][1:] == ["--lr", "0.1", "two words"]

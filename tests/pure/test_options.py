@@ -85,6 +85,7 @@ def test_spellings_of_workers(spelling):
 
 def test_workers_auto_counts_usable_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(options_module.os, "sched_getaffinity", lambda pid: {3, 1, 8})
+    monkeypatch.setattr(options_module, "core_quota", lambda: None)
     assert run("-n", "auto", "-m", "x").workers == 3
     assert run("-m", "x", environ={"SYNCVAR_LAUNCH_WORKERS": "auto"}).workers == 3
     path = configuration(tmp_path, '[launch]\nworkers = "auto"\n')
