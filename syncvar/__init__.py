@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     )
     from syncvar.identity import host_count, host_index, local_rank, local_world_size, rank, world_size
     from syncvar.launching import run
+    from syncvar.resident import empty, zeros
     from syncvar.runtime.context import init, is_initialized, shutdown
     from syncvar.runtime.group import Work
     from syncvar.strategies import (
@@ -89,6 +90,7 @@ _HOMES = {
     "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "world_size"),
     "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
+    "syncvar.resident": ("empty", "zeros"),
     "syncvar.runtime.group": ("Work",),
     "syncvar.strategies": (
         "MirroredStrategy", "MultiWorkerMirroredStrategy", "ReduceOp", "ReplicaContext", "Strategy", "ValueContext",
@@ -144,6 +146,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "empty",
     "gather_object",
     "get_replica_context",
     "get_strategy",
@@ -162,6 +165,7 @@ __all__ = [
     "shutdown",
     "tree_sum",
     "world_size",
+    "zeros",
 ]
 
 

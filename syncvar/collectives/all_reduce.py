@@ -17,8 +17,8 @@ from syncvar.collectives._arguments import (
 from syncvar.collectives.groups import communicator_of
 from syncvar.plans import tree_order
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import Reduction, finish, reduction
-from syncvar.runtime.operation import Stage
+from syncvar.runtime.kernels import Reduction, divided, finish, reduction
+from syncvar.runtime.operation import Into, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -46,8 +46,9 @@ def all_reduce(
     Args:
         x: Array of any shape, number, or a nested dict/list/tuple of them; the same shapes and dtypes on every rank.
         op: "sum", "mean", "prod", "min" or "max".
-        out: Array of the result's shape and dtype (or a structure of them) to write to. It is written only when the
-            call succeeds.
+        out: Array of the result's shape and dtype (or a structure of them) to write to; it may be `x` itself, and then
+            arrays of `sv.empty` are reduced in place. After an error of the arguments it is as it was; after PeerLost
+            or DeadlineExceeded it may be half written.
         group: Ranks that take part; None means the world.
         async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
         timeout: Seconds; None means the job's default.
@@ -85,7 +86,7 @@ def all_reduce(
                 return result
     result = communicator.perform(
         "all_reduce",
-        lambda: reduce_request(communicator, x, op, out=out, reproducible=reproducible),
+        lambda: reduce_request(communicator, x, op, out=out, reproducible=reproducible, keep=async_op),
         timeout,
         async_op=async_op,
     )
@@ -96,14 +97,34 @@ def all_reduce(
 
 
 def reduce_request(
-    communicator: Communicator, x: Any, op: str, *, out: Any = None, reproducible: bool = False, name: str = "all_reduce"
+    communicator: Communicator,
+    x: Any,
+    op: str,
+    *,
+    out: Any = None,
+    reproducible: bool = False,
+    name: str = "all_reduce",
+    apply: np.ufunc | None = None,
+    keep: bool = False,
 ) -> Request:
-    """Check the arguments of an all-reduce and return the request; `name` is part of what is compared."""
+    """Check the arguments of an all-reduce and return the request.
+
+    Args:
+        communicator: The group.
+        x: This rank's array or structure.
+        op: The op.
+        out: Where the result goes, or None for new arrays.
+        reproducible: Sum by the tree.
+        name: What is compared, and told.
+        apply: `out`, a single array, becomes apply(out, result); half types are rounded once, after that.
+        keep: Take a copy of `x` now: the caller may change it before the call ends.
+    """
     if not is_structure(x):
         array = as_array(x)
         how, digest, what = _described(array, op, reproducible, name)
         target = None if out is None else checked_output(out, array.shape, how.result)
-        return Request(what, digest, _one(communicator, _flat(array, how), array.shape, how, target, reproducible))
+        array = array.copy() if keep else array
+        return Request(what, digest, _one(communicator, array, how, target, reproducible, apply))
     structure, leaves = flatten(x)
     arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]
     hows = [reduction(op, array.dtype) for array in arrays]
@@ -121,12 +142,13 @@ def reduce_request(
     digest = fingerprint(name, op, structure, kinds, reproducible)
     nbytes = sum(array.nbytes for array in arrays)
     what = f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
+    if keep:
+        arrays = [array.copy() for array in arrays]
 
     def body() -> Generator[Stage, None, Any]:
-        works = [_flat(array, how) for array, how in zip(arrays, hows, strict=True)]
         results = []
-        for array, how, work, target in zip(arrays, hows, works, targets, strict=True):
-            results.append((yield from _one(communicator, work, array.shape, how, target, reproducible)))
+        for array, how, target in zip(arrays, hows, targets, strict=True):
+            results.append((yield from _one(communicator, array, how, target, reproducible)))
         return unflatten(structure, results)
 
     return Request(what, digest, body())
@@ -139,26 +161,51 @@ def _described(array: NDArray[Any], op: str, reproducible: bool, name: str) -> t
     return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{', reproducible' if reproducible else ''})"
 
 
-def _flat(array: NDArray[Any], how: Reduction) -> NDArray[Any]:
-    """Return a fresh flat copy in the dtype that accumulates."""
-    return np.array(array, dtype=how.accumulate, order="C", copy=True).reshape(-1)
-
-
 def _one(
     communicator: Communicator,
-    work: NDArray[Any],
-    shape: tuple[int, ...],
+    array: NDArray[Any],
     how: Reduction,
     target: NDArray[Any] | None,
     reproducible: bool,
+    apply: np.ufunc | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    plan = communicator.plan("all_reduce", work.size, work.itemsize, reproducible=reproducible)
+    size = communicator.size
+    plan = communicator.plan("all_reduce", array.size, how.accumulate.itemsize, reproducible=reproducible)
+    if communicator.is_shared:
+        made = np.empty(array.shape, how.result) if target is None else target
+        is_flat = made.flags.c_contiguous
+        out = made.reshape(-1) if is_flat else np.empty(array.size, how.result if apply is None else how.accumulate)
+        flat = out if array is made and is_flat else array.reshape(-1)
+        if flat is not out and target is not None and np.may_share_memory(flat, out) and not _is_same(flat, out):
+            flat = flat.copy()
+        into = Into(out, how.accumulate, size if how.is_mean else 0, apply if is_flat else None)
+        yield Stage(plan, flat, how.ufunc, into)
+        if not is_flat:
+            _store(made, out.reshape(array.shape), apply)
+        return made
+    work = np.array(array, dtype=how.accumulate, order="C", copy=True).reshape(-1)
     yield Stage(plan, work, how.ufunc)
-    result = finish(how, work, communicator.size).reshape(shape)
+    if apply is not None and target is not None:
+        _store(target, divided(how, work, size).reshape(array.shape), apply)
+        return target
+    result = finish(how, work, size).reshape(array.shape)
     if target is None:
         return result
     target[...] = result
     return target
+
+
+def _is_same(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Return whether two flat arrays are the same elements: then each is read before it is written."""
+    place, theirs = one.__array_interface__["data"][0], other.__array_interface__["data"][0]
+    return bool(place == theirs and one.dtype == other.dtype and one.size == other.size)
+
+
+def _store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
+    if apply is None:
+        target[...] = value
+    else:
+        apply(target, value, out=target, casting="same_kind")
 
 
 def tree_sum(parts: Sequence[Any]) -> Any:

@@ -207,6 +207,11 @@ class Communicator:
             self.shortcuts[key] = made
 
     @property
+    def is_shared(self) -> bool:
+        """Whether calls go through shared memory."""
+        return self.channel is not None and self.size > 1
+
+    @property
     def member_rank(self) -> int:
         """This process's rank in the group.
 

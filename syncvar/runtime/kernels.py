@@ -14,7 +14,7 @@ from syncvar.wire import dtype_index
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["OPS", "Reduction", "finish", "reduction"]
+__all__ = ["OPS", "Reduction", "divided", "finish", "reduction"]
 
 OPS = ("sum", "mean", "prod", "min", "max")
 _UFUNCS: dict[str, np.ufunc] = {
@@ -81,8 +81,14 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     return Reduction(name, dtype.name, _UFUNCS[name], accumulate, result, is_mean)
 
 
-def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
-    """Turn the combined contributions into the result, in place where dtypes allow."""
+def divided(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
+    """Divide the combined contributions by their number, in place, where the op is a mean."""
     if how.is_mean:
         np.divide(total, np.asarray(count, dtype=total.dtype), out=total)
+    return total
+
+
+def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
+    """Turn the combined contributions into the result, in place where dtypes allow."""
+    total = divided(how, total, count)
     return total if total.dtype == how.result else total.astype(how.result)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.published import Published
     from syncvar.transports import Frame
 
-__all__ = ["Operation", "Outlet", "Stage", "State"]
+__all__ = ["Into", "Operation", "Outlet", "Stage", "State"]
 
 
 class State(IntEnum):
@@ -26,6 +26,22 @@ class State(IntEnum):
     FAILED = 4
 
 
+class Into(NamedTuple):
+    """Where the combination of an all-reduce in shared memory goes, if not to the work array.
+
+    Args:
+        out: Flat array.
+        accumulate: dtype in which the contributions are combined.
+        divisor: What the combination is divided by; 0 for nothing.
+        apply: `out` becomes apply(out, combination); None sets it.
+    """
+
+    out: NDArray[Any]
+    accumulate: np.dtype[Any]
+    divisor: int = 0
+    apply: np.ufunc | None = None
+
+
 class Stage(NamedTuple):
     """A plan with what it works on.
 
@@ -33,11 +49,13 @@ class Stage(NamedTuple):
         plan: The prepared plan, for links or for shared memory.
         work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
         ufunc: Combines two operands; None for plans that only move data.
+        into: Of an all-reduce in shared memory: where its result goes; `work` is then only read.
     """
 
     plan: Prepared | Published
     work: NDArray[Any]
     ufunc: np.ufunc | None = None
+    into: Into | None = None
 
 
 class Outlet(Protocol):

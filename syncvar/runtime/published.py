@@ -16,7 +16,7 @@ import numpy as np
 from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES_MAX, SMALL_BYTES, check_of
 from syncvar.errors import InternalError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
-from syncvar.runtime.operation import Operation, State
+from syncvar.runtime.operation import Into, Operation, State
 from syncvar.runtime.shared_reduce import reduce_shared
 
 if TYPE_CHECKING:
@@ -183,7 +183,11 @@ def staged(
             if plan.reduces:
                 if stage.ufunc is None:
                     raise InternalError("an all-reduce was given no op")
-                yield from reduce_shared(channel, opening, stage.work, stage.work, stage.ufunc)
+                into = stage.into or Into(stage.work, stage.work.dtype)
+                yield from reduce_shared(
+                    channel, opening, stage.work, into.out, stage.ufunc,
+                    accumulate=into.accumulate, divisor=into.divisor, apply=into.apply,
+                )  # fmt: skip
             else:
                 yield from _run_rounds(channel, opening, plan, stage)
             is_first = False

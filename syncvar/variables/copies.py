@@ -2,7 +2,7 @@
 
 Each process publishes its copies of the variables that may be read so, ON_READ and NONE, under a key of the replicas and the
 name. Its engine answers from what is published, whatever the program does meanwhile. An answer is never half a write:
-writes do not change a copy's array but put another in its place, and whoever answers takes one array and keeps it.
+a copy that is written in place is locked meanwhile, and whoever answers takes its bytes under the same lock.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.variables.places import Owner
+    from syncvar.variables.storage import Storage
 
 __all__ = ["checked_replica", "fetch", "publish"]
 
@@ -98,8 +99,9 @@ def _finder(published: weakref.WeakValueDictionary[int, Any]) -> Any:
         variable = published.get(key)
         if variable is None:
             return None
-        copy: NDArray[Any] = variable._copy  # noqa: SLF001  (taken once: a write puts another array in its place)
-        flat = np.ascontiguousarray(copy).reshape(-1).view(np.uint8)
-        return pack_object([dtype_index(copy.dtype), list(copy.shape)]), flat.data
+        storage: Storage = variable._storage  # noqa: SLF001  (the other half of the variable)
+        with storage.lock:
+            copy = storage.array.copy()
+        return pack_object([dtype_index(copy.dtype), list(copy.shape)]), copy.reshape(-1).view(np.uint8).data
 
     return find

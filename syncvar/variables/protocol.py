@@ -53,7 +53,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
                 f"np.{ufunc.__name__} cannot write into a variable; write v.assign(x), v.assign_add(x) or "
                 f"v.assign_sub(x)"
             )
-        plain = [one.read_value() if isinstance(one, ArrayProtocol) else one for one in inputs]
+        plain = [one.read_value(copy=False) if isinstance(one, ArrayProtocol) else one for one in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     __iadd__ = _refused("+=", "v.assign_add(x)")
@@ -82,25 +82,25 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         )
 
     def __len__(self) -> int:
-        return len(self.read_value())
+        return len(self.read_value(copy=False))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read_value())
 
     def __float__(self) -> float:
-        return float(self.read_value())
+        return float(self.read_value(copy=False))
 
     def __int__(self) -> int:
-        return int(self.read_value())
+        return int(self.read_value(copy=False))
 
     def __complex__(self) -> complex:
-        return complex(self.read_value())
+        return complex(self.read_value(copy=False))
 
     def __bool__(self) -> bool:
-        return bool(self.read_value())
+        return bool(self.read_value(copy=False))
 
     def __index__(self) -> int:
-        return operator.index(self.read_value())
+        return operator.index(self.read_value(copy=False))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

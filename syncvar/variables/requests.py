@@ -28,7 +28,15 @@ __all__ = ["request_of", "rows_request"]
 
 
 def request_of(
-    action: Action, communicator: Communicator, x: NDArray[Any], what: str, hint: str, *, reproducible: bool
+    action: Action,
+    communicator: Communicator,
+    x: NDArray[Any],
+    what: str,
+    hint: str,
+    *,
+    reproducible: bool,
+    out: NDArray[Any] | None = None,
+    apply: np.ufunc | None = None,
 ) -> Request:
     """Return the request that carries `x`; its result is what all replicas have together.
 
@@ -39,11 +47,13 @@ def request_of(
         what: The kind of call and the variable's name; compared between the replicas.
         hint: What to do about values that differ (SAME).
         reproducible: Sum by the tree.
+        out: Where the sum goes (SUM and MEAN).
+        apply: `out` becomes apply(out, sum).
     """
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
-        return reduce_request(communicator, x, op, reproducible=reproducible, name=what)
+        return reduce_request(communicator, x, op, out=out, reproducible=reproducible, name=what, apply=apply)
     if travel is Travel.FIRST:
         return broadcast_request(communicator, x, 0, name=what)
     if travel is Travel.SAME:

@@ -29,12 +29,14 @@ from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.requests import request_of, rows_request
 from syncvar.variables.rows import Rows, applied, checked_rows
 from syncvar.variables.splitting import share_of
+from syncvar.variables.storage import Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["Variable"]
 
+_UFUNCS = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
 _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
@@ -90,7 +92,7 @@ class Variable(ArrayProtocol):
         self._reads = self._writes = self._collectives = 0
         self._pace: str | None = None
         self._changes: list[tuple[int, str, str, str]] = []
-        self._keep(made.value)
+        self._storage = Storage(made.owner.context, made.value)
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
         if action.travel is Travel.QUESTION:
             publish(made.owner, made.namespace, self)
@@ -147,12 +149,13 @@ class Variable(ArrayProtocol):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read_value(self, copy: bool = True) -> NDArray[Any]:
-        """Return the value, read-only; it never changes when the variable is written later.
+        """Return the value, read-only; it never changes when the variable is written later. No bytes are copied.
 
         Collective for ON_READ outside `run`; never for ON_WRITE and NONE.
 
         Args:
-            copy: False allows a view that is valid until the next write.
+            copy: False returns a view that is valid until the next write. True, as long as the array or a part of it
+                is kept, makes the next write go to new memory.
 
         Raises:
             NoAggregation: ON_READ with aggregation NONE, outside `run`.
@@ -163,8 +166,7 @@ class Variable(ArrayProtocol):
             >>> v.read_value(), float(v), v * 2
             (array(2., dtype=float32), 2.0, np.float32(4.0))
         """
-        del copy  # writes replace the array, so that a view of it is as good as a copy
-        return self._read(Operation.READ)
+        return self._read(Operation.READ, copy=copy)
 
     def value(self) -> NDArray[Any]:
         """Return `read_value()`."""
@@ -175,7 +177,7 @@ class Variable(ArrayProtocol):
         return self._read(Operation.READ)
 
     def local_value(self) -> NDArray[Any]:
-        """Return this replica's copy, read-only; sends nothing, in every context.
+        """Return this replica's copy, read-only; sends nothing, in every context, and copies nothing.
 
         Example:
             >>> import syncvar as sv
@@ -353,7 +355,11 @@ class Variable(ArrayProtocol):
             )
         return action
 
-    def _read(self, operation: Operation, replica: Any = 0) -> NDArray[Any]:
+    @property
+    def _copy(self) -> NDArray[Any]:
+        return self._storage.array
+
+    def _read(self, operation: Operation, replica: Any = 0, *, copy: bool = True) -> NDArray[Any]:
         action = self._decide(operation)
         travel = action.travel
         if operation is Operation.READ_FROM:
@@ -364,7 +370,7 @@ class Variable(ArrayProtocol):
                 return fetch(self._owner, self._namespace, self.name, replica, what)
         self._reads += 1
         if travel in (Travel.NOTHING, Travel.QUESTION):
-            return self._copy.view()
+            return self._storage.expose() if copy else self._storage.view
         kind = self._synchronization.name
         what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"
 
@@ -379,7 +385,7 @@ class Variable(ArrayProtocol):
             self._advise_reader(operation, error)
             raise
         if travel is Travel.MEETING:
-            return self._copy.view()
+            return self._storage.expose()
         value.flags.writeable = False
         return value.view()
 
@@ -401,9 +407,11 @@ class Variable(ArrayProtocol):
     def _assign(self, operation: Operation, x: Any) -> Variable:
         action = self._decide(operation)
         if isinstance(x, Variable):
-            x = x.read_value()
+            x = x.read_value(copy=False)
         what = f"{operation.value} of variable {self.name!r}"
         is_reduced = action.travel in (Travel.SUM, Travel.MEAN)
+        is_in_place = is_reduced and action.effect is not Effect.SHARE
+        ufunc = _UFUNCS[operation]
 
         def mine() -> NDArray[Any]:
             if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
@@ -414,17 +422,28 @@ class Variable(ArrayProtocol):
                 self._check_sum(what)
             array = operand_array(x, self._shape, self._dtype, what)
             # Half types are summed in float32 and rounded once, after they are added to the copy.
-            return array.astype(reduction("sum", array.dtype).accumulate) if is_reduced else array
+            is_wide = is_in_place or not is_reduced
+            return array if is_wide else array.astype(reduction("sum", array.dtype).accumulate, copy=False)
 
-        def combine(together: NDArray[Any]) -> NDArray[Any]:
+        def store(together: NDArray[Any]) -> None:
+            if is_in_place:
+                return  # the call has written it
             if action.effect is Effect.SHARE:
                 together = self._share(together)
-            if operation is not Operation.ASSIGN:
-                ufunc = np.add if operation is Operation.ASSIGN_ADD else np.subtract
-                together = np.asarray(ufunc(self._copy, together))
-            return np.array(together, dtype=self._dtype, copy=True)
+            with self._storage.lock, np.errstate(over="ignore", invalid="ignore"):
+                target = self._storage.writable(keep=ufunc is not None)
+                if ufunc is None:
+                    target[...] = together
+                else:
+                    ufunc(target, together, out=target, casting="same_kind")
 
-        return self._write(action, what, mine, request_of, combine)
+        def request(*arguments: Any, **options: Any) -> Any:
+            if not is_in_place:
+                return request_of(*arguments, **options)
+            out = self._storage.writable()  # keeps what it holds, for the case that the replicas disagree
+            return request_of(*arguments, **options, out=out, apply=ufunc)
+
+        return self._write(action, what, mine, request, store)
 
     def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
         action = self._decide(operation)
@@ -438,21 +457,20 @@ class Variable(ArrayProtocol):
                 raise ConfigError(f"{what}: {_NO_SHARE}")
             return self._copy, checked_rows(operation, indices, values, self._shape, self._dtype, what)
 
-        def combine(together: tuple[NDArray[Any], Rows]) -> NDArray[Any]:
+        def store(together: tuple[NDArray[Any], Rows]) -> None:
             made = applied(operation, *together, divisor=divisor)
-            return np.array(self._share(made), copy=True) if action.effect is Effect.SPLIT_ANEW else made
+            self._keep(self._share(made) if action.effect is Effect.SPLIT_ANEW else made)
 
-        return self._write(action, what, mine, rows_request, combine)
+        return self._write(action, what, mine, rows_request, store)
 
-    def _write(self, action: Action, what: str, mine: Any, request: Any, combine: Any) -> Variable:
-        """Make a write: `mine` checks the operand, `request` carries it, `combine` makes the new copy of what came."""
+    def _write(self, action: Action, what: str, mine: Any, request: Any, store: Any) -> Variable:
+        """Make a write: `mine` checks the operand, `request` carries it, `store` puts what came into the copy."""
         is_free = action.travel is Travel.SAME and not self._owner.check_cross_writes
         if action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW):
             together = mine()
         else:
             together = self._travel(action, what, mine, request)
-        value: NDArray[Any] = combine(together)
-        self._keep(value)
+        store(together)
         self._writes += 1
         return self
 
@@ -487,6 +505,6 @@ class Variable(ArrayProtocol):
         return share_of(value, communicator.size, communicator.member_rank)
 
     def _keep(self, value: NDArray[Any]) -> None:
-        """Make `value`, which nobody else holds, this replica's copy."""
-        value.flags.writeable = False
-        self._copy = value
+        """Make `value` this replica's copy."""
+        with self._storage.lock:
+            self._storage.writable(keep=False)[...] = value

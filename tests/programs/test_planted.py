@@ -30,6 +30,7 @@ def sum_assigns_own_value(patch):
 
         def body():
             yield from request.body
+            options["out"][...] = x
             return x
 
         return Request(request.what, request.digest, body())
