@@ -1,12 +1,19 @@
-"""A whole world inside one process: each rank a thread with its own context, over the in-memory network."""
+"""A whole world inside one process: each rank a thread with its own context.
+
+Data go over the in-memory network, or through an arena that all ranks of the world share.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+from syncvar.arena.creating import create
+from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
+from syncvar.errors import ArenaUnavailable
 from syncvar.runtime.context import Context, use
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
@@ -14,7 +21,11 @@ from syncvar.wire import Coordinator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncvar.arena.creating import CreatedArena
+
 __all__ = ["run_ranks"]
+
+_ARENA_BYTES = 64 << 30  # virtual; pages are taken as they are needed
 
 
 def run_ranks(
@@ -24,6 +35,8 @@ def run_ranks(
     faults: Faults | None = None,
     config: RuntimeConfig | None = None,
     timeout_s: float = 60.0,
+    shared: bool = False,
+    arena_bytes: int = _ARENA_BYTES,
 ) -> list[Any]:
     """Run `fn(*args)` as every rank of an in-process world and return the results by rank.
 
@@ -36,12 +49,15 @@ def run_ranks(
         faults: What the network does to frames.
         config: Deadlines and limits.
         timeout_s: Seconds after which the world is given up.
+        shared: The ranks share memory, as those of one host do; only control messages go over the network.
+        arena_bytes: How much, where they do.
 
     Returns:
         For each rank its result, or the exception it raised.
 
     Raises:
         TimeoutError: A rank did not end in time.
+        ArenaUnavailable: Ranks cannot share memory on this machine.
 
     Example:
         >>> import syncvar as sv
@@ -51,17 +67,21 @@ def run_ranks(
     config = (config or RuntimeConfig()).consistent()
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
+    arena = _make_arena(arena_bytes, world_size) if shared and world_size > 1 else None
 
     def body(rank: int) -> None:
         me = RankEnvironment(rank, world_size, rank, world_size, 0, 1, 0, "memory://", "memory")
         context: Context | None = None
         try:
-            context = Context(me, config, MemoryTransport(network, rank), MemoryControl(network, rank))
+            links = MemoryTransport(network, rank), MemoryControl(network, rank)
+            context = Context(me, config, *links, arena=_attach(arena, rank))
             with use(context):
                 results[rank] = fn(*args)
             context.close(orderly=True)
         except BaseException as error:  # noqa: BLE001  (the result of this rank)
             results[rank] = error
+            if arena is not None:
+                arena.abort()  # as the launcher does, before anything else
             network.ended(rank, f"uncaught {type(error).__name__}: {error}")
             if context is not None:
                 context.close(orderly=False)
@@ -71,7 +91,23 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join(timeout_s)
+    if arena is not None:
+        arena.close()
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
         raise TimeoutError(f"ranks {late} did not end within {timeout_s:g} s")
     return results
+
+
+def _make_arena(arena_bytes: int, world_size: int) -> CreatedArena:
+    arena, reason = create(arena_bytes, world_size, len(os.sched_getaffinity(0)))
+    if arena is None:
+        raise ArenaUnavailable(reason)
+    return arena
+
+
+def _attach(arena: CreatedArena | None, rank: int) -> Arena | str:
+    """Map the arena for a rank, as if in a process of its own."""
+    if arena is None:
+        return "ranks of an in-process world have links between them"
+    return Arena.attach(os.dup(arena.fd), rank)
