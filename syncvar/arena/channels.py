@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
-from syncvar.arena.waiting import waiter
+from syncvar.arena.waiting import holding_waiter, waiter
 from syncvar.errors import ArenaFull
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ __all__ = [
     "CHECK",
     "MASK",
     "PHASES_MAX",
-    "SEGMENT_BYTES_MAX",
+    "SEGMENT_BYTES",
     "SMALL_BYTES",
     "SPREAD",
     "Channel",
@@ -59,7 +59,7 @@ __all__ = [
 CALL_SHIFT = 17
 PHASES_MAX = (1 << (CALL_SHIFT - 1)) - 1
 SMALL_BYTES = 32 << 10  # for each of the two sides
-SEGMENT_BYTES_MAX = 1 << 20
+SEGMENT_BYTES = 1 << 20  # of the vector; each rank has two for what it brings, and two parts of one for results
 
 _ENTRY_BYTES = 128
 _HEADER_WORDS = _ENTRY_BYTES // 8
@@ -99,6 +99,7 @@ class Channels:
         self._open: dict[int, tuple[int, tuple[int, ...]]] = {}  # entry -> (group, members' regions)
         self._free: deque[int] = deque()  # entries whose channel was let go, others may still look at them
         self.wait = waiter(self.words, ABORT, has_own_core=arena.local_world_size <= arena.usable_cores)
+        self.hold = holding_waiter(self.words, ABORT)
         arena.populate(self._table * 8, PAGE_BYTES)
 
     def serves(self, members: Sequence[int]) -> bool:
@@ -201,7 +202,7 @@ class Channel:
     """
 
     __slots__ = (
-        "__weakref__", "_channels", "_entries", "_segments", "_views", "arena", "call", "entry", "group", "is_open",
+        "__weakref__", "_channels", "_entries", "_part_bytes", "_segments", "_views", "arena", "entry", "group", "hold", "is_open",
         "is_settled", "last", "members", "others", "queue", "rank", "regions", "side", "size", "tail", "wait", "words",
     )  # fmt: skip
 
@@ -212,6 +213,7 @@ class Channel:
         self.arena = channels.arena
         self.words = channels.words
         self.wait = channels.wait
+        self.hold = channels.hold
         self.group = group
         self.members = tuple(members)
         self.regions = regions
@@ -229,6 +231,7 @@ class Channel:
         self._entries[rank] = entry
         self._views: dict[Any, Any] = {}
         self._segments = [0] * self.size
+        self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
 
     # -- finding the others ---------------------------------------------------------------------------------------
 
@@ -340,7 +343,7 @@ class Channel:
             ArenaFull: There is no room.
         """
         if not self._segments[self.rank]:
-            made = self.arena.allocate(4 * SEGMENT_BYTES_MAX)
+            made = self.arena.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
             self.words[self.entry + _SEGMENTS] = made
             self._segments[self.rank] = made
 
@@ -360,7 +363,8 @@ class Channel:
             base = self._segments[rank]
             if not base:
                 base = self._segments[rank] = self.words[self._entries[rank] + _SEGMENTS]
-            offset = base + number * SEGMENT_BYTES_MAX + start * dtype.itemsize
+            place = number * SEGMENT_BYTES if number < 2 else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
+            offset = base + place + start * dtype.itemsize
             found = self._remember(key, self.arena.view(offset, count, dtype))
         view: NDArray[Any] = found
         return view

@@ -27,6 +27,7 @@ from syncvar.errors import (
 )
 from syncvar.runtime.asking import Answer, Question, Questions
 from syncvar.runtime.callbook import CallBook
+from syncvar.runtime.crowd import crowd
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.operation import Operation, State
 from syncvar.runtime.published import SharedOperation
@@ -222,6 +223,7 @@ class Engine:
     def _inline(self, operation: SharedOperation) -> bool:
         """Run an operation in shared memory without the lock; False when it takes long, for the engine to go on."""
         channel = operation.channel
+        wait = channel.hold if crowd.holds() else channel.wait
         try:
             while True:
                 operation.advance(self)
@@ -229,7 +231,7 @@ class Engine:
                     return True
                 if not channel.is_open or channel.queue[0] is not operation or operation.need < 0:
                     return False
-                if not channel.wait(channel.others, operation.need):
+                if not wait(channel.others, operation.need):
                     return False
         except BaseException as error:
             self.interrupted(operation, error)

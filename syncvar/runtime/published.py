@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES_MAX, SMALL_BYTES, check_of
+from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES, SMALL_BYTES, check_of
 from syncvar.errors import InternalError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.operation import Into, Operation, State
@@ -234,7 +234,7 @@ def _run_windows(
     channel: Channel, publication: Publication, buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: np.ufunc | None
 ) -> Iterator[int]:
     dtype = buffers[0].dtype
-    per_window = SEGMENT_BYTES_MAX // dtype.itemsize
+    per_window = SEGMENT_BYTES // dtype.itemsize
     for low in range(0, publication.longest, per_window):
         high = low + per_window
         side = channel.next_parity()

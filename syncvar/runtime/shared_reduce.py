@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES_MAX, SMALL_BYTES
+from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
 from syncvar.plans import even_chunks, tree_order
+from syncvar.runtime.crowd import copy_holding, crowd, ufunc_holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["combine", "is_small", "reduce_shared"]
 
 DISAGREE = -1
-_SEGMENT_BYTES = 512 << 10
 _BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
 
 
@@ -49,19 +49,22 @@ def _bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
     return tuple((chunk.start, chunk.stop) for chunk in even_chunks(count, size))
 
 
-def combine(terms: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any]) -> None:
-    """Combine arrays by the tree into `out`, which may be the first of them; the others stay as they are."""
-    size = len(terms)
-    if size == 2:
-        ufunc(terms[0], terms[1], out)
-        return
-    if size == 1:
-        out[...] = terms[0]
-        return
+def combine(terms: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any], *, hold: bool = False) -> None:
+    """Combine arrays by the tree into `out`, which may be the first of them; the others stay as they are.
+
+    Args:
+        terms: At least two, in the order of ranks.
+        ufunc: Combines two operands.
+        out: Of the same shape.
+        hold: Flat arrays are combined without letting go of the interpreter's lock.
+    """
     values = list(terms)
-    for left, right in _order(size):
+    for left, right in _order(len(terms)):
         target = out if left == 0 else values[left] if values[left] is not terms[left] else np.empty_like(out)
-        ufunc(values[left], values[right], target)
+        if hold:
+            ufunc_holding(ufunc, values[left], values[right], target)
+        else:
+            ufunc(values[left], values[right], target)
         values[left] = target
 
 
@@ -99,8 +102,9 @@ def reduce_shared(
         yield from _small(channel, opening, x, out, ufunc, dtype, divisor, apply)
         return
     channel.reserve_segments()
-    per_segment = max(_SEGMENT_BYTES // dtype.itemsize, -(-count // (PHASES_MAX - 8)))
-    per_segment = min(per_segment, SEGMENT_BYTES_MAX // dtype.itemsize)
+    hold = crowd.holds()
+    copy = copy_holding if hold else np.copyto
+    per_segment = SEGMENT_BYTES // dtype.itemsize
     source = target = 0
     if opening is not None:
         locate = channel.arena.locate
@@ -112,7 +116,7 @@ def reduce_shared(
     else:
         side = channel.next_parity()
     if not source:
-        _bring(channel, x, 0, min(count, per_segment), side, dtype)
+        _bring(channel, x, 0, min(count, per_segment), side, dtype, copy)
         source = side
     if opening is not None:
         call, check = opening
@@ -121,7 +125,7 @@ def reduce_shared(
             yield DISAGREE
         sources, targets = channel.arrays()
         if all(targets) and sources == targets:
-            _in_place(channel, sources, count, dtype, ufunc, divisor)
+            _in_place(channel, sources, count, dtype, ufunc, divisor, hold=hold)
             yield channel.publish()
             return
     else:
@@ -142,18 +146,18 @@ def reduce_shared(
             else:
                 terms.append(channel.segment(other, (place + segment) & 1, high - low, dtype, low))
         made = channel.segment(rank, 2 + (segment & 1), high - low, dtype)
-        combine(terms, ufunc, made)
+        combine(terms, ufunc, made, hold=hold)
         if divisor:
             np.divide(made, divisor, out=made)
-        _store(out[start + low : start + high], made, apply)
+        _store(out[start + low : start + high], made, apply, copy)
         if stop < count and sources[rank] < 2:
-            _bring(channel, x, stop, min(count, stop + per_segment), (sources[rank] + segment + 1) & 1, dtype)
+            _bring(channel, x, stop, min(count, stop + per_segment), (sources[rank] + segment + 1) & 1, dtype, copy)
         yield channel.publish()
         for distance in range(1, size):
             other = (rank + distance) % size
             low, high = bounds[other]
             taken = channel.segment(other, 2 + (segment & 1), high - low, dtype)
-            _store(out[start + low : start + high], taken, apply)
+            _store(out[start + low : start + high], taken, apply, copy)
         if stop >= count:
             return
         start = stop
@@ -182,13 +186,21 @@ def _small(
     combine(terms, ufunc, made)
     if divisor:
         np.divide(made, divisor, out=made)
-    _store(out, made, apply)
+    _store(out, made, apply, np.copyto)
 
 
 def _in_place(
-    channel: Channel, places: Sequence[int], count: int, dtype: np.dtype[Any], ufunc: np.ufunc, divisor: int
+    channel: Channel,
+    places: Sequence[int],
+    count: int,
+    dtype: np.dtype[Any],
+    ufunc: np.ufunc,
+    divisor: int,
+    *,
+    hold: bool,
 ) -> None:
     """Combine this rank's part of all ranks' arrays, into all of them."""
+    copy = copy_holding if hold else np.copyto
     copies = [channel.resident(place, count, dtype) for place in places]
     low, high = _bounds(count, channel.size)[channel.rank]
     per_block = _BLOCK_BYTES // dtype.itemsize
@@ -196,26 +208,30 @@ def _in_place(
         stop = min(high, start + per_block)
         parts = [copy[start:stop] for copy in copies]
         first = parts[0]
-        combine(parts, ufunc, first)
+        combine(parts, ufunc, first, hold=hold)
         if divisor:
             np.divide(first, divisor, out=first)
         for part in parts[1:]:
-            part[...] = first
+            copy(part, first)
 
 
-def _bring(channel: Channel, x: NDArray[Any], start: int, stop: int, side: int, dtype: np.dtype[Any]) -> None:
+def _bring(
+    channel: Channel, x: NDArray[Any], start: int, stop: int, side: int, dtype: np.dtype[Any], copy: Any
+) -> None:
     """Copy a segment of `x` to where the others see it; the own part only where it has to change its dtype."""
     low, high = _bounds(stop - start, channel.size)[channel.rank]
     if x.dtype != dtype:
         low = high = 0
     if low:
-        channel.segment(channel.rank, side, low, dtype)[...] = x[start : start + low]
+        copy(channel.segment(channel.rank, side, low, dtype), x[start : start + low])
     if high < stop - start:
-        channel.segment(channel.rank, side, stop - start - high, dtype, high)[...] = x[start + high : stop]
+        copy(channel.segment(channel.rank, side, stop - start - high, dtype, high), x[start + high : stop])
 
 
-def _store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
-    if apply is None:
-        target[...] = value
-    else:
+def _store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None, copy: Any) -> None:
+    if apply is not None:
         apply(target, value, out=target, casting="same_kind")
+    elif target.dtype == value.dtype:
+        copy(target, value)
+    else:
+        target[...] = value

@@ -7,11 +7,13 @@ way, and so is a wait that takes long: the engine goes on from where the shortcu
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar.arena.channels import CALL_SHIFT, CHECK, MASK, SPREAD
+from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import finish
 from syncvar.runtime.published import DISAGREE, SharedOperation
 from syncvar.runtime.shared_reduce import combine, is_small, reduce_shared
@@ -162,7 +164,7 @@ def _long(
     digest: int,
     what: str,
 ) -> Shortcut:
-    others, queue, wait, busy = channel.others, channel.queue, channel.wait, communicator.busy
+    others, queue, busy = channel.others, channel.queue, communicator.busy
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
     divisor = channel.size if how.is_mean else 0
 
@@ -197,6 +199,8 @@ def _long(
             steps = reduce_shared(
                 channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor
             )
+            began = perf_counter() if crowd.is_there() else 0.0
+            wait = channel.hold if crowd.holds() else channel.wait
             try:
                 for need in steps:
                     if need == DISAGREE or not wait(others, need):
@@ -207,6 +211,8 @@ def _long(
                 _interrupt(communicator, channel, engine, number, digest, what, error)
                 raise
             _go_on(communicator, channel, engine, number, digest, what, _then(steps, made), need)
+            if began:
+                crowd.note(perf_counter() - began, made.nbytes)
             return made
         finally:
             busy.release()

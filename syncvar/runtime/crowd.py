@@ -1,0 +1,64 @@
+"""Beside busy Python threads: keeping the interpreter's lock (GIL) through a call.
+
+NumPy lets go of the lock while it works on more than 500 elements. Beside a thread that computes in Python, getting it back
+takes a switch interval and a turn of the system's scheduler, about 5 ms (measured; a shorter switch interval did not help),
+for each of some ten operations of a call: an all-reduce of 1 MiB took 200 times as long. When that is seen, calls work for
+a while in pieces of 500 elements, which keep the lock; idle threads cost nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["PIECE", "Crowd", "copy_holding", "crowd", "ufunc_holding"]
+
+PIECE = 500  # elements up to which NumPy keeps the lock
+_OWN_THREADS = 2  # the caller, and the engine's progress thread
+_SLOW_S = 0.002
+_SLOW_S_PER_BYTE = 2e-9
+_HOLD_S = 2.0
+
+
+class Crowd:
+    """What this process knows about its other threads."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def is_there(self) -> bool:
+        """Return whether there are threads beside the usual ones; they may be idle."""
+        return threading.active_count() > _OWN_THREADS
+
+    def holds(self) -> bool:
+        """Return whether calls shall keep the lock now."""
+        return self._until != 0.0 and time.perf_counter() < self._until and self.is_there()
+
+    def note(self, seconds: float, nbytes: int) -> None:
+        """Take in how long a call took; a late peer looks the same, but then there is time to lose."""
+        if seconds > _SLOW_S + _SLOW_S_PER_BYTE * nbytes:
+            self._until = time.perf_counter() + _HOLD_S
+
+
+crowd = Crowd()
+
+
+def ufunc_holding(ufunc: np.ufunc, one: NDArray[Any], other: NDArray[Any], out: NDArray[Any]) -> None:
+    """Do `ufunc(one, other, out)` on flat arrays without letting go of the lock."""
+    for start in range(0, out.size, PIECE):
+        stop = start + PIECE
+        ufunc(one[start:stop], other[start:stop], out[start:stop])
+
+
+def copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Do `target[...] = source` on flat arrays without letting go of the lock."""
+    if target.dtype == source.dtype and target.dtype.kind != "V" and target.size:
+        memoryview(target).cast("B")[:] = memoryview(source).cast("B")
+        return
+    for start in range(0, target.size, PIECE):
+        target[start : start + PIECE] = source[start : start + PIECE]
