@@ -19,7 +19,8 @@ repair: its next call has a higher number, and who still waits in the old call s
 
 Only x86-64 takes this path: there, aligned 8-byte stores are seen after the ordinary stores before them.
 
-Cost: an entry of 128 bytes and slots of 64 KiB (small) for each (group, rank); room for segments when first needed.
+Cost: an entry of 128 bytes and two small slots of 64 KiB for each (group, rank); room for segments, 2 to 3 MiB, when
+first needed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ __all__ = [
 
 CALL_SHIFT = 17
 PHASES_MAX = (1 << (CALL_SHIFT - 1)) - 1
-SMALL_BYTES = 32 << 10  # for each of the two sides
+SMALL_BYTES = 64 << 10  # for each of the two sides
 SEGMENT_BYTES = 1 << 20  # of the vector; each rank has two for what it brings, and two parts of one for results
 
 _ENTRY_BYTES = 128

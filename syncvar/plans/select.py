@@ -28,7 +28,7 @@ __all__ = ["ALGORITHMS", "Choice", "build", "build_all", "choose"]
 DIRECT_ALL_REDUCE_NBYTES_MAX = 16 * 1024
 DIRECT_ALL_REDUCE_WORLD_SIZE_MAX = 4
 TREE_ALL_REDUCE_NBYTES_MAX = 64 * 1024
-SHARED_DIRECT_NBYTES_MAX = 32 * 1024
+SHARED_DIRECT_LIMITS = ((64 * 1024, 4), (16 * 1024, 16), (4 * 1024, None))  # bytes, ranks
 DIRECT_ALL_GATHER_NBYTES_MAX = 32 * 1024
 DIRECT_ALL_GATHER_WORLD_SIZE_MAX = 8
 
@@ -148,7 +148,10 @@ _RULES = (
         None,
         "small equal blocks reach all ranks in the fewest rounds",
     ),
-    _Rule("all_reduce", "direct", SHARED_DIRECT_NBYTES_MAX, None, "a small vector is published once and summed by everyone", shared=True),
+    *(
+        _Rule("all_reduce", "direct", nbytes, world_size, "a small vector is published once, and everyone sums", shared=True)
+        for nbytes, world_size in SHARED_DIRECT_LIMITS
+    ),
     _Rule("all_reduce", "owners", None, None, "in shared memory each rank sums the chunk it owns, once for all", shared=True),
     _Rule("all_gather", "direct", None, None, _PUBLISHED, shared=True),
     _Rule("broadcast", "direct", None, None, _PUBLISHED, shared=True),

@@ -289,6 +289,7 @@ def _join() -> Context:
 def _connect(environ: Mapping[str, str]) -> Context:
     environment = RankEnvironment.from_mapping(environ)
     config = RuntimeConfig.from_mapping(environ).consistent()
+    _log_at(config.log_level)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
         return Context(environment, config)
     import zmq
@@ -317,6 +318,16 @@ def _connect(environ: Mapping[str, str]) -> Context:
         raise
     context.take_zeromq(zeromq)
     return context
+
+
+def _log_at(level: str) -> None:
+    """Show the library's log on standard error, unless the program has its own way or asks for no more than usual."""
+    if level != "warning":
+        _log.setLevel(level.upper())
+        if not _log.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("syncvar %(levelname)s: %(message)s"))
+            _log.addHandler(handler)
 
 
 def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int) -> Arena | str:

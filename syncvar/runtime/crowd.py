@@ -58,7 +58,7 @@ def ufunc_holding(ufunc: np.ufunc, one: NDArray[Any], other: NDArray[Any], out: 
 def copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Do `target[...] = source` on flat arrays without letting go of the lock."""
     if target.dtype == source.dtype and target.dtype.kind != "V" and target.size:
-        memoryview(target).cast("B")[:] = memoryview(source).cast("B")
+        target.data.cast("B")[:] = source.data.cast("B")
         return
     for start in range(0, target.size, PIECE):
         target[start : start + PIECE] = source[start : start + PIECE]

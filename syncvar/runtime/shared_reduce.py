@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
-from syncvar.plans import even_chunks, tree_order
+from syncvar.arena.channels import SEGMENT_BYTES
+from syncvar.plans import choose, even_chunks, tree_order
 from syncvar.runtime.crowd import copy_holding, crowd, ufunc_holding
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channels import Channel
 
-__all__ = ["combine", "is_small", "reduce_shared"]
+__all__ = ["combine", "is_direct", "reduce_shared"]
 
 DISAGREE = -1
 _BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
 
 
-def is_small(nbytes: int, size: int) -> bool:
-    """Return whether everybody sums a vector of this size, rather than each its part."""
-    return nbytes * size <= 2 * SMALL_BYTES
+def is_direct(nbytes: int, size: int) -> bool:
+    """Return whether everybody sums a vector of this size, rather than each rank its part."""
+    return choose("all_reduce", nbytes, size, shared=True).algorithm == "direct"
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +98,7 @@ def reduce_shared(
     rank, size = channel.rank, channel.size
     count = x.size
     nbytes = count * dtype.itemsize
-    if opening is not None and is_small(nbytes, size):
+    if opening is not None and is_direct(nbytes, size):
         yield from _small(channel, opening, x, out, ufunc, dtype, divisor, apply)
         return
     channel.reserve_segments()

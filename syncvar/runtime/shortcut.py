@@ -16,7 +16,7 @@ from syncvar.arena.channels import CALL_SHIFT, CHECK, MASK, SPREAD
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import finish
 from syncvar.runtime.published import DISAGREE, SharedOperation
-from syncvar.runtime.shared_reduce import combine, is_small, reduce_shared
+from syncvar.runtime.shared_reduce import combine, is_direct, reduce_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -55,7 +55,7 @@ def reduce_shortcut(
     count = 1
     for length in shape:
         count *= length
-    if is_small(count * how.accumulate.itemsize, channel.size):
+    if is_direct(count * how.accumulate.itemsize, channel.size):
         return _small(communicator, channel, engine, how, shape, digest, what)
     return _long(communicator, channel, engine, how, shape, digest, what)
 
