@@ -1,7 +1,7 @@
 """Times of the collectives by size: `syncvar-launch --workers 2 bench/collectives.py [--dtype float32]`.
 
-Rank 0 prints one line for each size: median and spread (first and third quartile) of one call, in microseconds. Runs
-beside other libraries come with the comparison benchmark.
+Rank 0 prints one line for each size: median and spread (first and third quartile) of one call, in microseconds.
+`bench/compare.py` runs beside other libraries.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from statistics import quantiles
 import numpy as np
 
 import syncvar as sv
+from syncvar.runtime.context import current
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--reproducible", action="store_true")
     chosen = parser.parse_args()
     if sv.rank() == 0:
-        print(f"all_reduce sum {chosen.dtype}, {sv.world_size()} ranks, transport zmq (unix sockets)")
+        print(f"all_reduce sum {chosen.dtype}, {sv.world_size()} ranks, transport {current().transport}")
         print(f"{'bytes':>10} {'median us':>11} {'quartiles us':>20} {'calls':>7}")
     for size in map(int, chosen.sizes.split(",")):
         x = np.ones(size // np.dtype(chosen.dtype).itemsize, chosen.dtype)
