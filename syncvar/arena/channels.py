@@ -3,19 +3,22 @@
 A channel belongs to (group, rank). It is an entry in the table at the beginning of the rank's region, written by that
 rank only, and looked at by the others:
 
-* line 0: the **word**, and for each of two sides a **check**: what the call is, as a number.
+* line 0: the **word** of the call, the **phase** in it, the last phase of the call before, and for each of two sides a
+  **check**: what the call is, as a number.
 * line 1: for each side where the rank's source and target arrays lie (0: nowhere that others can see); the group's
   identity; where the channel's slots are; a mark when the rank has let go of the group.
 
-The word says everything about progress. It grows with every publication and is never reset:
+Word and phase say everything about progress, and together they only grow:
 
-    word = (call + 1) << 17 | phase << 1 | side
+    word = (call + 1) << 1 | side
 
-Phase 0 of a call publishes the check (and, of a small call, the data); later phases are what the algorithm needs.
-Waiting means: until the words of all others have reached (call, phase). Whoever publishes has first seen everybody reach
+Phase 0 of a call publishes the check (and, of a small call, the data) by setting the word, after the phase has gone
+back to 0; later phases are what the algorithm needs. Waiting means: until all others have reached (call, phase). A
+reader looks at the word first and at the phase then, so that it never takes one call's phase for another's. Whoever publishes has first seen everybody reach
 its own publication before, so nobody is ever more than one publication ahead, and data of one side stay untouched
 until everyone has published again, that is, has read them. A call that a rank gives up (a verdict, a bad argument) needs no
-repair: its next call has a higher number, and who still waits in the old call sees that the rank is past it.
+repair: its next call has a higher number, and who still waits in the old call sees that the rank is past it without
+having published what it needs.
 
 Only x86-64 takes this path: there, aligned 8-byte stores are seen after the ordinary stores before them.
 
@@ -45,10 +48,10 @@ if TYPE_CHECKING:
     from syncvar.arena.mapping import Arena
 
 __all__ = [
-    "CALL_SHIFT",
     "CHECK",
+    "DONE",
     "MASK",
-    "PHASES_MAX",
+    "PHASE",
     "SEGMENT_BYTES",
     "SMALL_BYTES",
     "SPREAD",
@@ -57,8 +60,6 @@ __all__ = [
     "check_of",
 ]
 
-CALL_SHIFT = 17
-PHASES_MAX = (1 << (CALL_SHIFT - 1)) - 1
 SMALL_BYTES = 64 << 10  # for each of the two sides
 SEGMENT_BYTES = 1 << 20  # of the vector; each rank has two for what it brings, and two parts of one for results
 
@@ -66,7 +67,7 @@ _ENTRY_BYTES = 128
 _HEADER_WORDS = _ENTRY_BYTES // 8
 _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
 # Words of an entry.
-CHECK = 1  # and the next one
+CHECK, PHASE, DONE = 1, 3, 4  # the checks of both sides, the phase, and the last phase of the call before
 _SOURCE, _TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
 MASK = (1 << 64) - 1
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
@@ -99,8 +100,8 @@ class Channels:
         self._populated = PAGE_BYTES
         self._open: dict[int, tuple[int, tuple[int, ...]]] = {}  # entry -> (group, members' regions)
         self._free: deque[int] = deque()  # entries whose channel was let go, others may still look at them
-        self.wait = waiter(self.words, ABORT, has_own_core=arena.local_world_size <= arena.usable_cores)
-        self.hold = holding_waiter(self.words, ABORT)
+        self.wait = waiter(self.words, ABORT, PHASE, DONE, has_own_core=arena.local_world_size <= arena.usable_cores)
+        self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
         arena.populate(self._table * 8, PAGE_BYTES)
 
     def serves(self, members: Sequence[int]) -> bool:
@@ -204,7 +205,7 @@ class Channel:
 
     __slots__ = (
         "__weakref__", "_channels", "_entries", "_part_bytes", "_segments", "_views", "arena", "entry", "group", "hold", "is_open",
-        "is_settled", "last", "members", "others", "queue", "rank", "regions", "side", "size", "tail", "wait", "words",
+        "is_settled", "last", "members", "others", "phase", "queue", "rank", "regions", "side", "size", "tail", "wait", "words",
     )  # fmt: skip
 
     def __init__(
@@ -223,6 +224,7 @@ class Channel:
         self.entry = entry
         self.side = 0
         self.last = 0  # the last word published, without its side
+        self.phase = 0  # the last phase published
         self.is_settled = True  # everyone has reached it, or will before this rank is told that the call has ended
         self.tail = 0  # the side on which a segment was published last
         self.queue: deque[Any] = deque()  # started calls, oldest first
@@ -253,7 +255,7 @@ class Channel:
     # -- publishing and waiting -----------------------------------------------------------------------------------
 
     def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
-        """Publish phase 0 of a call; returns the word that the others have to reach.
+        """Publish phase 0 of a call; returns what the others have to reach, for `is_reached` and `wait`.
 
         Args:
             call: Its number.
@@ -266,45 +268,56 @@ class Channel:
         words[entry + CHECK + side] = check
         words[entry + _SOURCE + side] = source
         words[entry + _TARGET + side] = target
-        last = self.last = (call + 1) << CALL_SHIFT
+        last = self.last = (call + 1) << 1
+        if self.phase or words[entry + DONE]:
+            words[entry + DONE] = self.phase
+            self.phase = words[entry + PHASE] = 0
         words[entry] = last | side
         return last
 
     def publish(self) -> int:
-        """Publish the next phase of the call; returns the word that the others have to reach."""
-        last = self.last = self.last + 2
-        self.words[self.entry] = last | self.side
-        return last
+        """Publish the next phase of the call; returns what the others have to reach: minus the phase."""
+        phase = self.phase = self.words[self.entry + PHASE] = self.phase + 1
+        return -phase
 
     def next_parity(self) -> int:
         """Return the side of the segments for data that are published next, in a phase after 0: the same on all ranks."""
-        return ((self.last + 2) >> 1) & 1
+        return (self.phase + 1) & 1
 
-    def is_reached(self, target: int) -> bool:
-        """Return whether all other ranks have published `target` or something later."""
+    def _is_at(self, entry: int, need: int) -> bool:
         words = self.words
-        return all(words[other] >= target for other in self.others)
+        word = words[entry]
+        if need > 0:
+            return word >= need
+        return words[entry + (DONE if word >= self.last + 2 else PHASE)] >= -need
 
-    def missing(self, target: int) -> tuple[int, ...]:
-        """Return the ranks of the world that have not published `target` yet."""
+    def is_reached(self, need: int) -> bool:
+        """Return whether all other ranks have published `need` or something later.
+
+        Args:
+            need: A word, or minus a phase of the call that this rank published last.
+        """
+        return all(self._is_at(other, need) for other in self.others)
+
+    def missing(self, need: int) -> tuple[int, ...]:
+        """Return the ranks of the world that have not published `need` yet."""
         if not self.is_open:
             return tuple(self.members[rank] for rank in range(self.size) if not self._entries[rank])
         return tuple(
             self.members[rank]
             for rank, entry in enumerate(self._entries)
-            if rank != self.rank and self.words[entry] < target
+            if rank != self.rank and not self._is_at(entry, need)
         )
 
     def passed(self) -> tuple[int, ...]:
         """Return the ranks of the group that are past this call."""
-        call = self.last >> CALL_SHIFT
-        return tuple(rank for rank, entry in enumerate(self._entries) if self.words[entry] >> CALL_SHIFT > call)
+        return tuple(rank for rank, entry in enumerate(self._entries) if self.words[entry] >= self.last + 2)
 
     def side_of(self, rank: int) -> int:
         """Return on which side a rank of the group has published phase 0 of this call."""
         word = self.words[self._entries[rank]]
         side = word & 1
-        return side if word >> CALL_SHIFT == self.last >> CALL_SHIFT else side ^ 1
+        return side if word < self.last + 2 else side ^ 1
 
     def disagreeing(self, check: int) -> tuple[int, ...]:
         """Return the ranks of the group whose phase 0 of this call says something else."""

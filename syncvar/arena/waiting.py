@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    Waiter = Callable[..., bool]
+
 __all__ = ["BUDGET_S", "PAUSE_MAX_S", "holding_waiter", "pause_after", "waiter"]
 
 BUDGET_S = 0.001
@@ -25,6 +27,7 @@ _YIELDS_ALONE = 20
 _LOOKS_PER_YIELD = 4
 _YIELDS_SHARED = 200  # about 0.2 ms; shorter made a small call of 4 ranks on 2 cores 2-4 times slower (measured)
 _SLEEP_S = 1e-6
+_NEVER = 1 << 64  # above every word
 
 
 def pause_after(waited_s: float) -> float:
@@ -37,32 +40,37 @@ def pause_after(waited_s: float) -> float:
     return min(PAUSE_MAX_S, 0.125 * waited_s)
 
 
-def waiter(words: memoryview, abort: int, *, has_own_core: bool) -> Callable[[Sequence[int], int], bool]:
-    """Return a function that waits a short while until words have reached a value.
+def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core: bool) -> Waiter:
+    """Return a function that waits a short while until other ranks have come as far as this one needs.
 
     Args:
         words: The arena as 64-bit words.
         abort: Index of the abort word.
+        phase: How far behind a rank's word its phase is.
+        done: How far behind it the last phase of its call before is.
         has_own_core: There are at least as many usable cores as ranks on this host.
 
     Returns:
-        wait(indices, target): True as soon as every indexed word is at least `target`; False when that takes longer
-        than BUDGET_S, or the abort word is set.
+        wait(indices, need, limit): True as soon as every indexed word is at least `need`; or, for a negative need, every
+        phase is at least -need, or the word at least `limit` and the last phase of the call before at least -need. False when that takes longer than BUDGET_S, or the abort
+        word is set.
     """
     give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
 
-    def alone(indices: Sequence[int], target: int) -> bool:
+    def alone(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+        offset, need = (0, need) if need > 0 else (phase, -need)
         for index in indices:
-            if words[index] >= target:
+            place = index + offset
+            if words[place] >= need:
                 continue
             for _ in range(_LOOKS):
-                if words[index] >= target:
+                if words[place] >= need:
                     break
             else:
                 until = clock() + BUDGET_S
-                while words[index] < target:
+                while words[place] < need and (words[index] < limit or words[index + done] < need):
                     for _ in range(_LOOKS_PER_YIELD):
-                        if words[index] >= target:
+                        if words[place] >= need:
                             break
                     else:
                         give_way()
@@ -70,17 +78,19 @@ def waiter(words: memoryview, abort: int, *, has_own_core: bool) -> Callable[[Se
                             return False
         return True
 
-    def shared(indices: Sequence[int], target: int) -> bool:
+    def shared(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+        offset, need = (0, need) if need > 0 else (phase, -need)
         for index in indices:
-            if words[index] >= target:
+            place = index + offset
+            if words[place] >= need:
                 continue
             for _ in range(_YIELDS_SHARED):
                 give_way()
-                if words[index] >= target:
+                if words[place] >= need or (words[index] >= limit and words[index + done] >= need):
                     break
             else:
                 until = clock() + BUDGET_S
-                while words[index] < target:
+                while words[place] < need and (words[index] < limit or words[index + done] < need):
                     sleep(_SLEEP_S)
                     if words[abort] or clock() > until:
                         return False
@@ -89,14 +99,15 @@ def waiter(words: memoryview, abort: int, *, has_own_core: bool) -> Callable[[Se
     return alone if has_own_core else shared
 
 
-def holding_waiter(words: memoryview, abort: int) -> Callable[[Sequence[int], int], bool]:
+def holding_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
     """Return a function as of `waiter` that keeps the interpreter's lock: beside a busy thread, giving way takes long."""
     clock = time.perf_counter
 
-    def hold(indices: Sequence[int], target: int) -> bool:
+    def hold(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+        offset, need = (0, need) if need > 0 else (phase, -need)
         until = 0.0
         for index in indices:
-            while words[index] < target:
+            while words[index + offset] < need and (words[index] < limit or words[index + done] < need):
                 now = clock()
                 until = until or now + HOLD_BUDGET_S
                 if now > until or words[abort]:

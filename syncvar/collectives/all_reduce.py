@@ -77,7 +77,7 @@ def all_reduce(
     """
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and communicator.channel is not None and not async_op and timeout is None
-    key = (op, x.dtype, x.shape, reproducible) if is_plain else None
+    key = (op, x.dtype, x.shape, reproducible) if is_plain and type(op) is str and type(reproducible) is bool else None
     if key is not None:
         shortcut = communicator.shortcuts.get(key)
         if shortcut is not None:
@@ -175,7 +175,7 @@ def _one(
         made = np.empty(array.shape, how.result) if target is None else target
         is_flat = made.flags.c_contiguous
         out = made.reshape(-1) if is_flat else np.empty(array.size, how.result if apply is None else how.accumulate)
-        flat = out if array is made and is_flat else array.reshape(-1)
+        flat = out if array is made and is_flat else np.ascontiguousarray(array).reshape(-1)
         if flat is not out and target is not None and np.may_share_memory(flat, out) and not _is_same(flat, out):
             flat = flat.copy()
         into = Into(out, how.accumulate, size if how.is_mean else 0, apply if is_flat else None)

@@ -75,8 +75,12 @@ class CallBook:
 
     def begin(self, operation: Operation) -> None:
         """Note that a call begins."""
-        self._next_call.pop(operation.group, None)  # groups stand in the order of their last use
-        self._next_call[operation.group] = operation.call + 1
+        self.note(operation.group, operation.call + 1)
+
+    def note(self, group: int, next_call: int) -> None:
+        """Note the number of a group's next call."""
+        self._next_call.pop(group, None)  # groups stand in the order of their last use
+        self._next_call[group] = next_call
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group, of those used last."""

@@ -12,14 +12,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["PIECE", "Crowd", "copy_holding", "crowd", "ufunc_holding"]
 
 PIECE = 500  # elements up to which NumPy keeps the lock
-_OWN_THREADS = 2  # the caller, and the engine's progress thread
 _SLOW_S = 0.002
 _SLOW_S_PER_BYTE = 2e-9
 _HOLD_S = 2.0
@@ -29,11 +29,12 @@ class Crowd:
     """What this process knows about its other threads."""
 
     def __init__(self) -> None:
+        self.own_threads = 2  # the caller, and the engine's progress thread
         self._until = 0.0
 
     def is_there(self) -> bool:
         """Return whether there are threads beside the usual ones; they may be idle."""
-        return threading.active_count() > _OWN_THREADS
+        return threading.active_count() > self.own_threads
 
     def holds(self) -> bool:
         """Return whether calls shall keep the lock now."""
@@ -52,13 +53,13 @@ def ufunc_holding(ufunc: np.ufunc, one: NDArray[Any], other: NDArray[Any], out: 
     """Do `ufunc(one, other, out)` on flat arrays without letting go of the lock."""
     for start in range(0, out.size, PIECE):
         stop = start + PIECE
-        ufunc(one[start:stop], other[start:stop], out[start:stop])
+        ufunc(one[start:stop], other[start:stop], out=out[start:stop])
 
 
 def copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Do `target[...] = source` on flat arrays without letting go of the lock."""
-    if target.dtype == source.dtype and target.dtype.kind != "V" and target.size:
-        target.data.cast("B")[:] = source.data.cast("B")
+    if target.dtype == source.dtype and target.size and target.flags.c_contiguous and source.flags.c_contiguous:
+        target.view(np.uint8).data[:] = source.view(np.uint8).data
         return
     for start in range(0, target.size, PIECE):
         target[start : start + PIECE] = source[start : start + PIECE]

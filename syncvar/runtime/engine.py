@@ -30,7 +30,7 @@ from syncvar.runtime.callbook import CallBook
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.operation import Operation, State
-from syncvar.runtime.published import SharedOperation
+from syncvar.runtime.published import DISAGREE, SharedOperation
 from syncvar.runtime.sites import call_site
 from syncvar.topology import rank_list
 from syncvar.transports import Frame, Lost
@@ -228,10 +228,11 @@ class Engine:
             while True:
                 operation.advance(self)
                 if operation.is_over:
+                    self._tell_accident(operation)
                     return True
-                if not channel.is_open or channel.queue[0] is not operation or operation.need < 0:
+                if not channel.is_open or channel.queue[0] is not operation or operation.need == DISAGREE:
                     return False
-                if not wait(channel.others, operation.need):
+                if not wait(channel.others, operation.need, channel.last + 2):
                     return False
         except BaseException as error:
             self.interrupted(operation, error)
@@ -299,6 +300,10 @@ class Engine:
         well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
         self._book.passed_over(group, members, last, epoch_end)
+
+    def count(self, group: int, next_call: int) -> None:
+        """Note where a group stood whose communicator is gone."""
+        self._book.note(group, next_call)
 
     def count_by(self, communicator: Communicator) -> None:
         """Take the number of a group's next call from its communicator: calls in shared memory pass the book by."""
@@ -460,11 +465,23 @@ class Engine:
             operation.advance(self)
             if operation.is_over:
                 self._moved = time.monotonic()
+                self._tell_accident(operation)
                 self._retire(operation)
             elif operation.need != before:
                 self._moved = time.monotonic()
             if operation.mismatch and not operation.reported:
                 self._report(operation, time.monotonic())
+
+    def _tell_accident(self, operation: SharedOperation) -> None:
+        """Tell the group what has gone wrong on this rank alone: it cannot go on without this rank."""
+        error = operation.accident
+        if error is None:
+            return
+        if operation.is_published:
+            self.interrupted(operation, error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            self.poison(operation.group, operation.members, operation.call, operation.what, reason)
 
     def _knocked(self, frame: Frame) -> None:
         """Note that a peer waits in a call: this rank may have gone on without it."""
@@ -518,6 +535,8 @@ class Engine:
                 self._shared.append(operation)
                 self._moved = time.monotonic()
             operation.advance(self)
+            if isinstance(operation, SharedOperation):
+                self._tell_accident(operation)
             for frame in self._book.take_early(operation):
                 if key in self._active:
                     self._deliver(operation, frame)

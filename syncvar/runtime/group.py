@@ -245,12 +245,12 @@ class Communicator:
             engine.check()
         elif self._forked is not None:
             raise self._forked
-        if not self.busy.acquire(blocking=False):
+        if self.busy.locked():
             raise UsageError(
                 f"{name}: another call on this group is running in another thread; give each thread its own group "
                 f"(sv.new_group), or take turns"
             )
-        try:
+        with self.busy:  # nothing can come between taking it and the promise to release it
             call = self.next_call
             self.next_call = call + 1
             try:
@@ -270,8 +270,6 @@ class Communicator:
                 engine.start(operation, allowed)
                 return Work(engine, operation)
             return engine.run(operation, allowed)
-        finally:
-            self.busy.release()
 
     def _operation(self, call: int, request: Request) -> Operation:
         channel = self.channel
@@ -314,6 +312,11 @@ class Communicator:
     def _announce(self) -> None:
         if self.engine is not None:
             self.engine.announce(self.identity, self.next_call)
+
+    def __del__(self) -> None:
+        engine = getattr(self, "engine", None)
+        if engine is not None and self.is_shared:
+            engine.count(self.identity, self.next_call)
 
     def disown(self, failure: UsageError) -> None:
         """Refuse every later call: this process is a forked copy."""

@@ -82,13 +82,14 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
 
 
 def divided(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
-    """Divide the combined contributions by their number, in place, where the op is a mean."""
-    if how.is_mean:
-        np.divide(total, np.asarray(count, dtype=total.dtype), out=total)
-    return total
+    """Return the combined contributions, divided by their number where the op is a mean: then it is a new array.
+
+    Not in place: over links the array may still be on its way to others.
+    """
+    return np.asarray(np.divide(total, np.asarray(count, dtype=total.dtype))) if how.is_mean else total
 
 
 def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
-    """Turn the combined contributions into the result, in place where dtypes allow."""
+    """Turn the combined contributions into the result."""
     total = divided(how, total, count)
     return total if total.dtype == how.result else total.astype(how.result)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.channels import PHASES_MAX, SEGMENT_BYTES, SMALL_BYTES, check_of
+from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
 from syncvar.errors import InternalError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.operation import Into, Operation, State
@@ -28,10 +28,25 @@ if TYPE_CHECKING:
     from syncvar.plans import Chunk, Plan
     from syncvar.runtime.operation import Outlet, Stage
 
-__all__ = ["DISAGREE", "Published", "SharedOperation", "agreed", "prepare_published", "staged"]
+__all__ = ["DISAGREE", "BodyError", "Published", "SharedOperation", "agreed", "prepare_published", "staged"]
 
-DISAGREE = -1
+DISAGREE = 0
 """Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
+
+
+_START = 1  # nothing: words begin at 2
+
+
+class BodyError(Exception):
+    """What the body of a call raised after the ranks had agreed on the call: each of them raises it.
+
+    Args:
+        error: The error itself.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Published(NamedTuple):
@@ -68,7 +83,7 @@ class SharedOperation(Operation):
         steps: Yields the words to wait for; its return value is the result.
     """
 
-    __slots__ = ("_need", "_steps", "channel")
+    __slots__ = ("_need", "_steps", "accident", "channel")
 
     is_shared = True
 
@@ -81,17 +96,18 @@ class SharedOperation(Operation):
         fingerprint: int,
         what: str,
         steps: Generator[int, None, Any],
-        need: int = 0,
+        need: int = _START,
     ) -> None:
         super().__init__(group, members, call, fingerprint, what)
         self.channel = channel
         self._steps = steps
         self._need = need
+        self.accident: Exception | None = None
         channel.queue.append(self)
 
     @property
     def need(self) -> int:
-        """The word that the others have to reach; 0 before the start."""
+        """What the others have to reach: a word, or minus a phase."""
         return self._need
 
     @property
@@ -106,10 +122,14 @@ class SharedOperation(Operation):
         return channel.missing(self._need)
 
     @property
+    def is_published(self) -> bool:
+        """Whether the others have seen this rank in this call."""
+        return self.channel.last >= (self.call + 1) << 1
+
+    @property
     def is_under_way(self) -> bool:
         """Whether other ranks may be reading and writing this rank's memory for this call."""
-        phase = (self._need >> 1) & PHASES_MAX
-        return self._need > 0 and (phase > 0 or self.channel.is_reached(self._need))
+        return self._need < 0 or (self._need > 1 and self.channel.is_reached(self._need))
 
     def advance(self, outlet: Outlet | None = None) -> State:
         """Go on as far as possible without waiting."""
@@ -121,17 +141,22 @@ class SharedOperation(Operation):
 
     def _go_on(self, channel: Channel) -> None:
         self.state = State.RUNNING
-        while self._need != DISAGREE and channel.is_reached(self._need):
-            try:
-                self._need = next(self._steps)
-            except StopIteration as end:
-                self.result = end.value
-                self._end(State.DONE)
-                break
-            except Exception as error:  # the body found the ranks in disagreement, or a bug
-                self.error = error
-                self._end(State.FAILED)
-                break
+        with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
+            while self._need != DISAGREE and (self._need == _START or channel.is_reached(self._need)):
+                try:
+                    self._need = next(self._steps)
+                except StopIteration as end:
+                    self.result = end.value
+                    self._end(State.DONE)
+                    break
+                except BodyError as wrapped:  # all ranks came to it, from what they have told each other
+                    self.error = wrapped.error
+                    self._end(State.FAILED)
+                    break
+                except Exception as error:  # this rank alone; the engine tells the others
+                    self.error = self.accident = error
+                    self._end(State.FAILED)
+                    break
         self.mismatch = self._need == DISAGREE
 
     def fail(self, error: BaseException) -> None:
@@ -150,7 +175,7 @@ class SharedOperation(Operation):
 def settled(channel: Channel) -> Iterator[int]:
     """Wait, where an earlier call was given up, until the others are past what this rank has published."""
     if not channel.is_settled:
-        yield channel.last
+        yield -channel.phase if channel.phase else channel.last
         channel.is_settled = True
 
 
@@ -176,6 +201,10 @@ def staged(
                 if is_first:
                     yield from agreed(channel, check, channel.begin(call, check))
                 return end.value
+            except Exception as error:
+                if is_first:
+                    raise
+                raise BodyError(error) from error
             opening = (call, check) if is_first else None
             plan = stage.plan
             if not isinstance(plan, Published):

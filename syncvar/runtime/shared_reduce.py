@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["combine", "is_direct", "reduce_shared"]
 
-DISAGREE = -1
+DISAGREE = 0
 _BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
 
 
@@ -64,7 +64,7 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any], *
         if hold:
             ufunc_holding(ufunc, values[left], values[right], target)
         else:
-            ufunc(values[left], values[right], target)
+            ufunc(values[left], values[right], out=target)
         values[left] = target
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena.channels import CALL_SHIFT, CHECK, MASK, SPREAD
+from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
+from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import finish
 from syncvar.runtime.published import DISAGREE, SharedOperation
-from syncvar.runtime.shared_reduce import combine, is_direct, reduce_shared
+from syncvar.runtime.shared_reduce import is_direct, reduce_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -83,16 +84,31 @@ def _small(
     ranks = [(rank + distance) % size for distance in range(1, size)]
     peers = list(zip(others, ranks, [slots[other] for other in ranks], strict=True))
     straight = kind == accumulate and not how.is_mean
-    lower = rank == 0
+    later_pairs = list(tree_order(0, size))[1:]  # the first is (0, 1)
+    # Sums of other subtrees than the first go to rooms of our own; the first goes where the result does.
+    rooms = {left: empty(shape, accumulate) for left, _ in later_pairs if left}
+    pairs = [(left, right, rooms.get(left)) for left, right in later_pairs]
+
+    def summed(terms: list[NDArray[Any]], out: NDArray[Any]) -> None:
+        ufunc(terms[0], terms[1], out=out)
+        for left, right, room in pairs:
+            if room is None:
+                ufunc(out, terms[right], out=out)
+            else:
+                ufunc(terms[left], terms[right], out=room)
+                terms[left] = room
 
     def ended(terms: list[NDArray[Any]], out: Any) -> NDArray[Any]:
+        total = (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
+        try:
+            summed(list(terms), total)
+        except (FloatingPointError, Warning):  # what overflows is infinite, on all ranks
+            with np.errstate(all="ignore"):
+                summed(list(terms), total)
         if straight:
-            made = empty(shape, kind) if out is None else out
-            combine(terms, ufunc, made)
-            return made
-        total = empty(shape, accumulate)
-        combine(terms, ufunc, total)
-        result = finish(how, total, size)
+            return total
+        with np.errstate(all="ignore"):
+            result = finish(how, total, size)
         if out is None:
             return result
         out[...] = result
@@ -110,35 +126,29 @@ def _small(
             type(out) is not ndarray or out.shape != shape or out.dtype != kind or not out.flags.writeable
         ):
             return None
-        if not busy.acquire(False):
+        if busy.locked():
             return None
-        try:
+        with busy:
+            if queue:
+                return None
             number = communicator.next_call
             communicator.next_call = number + 1
             try:
                 side = channel.side = channel.side ^ 1
                 mine[side][...] = x
                 check = words[entry + CHECK + side] = (digest + number * SPREAD) & MASK
-                target = channel.last = (number + 1) << CALL_SHIFT
+                target = channel.last = (number << 1) + 2
+                if channel.phase or words[entry + DONE]:
+                    words[entry + DONE] = channel.phase
+                    channel.phase = words[entry + PHASE] = 0
                 words[entry] = target | side
                 if wait(others, target):
-                    if size == 2:
-                        other, _, theirs = peers[0]
-                        word = words[other]
-                        seen = word & 1 if word < target + 131072 else ~word & 1
-                        if words[other + CHECK + seen] == check and straight:
-                            if out is None:
-                                out = empty(shape, kind)
-                            if lower:
-                                ufunc(mine[side], theirs[seen], out)
-                            else:
-                                ufunc(theirs[seen], mine[side], out)
-                            return out  # type: ignore[no-any-return]
                     terms: list[Any] = [None] * size
                     terms[rank] = mine[side]
+                    ahead = target + 2
                     for other, place, theirs in peers:
                         word = words[other]
-                        seen = word & 1 if word < target + 131072 else ~word & 1
+                        seen = word & 1 if word < ahead else ~word & 1
                         if words[other + CHECK + seen] != check:
                             break
                         terms[place] = theirs[seen]
@@ -149,8 +159,6 @@ def _small(
                 raise
             result: NDArray[Any] = _go_on(communicator, channel, engine, number, digest, what, rest(check, out), target)
             return result
-        finally:
-            busy.release()
 
     return call
 
@@ -187,12 +195,14 @@ def _long(
         if x is made:
             flat = flat_out
         else:
-            flat = x.reshape(-1)
+            flat = np.ascontiguousarray(x).reshape(-1)
             if out is not None and np.may_share_memory(flat, flat_out):
                 flat = flat.copy()
-        if not busy.acquire(False):
+        if busy.locked():
             return None
-        try:
+        with busy:
+            if queue:
+                return None
             number = communicator.next_call
             communicator.next_call = number + 1
             check = (digest + number * SPREAD) & MASK
@@ -200,13 +210,15 @@ def _long(
                 channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor
             )
             began = perf_counter() if crowd.is_there() else 0.0
-            wait = channel.hold if crowd.holds() else channel.wait
+            wait = channel.hold if began and crowd.holds() else channel.wait
+            limit = (number << 1) + 4
             try:
-                for need in steps:
-                    if need == DISAGREE or not wait(others, need):
-                        break
-                else:
-                    return made
+                with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
+                    for need in steps:
+                        if need == DISAGREE or not wait(others, need, limit):
+                            break
+                    else:
+                        return made
             except BaseException as error:
                 _interrupt(communicator, channel, engine, number, digest, what, error)
                 raise
@@ -214,8 +226,6 @@ def _long(
             if began:
                 crowd.note(perf_counter() - began, made.nbytes)
             return made
-        finally:
-            busy.release()
 
     return call
 
