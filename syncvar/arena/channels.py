@@ -350,6 +350,20 @@ class Channel:
         view: NDArray[Any] = found
         return view
 
+    def smalls(self, side: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return the small slots of all ranks as one array (rank, *shape): without a copy where they are evenly spaced.
+
+        Raises:
+            ValueError: They are not.
+        """
+        places = [self.words[entry + _SMALL] + side * SMALL_BYTES for entry in self._entries]
+        step = places[1] - places[0]
+        if any(place != places[0] + rank * step for rank, place in enumerate(places)):
+            raise ValueError("the small slots are not evenly spaced")
+        lane = np.ndarray(shape, dtype)
+        ground = self.arena.view(0, self.arena.arena_bytes, np.dtype(np.uint8))
+        return np.ndarray((self.size, *shape), dtype, ground, places[0], (step, *lane.strides))
+
     def reserve_segments(self) -> None:
         """Take memory for this rank's segments, before the call that needs them is published.
 

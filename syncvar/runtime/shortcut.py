@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.kernels import Reduction
 
     Shortcut = Callable[[NDArray[Any], Any], NDArray[Any] | None]
+    Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
 __all__ = ["Shortcut", "reduce_shortcut"]
 
@@ -81,52 +82,42 @@ def _small(
         [channel.small(other, side, count, accumulate).reshape(shape) for side in (0, 1)] for other in range(size)
     ]
     mine = slots[rank]
-    ranks = [(rank + distance) % size for distance in range(1, size)]
-    peers = list(zip(others, ranks, [slots[other] for other in ranks], strict=True))
+    checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
     straight = kind == accumulate and not how.is_mean
-    later_pairs = list(tree_order(0, size))[1:]  # the first is (0, 1)
-    # Sums of other subtrees than the first go to rooms of our own; the first goes where the result does.
-    rooms = {left: empty(shape, accumulate) for left, _ in later_pairs if left}
-    pairs = [(left, right, rooms.get(left)) for left, right in later_pairs]
+    levels = [_levels(channel, side, [one[side] for one in slots], shape, accumulate) for side in (0, 1)]
 
-    def summed(terms: list[NDArray[Any]], out: NDArray[Any]) -> None:
-        ufunc(terms[0], terms[1], out=out)
-        for left, right, room in pairs:
-            if room is None:
-                ufunc(out, terms[right], out=out)
-            else:
-                ufunc(terms[left], terms[right], out=room)
-                terms[left] = room
-
-    def ended(terms: list[NDArray[Any]], out: Any) -> NDArray[Any]:
-        total = (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
-        try:
-            summed(list(terms), total)
-        except (FloatingPointError, Warning):  # what overflows is infinite, on all ranks
-            with np.errstate(all="ignore"):
-                summed(list(terms), total)
+    def combined(steps: Levels, out: Any) -> NDArray[Any]:
+        total: NDArray[Any] = (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
+        for left, right, room in steps:
+            ufunc(total if left is None else left, right, out=total if room is None else room)
         if straight:
             return total
-        with np.errstate(all="ignore"):
-            result = finish(how, total, size)
+        result = finish(how, total, size)
         if out is None:
             return result
         out[...] = result
         return out  # type: ignore[no-any-return]
 
+    def ended(steps: Levels, out: Any) -> NDArray[Any]:
+        try:
+            return combined(steps, out)
+        except (FloatingPointError, Warning):  # what overflows is infinite, on all ranks
+            with np.errstate(all="ignore"):
+                return combined(steps, out)
+
     def rest(check: int, out: Any) -> Generator[int, None, NDArray[Any]]:
         if channel.disagreeing(check):
             yield DISAGREE
-        return ended([slots[other][channel.side if other == rank else channel.side_of(other)] for other in range(size)], out)
+        sides = [channel.side if other == rank else channel.side_of(other) for other in range(size)]
+        terms = [slots[other][side] for other, side in enumerate(sides)]
+        return combined(_one_by_one(terms, shape, accumulate), out)
 
     def call(x: NDArray[Any], out: Any) -> NDArray[Any] | None:
-        if queue or not (engine.is_quiet and channel.is_settled):
+        if not (engine.is_quiet and channel.is_settled) or busy.locked():
             return None
         if out is not None and (
             type(out) is not ndarray or out.shape != shape or out.dtype != kind or not out.flags.writeable
         ):
-            return None
-        if busy.locked():
             return None
         with busy:
             if queue:
@@ -142,18 +133,16 @@ def _small(
                     words[entry + DONE] = channel.phase
                     channel.phase = words[entry + PHASE] = 0
                 words[entry] = target | side
-                if wait(others, target):
-                    terms: list[Any] = [None] * size
-                    terms[rank] = mine[side]
-                    ahead = target + 2
-                    for other, place, theirs in peers:
-                        word = words[other]
-                        seen = word & 1 if word < ahead else ~word & 1
-                        if words[other + CHECK + seen] != check:
+                for other in others:
+                    if words[other] < target and not wait(others, target):
+                        break
+                else:
+                    # A rank that has not been given up a call has its check on the same side.
+                    for place in checks[side]:
+                        if words[place] != check:
                             break
-                        terms[place] = theirs[seen]
                     else:
-                        return ended(terms, out)
+                        return ended(levels[side], out)
             except BaseException as error:
                 _interrupt(communicator, channel, engine, number, digest, what, error)
                 raise
@@ -161,6 +150,38 @@ def _small(
             return result
 
     return call
+
+
+def _levels(
+    channel: Channel, side: int, terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Levels:
+    """Return the steps of the tree T(0, n): (left, right, room), None for the array of the result.
+
+    Where the slots are evenly spaced and the ranks a power of two, a whole level of the tree is one step.
+    """
+    size = channel.size
+    if size & (size - 1):
+        return _one_by_one(terms, shape, dtype)
+    try:
+        rows = channel.smalls(side, shape, dtype)
+    except ValueError:
+        return _one_by_one(terms, shape, dtype)
+    steps: list[tuple[Any, Any, Any]] = []
+    while len(rows) > 2:
+        room = np.empty((len(rows) // 2, *shape), dtype)
+        steps.append((rows[0::2], rows[1::2], room))
+        rows = room
+    return [*steps, (rows[0], rows[1], None)]
+
+
+def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Levels:
+    steps: list[tuple[Any, Any, Any]] = []
+    held: list[Any] = list(terms)
+    for left, right in tree_order(0, len(terms)):
+        room = None if left == 0 else held[left] if held[left] is not terms[left] else np.empty(shape, dtype)
+        steps.append((held[left], held[right], room))
+        held[left] = room
+    return steps
 
 
 def _long(
