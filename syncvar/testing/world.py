@@ -5,6 +5,7 @@ Data go over the in-memory network, or through an arena that all ranks of the wo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,19 @@ from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import ArenaUnavailable
 from syncvar.runtime.context import Context, use
+from syncvar.runtime.crowd import crowd
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from syncvar.arena.creating import CreatedArena
 
 __all__ = ["run_ranks"]
 
 _ARENA_BYTES = 64 << 30  # virtual; pages are taken as they are needed
+_counting = threading.Lock()
 
 
 def run_ranks(
@@ -87,16 +90,33 @@ def run_ranks(
                 context.close(orderly=False)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"syncvar-rank-{rank}", daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-    if arena is not None:
-        arena.close()
+    try:
+        with _no_crowd(world_size):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout_s)
+    finally:
+        if arena is not None:
+            arena.close()
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
         raise TimeoutError(f"ranks {late} did not end within {timeout_s:g} s")
     return results
+
+
+@contextlib.contextmanager
+def _no_crowd(world_size: int) -> Iterator[None]:
+    """Ranks and their progress threads are not what `crowd` means; several worlds may live at the same time."""
+    # The main thread counts already, and so does a progress thread, which it does not have here.
+    beside = -1 if threading.current_thread() is threading.main_thread() else 1
+    with _counting:
+        crowd.own_threads += 2 * world_size + beside
+    try:
+        yield
+    finally:
+        with _counting:
+            crowd.own_threads -= 2 * world_size + beside
 
 
 def _make_arena(arena_bytes: int, world_size: int) -> CreatedArena:

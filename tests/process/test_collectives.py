@@ -212,3 +212,20 @@ for count in (1, 1000, 300_000):
 def test_other_settings(launch, env):
     job = launch(TRANSPORT, workers=3, env=env)
     assert job.wait() == 0, str(job)
+
+
+MEAN = """
+import numpy as np
+import probe, syncvar as sv
+n, rank = sv.world_size(), sv.rank()
+for call in range(100):
+    x = np.full(200_000, 1.0 + rank)
+    got = sv.all_reduce(x, "mean")
+    assert (got == 1.5).all(), (call, got[got != 1.5][:3], int((got != 1.5).sum()))
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
+def test_a_mean_does_not_divide_memory_that_is_still_being_sent(launch, transport):
+    job = launch(MEAN, workers=2, env={"SYNCVAR_TRANSPORT": transport})
+    assert job.wait() == 0, str(job)

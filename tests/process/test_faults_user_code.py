@@ -1,4 +1,4 @@
-"""What a user's program does to itself: forks (F42), threads (F43), exceptions and exits in odd places (F44)."""
+"""What a user's program does to itself: forks (F42), threads (F43), exceptions and exits in odd places (F44), alarms."""
 
 import textwrap
 
@@ -279,3 +279,48 @@ def test_f44_ends(launch, name):
         assert "syncvar: rank 1 on" in job.report, str(job)
     if name == "collective at exit":
         assert [event["total"] for event in job.events("sum")] == [2, 2], str(job)
+
+
+ALARM = """
+import ctypes, functools, operator, signal, sys
+import numpy as np
+import probe, syncvar as sv
+from syncvar.runtime.context import current
+
+class Alarm(BaseException): pass
+def ring(*_): raise Alarm
+
+x = np.ones(1) if "short" in sys.argv else 1
+signal.signal(signal.SIGALRM, ring)
+world = current().world
+lock = world.busy
+
+class Busy:
+    locked, __enter__ = lock.locked, lock.__enter__
+    def __exit__(self, *error):
+        lock.release()
+
+world.busy = Busy()
+for _ in range(3):
+    sv.all_reduce(x)
+if sv.rank() == 0:
+    # Taking the lock, and the signal, in one step of the interpreter: as if the alarm came while the lock was taken.
+    steps = map(operator.call, [lock.acquire, functools.partial(ctypes.CDLL(None)["raise"], int(signal.SIGALRM))])
+    Busy.__enter__ = functools.partial(list, steps)
+    try:
+        sv.all_reduce(x)
+    except Alarm:
+        probe.note("alarm", locked=lock.locked())
+    raise SystemExit(3)
+try:
+    sv.all_reduce(x)
+except sv.SyncvarError as error:
+    probe.raised(error)
+"""
+
+
+@pytest.mark.parametrize("way", ["short", "long"])
+def test_an_alarm_while_a_call_takes_its_group(launch, way):
+    job = launch(ALARM, workers=2, arguments=[way])
+    job.wait()
+    assert [event["locked"] for event in job.events("alarm")] == [False], str(job)
