@@ -34,26 +34,44 @@ Example:
     8
 """
 
-from syncvar.plans.chunks import consecutive_chunks, even_chunks
+from syncvar.plans.chunks import consecutive_chunks, even_chunks, exchange_blocks
 from syncvar.plans.contracts import (
     Contract,
     Expression,
     Wanted,
     all_gather_contract,
     all_reduce_contract,
+    all_to_all_contract,
     barrier_contract,
     broadcast_contract,
     contract_of,
+    gather_contract,
+    reduce_contract,
+    reduce_scatter_contract,
+    scan_contract,
+    scatter_contract,
     tree_expression,
 )
-from syncvar.plans.direct import direct_all_gather, direct_all_reduce, direct_barrier, direct_broadcast
+from syncvar.plans.direct import (
+    direct_all_gather,
+    direct_all_reduce,
+    direct_all_to_all,
+    direct_barrier,
+    direct_broadcast,
+    direct_exscan,
+    direct_gather,
+    direct_reduce,
+    direct_reduce_scatter,
+    direct_scan,
+    direct_scatter,
+)
 from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
 from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Round, Send, Step
 from syncvar.plans.owners import owners_all_reduce
 from syncvar.plans.published import Publication, Take, publications
-from syncvar.plans.reproducible import reproducible_all_reduce, tree_order
+from syncvar.plans.reproducible import reproducible_all_reduce, tree_order, tree_steps
 from syncvar.plans.ring import ring_all_gather, ring_all_reduce
-from syncvar.plans.select import ALGORITHMS, Choice, build, build_all, choose
+from syncvar.plans.select import ALGORITHMS, Choice, build, build_all, choose, sums_by_the_tree
 from syncvar.plans.show import plan_text, step_text
 from syncvar.plans.tree import binomial_all_reduce, binomial_broadcast, binomial_reduce
 from syncvar.plans.verify import Report, verify
@@ -79,6 +97,7 @@ __all__ = [
     "Wanted",
     "all_gather_contract",
     "all_reduce_contract",
+    "all_to_all_contract",
     "barrier_contract",
     "binomial_all_reduce",
     "binomial_broadcast",
@@ -91,19 +110,34 @@ __all__ = [
     "contract_of",
     "direct_all_gather",
     "direct_all_reduce",
+    "direct_all_to_all",
     "direct_barrier",
     "direct_broadcast",
+    "direct_exscan",
+    "direct_gather",
+    "direct_reduce",
+    "direct_reduce_scatter",
+    "direct_scan",
+    "direct_scatter",
     "dissemination_all_gather",
     "dissemination_barrier",
     "even_chunks",
+    "exchange_blocks",
+    "gather_contract",
     "owners_all_reduce",
     "plan_text",
     "publications",
+    "reduce_contract",
+    "reduce_scatter_contract",
     "reproducible_all_reduce",
     "ring_all_gather",
     "ring_all_reduce",
+    "scan_contract",
+    "scatter_contract",
     "step_text",
+    "sums_by_the_tree",
     "tree_expression",
     "tree_order",
+    "tree_steps",
     "verify",
 ]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from syncvar.plans.model import Buffer, Chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["consecutive_chunks", "even_chunks"]
+__all__ = ["consecutive_chunks", "even_chunks", "exchange_blocks"]
 
 
 def consecutive_chunks(counts: Iterable[int], buffer: Buffer = Buffer.WORK) -> list[Chunk]:
@@ -55,3 +55,25 @@ def even_chunks(count: int, parts: int, buffer: Buffer = Buffer.WORK) -> list[Ch
     """
     base, longer = divmod(count, parts)
     return consecutive_chunks([base + 1] * longer + [base] * (parts - longer), buffer)
+
+
+def exchange_blocks(matrix: Sequence[Sequence[int]], rank: int) -> tuple[list[Chunk], list[Chunk]]:
+    """Lay out the WORK buffer of an all-to-all: first what the rank sends, by destination, then what comes, by source.
+
+    Args:
+        matrix: matrix[s][d] elements go from rank s to rank d.
+        rank: The rank whose WORK it is.
+
+    Returns:
+        The blocks for destinations 0 ... n-1, and the blocks from sources 0 ... n-1.
+
+    Cost: linear in the number of ranks.
+
+    Example:
+        >>> outgoing, incoming = exchange_blocks([[1, 2], [0, 3]], 0)
+        >>> [(c.start, c.stop) for c in (*outgoing, *incoming)]
+        [(0, 1), (1, 3), (3, 4), (4, 4)]
+    """
+    world_size = len(matrix)
+    blocks = consecutive_chunks([*matrix[rank], *(row[rank] for row in matrix)])
+    return blocks[:world_size], blocks[world_size:]

@@ -7,16 +7,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import consecutive_chunks
+from syncvar.plans.chunks import consecutive_chunks, exchange_blocks
 from syncvar.plans.model import Buffer, Chunk, Copy, Recv, Reduce, Send
-from syncvar.plans.reproducible import tree_order
+from syncvar.plans.reproducible import tree_order, tree_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from syncvar.plans.model import Round, Step
 
-__all__ = ["direct_all_gather", "direct_all_reduce", "direct_barrier", "direct_broadcast"]
+__all__ = [
+    "direct_all_gather",
+    "direct_all_reduce",
+    "direct_all_to_all",
+    "direct_barrier",
+    "direct_broadcast",
+    "direct_exscan",
+    "direct_gather",
+    "direct_reduce",
+    "direct_reduce_scatter",
+    "direct_scan",
+    "direct_scatter",
+]
 
 
 def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
@@ -138,3 +150,220 @@ def direct_barrier(rank: int, world_size: int) -> Iterator[Round]:
         steps += [Send((rank + distance) % world_size, nothing), Recv((rank - distance) % world_size, nothing)]
     if steps:
         yield tuple(steps)
+
+
+def direct_reduce(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+    """Yield the one round of a direct reduction for one rank.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0.
+        root: The rank that gets the result; the WORK of the others stays as it was.
+
+    Yields:
+        One round, in which the root receives, then sums; none for a group of one.
+
+    Cost: 1 round; every other rank sends its vector once; n-1 reductions of the whole vector at the root; scratch
+        (n-1) count there.
+
+    Order: T(0, n) for every element.
+
+    Source: the "linear" reduction; figure: tests/golden/direct_reduce_3.txt.
+    """
+    if world_size == 1:
+        return
+    work = Chunk(0, count)
+    if rank != root:
+        yield (Send(root, work),)
+        return
+    places = consecutive_chunks([count] * (world_size - 1), Buffer.SCRATCH)
+    places.insert(root, work)
+    steps: list[Step] = []
+    for distance in range(1, world_size):
+        source = (root - distance) % world_size
+        steps.append(Recv(source, places[source]))
+    yield (*steps, *tree_steps(places, work))
+
+
+def direct_gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+    """Yield the one round of a direct gather for one rank.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the concatenation in rank order,
+            with the own block in place at the start.
+        root: The rank that gets all blocks.
+
+    Yields:
+        One round, in which the root receives and the others send; none for a group of one.
+
+    Cost: 1 round; every other rank sends its block once; no scratch.
+
+    Order: nothing is combined.
+
+    Source: the "linear" gather; figure: tests/golden/direct_gather_3.txt.
+    """
+    if world_size == 1:
+        return
+    blocks = consecutive_chunks(counts)
+    if rank != root:
+        yield (Send(root, blocks[rank]),)
+        return
+    others = [(root - distance) % world_size for distance in range(1, world_size)]
+    yield tuple(Recv(source, blocks[source]) for source in others)
+
+
+def direct_scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+    """Yield the one round of a direct scatter for one rank.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        counts: Elements of each rank's block; uneven and 0 are allowed. The root's WORK holds the concatenation in
+            rank order; every rank gets its block in its place there.
+        root: The rank that has all blocks.
+
+    Yields:
+        One round, in which the root sends and the others receive; none for a group of one.
+
+    Cost: 1 round; the root sends n-1 messages, every block but its own once; no scratch.
+
+    Order: nothing is combined.
+
+    Source: the "linear" scatter; figure: tests/golden/direct_scatter_3.txt.
+    """
+    if world_size == 1:
+        return
+    blocks = consecutive_chunks(counts)
+    if rank != root:
+        yield (Recv(root, blocks[rank]),)
+        return
+    others = [(root + distance) % world_size for distance in range(1, world_size)]
+    yield tuple(Send(target, blocks[target]) for target in others)
+
+
+def direct_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
+    """Yield the one round of a direct reduce-scatter for one rank: rank c sums block c by the tree, as its owner.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the whole vector, and the result
+            in the own block; what is outside of it stays as it was.
+
+    Yields:
+        One round; none for a group of one.
+
+    Cost: 1 round, n-1 messages per rank; each rank sends every block but its own; n-1 reductions of the own block;
+        scratch n-1 blocks.
+
+    Order: T(0, n) for every element.
+
+    Source: the first half of `syncvar.plans.owners`; figure: tests/golden/direct_reduce_scatter_3.txt.
+    """
+    if world_size == 1:
+        return
+    blocks = consecutive_chunks(counts)
+    own = blocks[rank]
+    # The own contribution stays in WORK, and is never sent.
+    places = consecutive_chunks([own.count] * (world_size - 1), Buffer.SCRATCH)
+    places.insert(rank, own)
+    steps: list[Step] = []
+    for distance in range(1, world_size):
+        source, target = (rank - distance) % world_size, (rank + distance) % world_size
+        steps += [Send(target, blocks[target]), Recv(source, places[source])]
+    yield (*steps, *tree_steps(places, own))
+
+
+def direct_all_to_all(rank: int, world_size: int, matrix: Sequence[Sequence[int]]) -> Iterator[Round]:
+    """Yield the one round of a direct all-to-all for one rank.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        matrix: matrix[s][d] elements go from rank s to rank d; uneven and 0 are allowed. WORK holds the blocks for
+            destinations 0 ... n-1, then those from sources 0 ... n-1.
+
+    Yields:
+        One round; the own block is copied, in a group of one too.
+
+    Cost: 1 round, n-1 messages per rank, every block but the own sent once; no scratch.
+
+    Order: nothing is combined.
+
+    Source: the "linear" all-to-all exchange; figure: tests/golden/direct_all_to_all_3.txt.
+    """
+    outgoing, incoming = exchange_blocks(matrix, rank)
+    steps: list[Step] = []
+    for distance in range(1, world_size):
+        source, target = (rank - distance) % world_size, (rank + distance) % world_size
+        steps += [Send(target, outgoing[target]), Recv(source, incoming[source])]
+    yield (*steps, Copy(outgoing[rank], incoming[rank]))
+
+
+def direct_scan(rank: int, world_size: int, count: int) -> Iterator[Round]:
+    """Yield the rounds of a direct inclusive scan for one rank: it sums what all lower ranks send it.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0.
+
+    Yields:
+        A local round, in which a rank that both sends and sums copies its vector, as in `direct_all_reduce`; then a
+        round with everything else; none for a group of one.
+
+    Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r reductions of it; scratch (r+1)
+        count at most.
+
+    Order: T(0, r+1) at rank r.
+
+    Source: the "linear" all-to-all exchange; figure: tests/golden/direct_scan_3.txt.
+    """
+    if world_size == 1:
+        return
+    work = Chunk(0, count)
+    places = [*consecutive_chunks([count] * rank, Buffer.SCRATCH), work]
+    yield from _send_up(rank, world_size, work, places[:rank], tuple(tree_steps(places, work)))
+
+
+def direct_exscan(rank: int, world_size: int, count: int) -> Iterator[Round]:
+    """Yield the rounds of a direct exclusive scan for one rank: it sums what all lower ranks send it.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0.
+
+    Yields:
+        A local round and a round with transfers, as `direct_scan`; none for a group of one.
+
+    Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r-1 reductions of it; scratch r count
+        at most.
+
+    Order: T(0, r) at rank r; the WORK of rank 0 stays as it was.
+
+    Source: the "linear" all-to-all exchange; figure: tests/golden/direct_exscan_3.txt.
+    """
+    if world_size == 1:
+        return
+    work = Chunk(0, count)
+    # What comes from rank 0 is the leftmost operand of every sum: it lands where the sum is wanted.
+    places = [work, *consecutive_chunks([count] * (rank - 1), Buffer.SCRATCH)][:rank]
+    yield from _send_up(rank, world_size, work, places, tuple(tree_steps(places, work)))
+
+
+def _send_up(
+    rank: int, world_size: int, work: Chunk, places: Sequence[Chunk], local: tuple[Step, ...]
+) -> Iterator[Round]:
+    """Yield the rounds of a scan: send the vector to all higher ranks, receive those of the lower ones, do `local`."""
+    mine = work
+    if 0 < rank < world_size - 1:
+        end = max((place.stop for place in places if place.buffer == Buffer.SCRATCH), default=0)
+        mine = Chunk(end, end + work.count, Buffer.SCRATCH)
+    yield () if mine is work else (Copy(work, mine),)
+    sends = [Send(target, mine) for target in range(rank + 1, world_size)]
+    receives = [Recv(source, places[source]) for source in reversed(range(rank))]
+    yield (*sends, *receives, *local)

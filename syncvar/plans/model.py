@@ -103,7 +103,7 @@ class Plan:
         algorithm: For instance "ring".
         rank: The rank whose rounds these are, in the group.
         world_size: Ranks of the group.
-        work_count: Elements of the WORK buffer.
+        work_count: Elements of the WORK buffer; in an all-to-all it differs from rank to rank.
         scratch_count: Elements of the SCRATCH buffer.
         rounds: What to do.
     """

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncvar.plans.chunks import consecutive_chunks, even_chunks
-from syncvar.plans.model import Buffer, Recv, Reduce, Send
-from syncvar.plans.reproducible import tree_order
+from syncvar.plans.model import Buffer, Recv, Send
+from syncvar.plans.reproducible import tree_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,13 +53,7 @@ def owners_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]
     for distance in range(1, world_size):
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
         steps += [Send(target, chunks[target]), Recv(source, places[source])]
-    for left, right in tree_order(0, world_size):
-        # A sum that contains the own contribution stays in WORK, so that no copy is needed at the end.
-        if places[right] is own:
-            steps.append(Reduce(places[left], own, source_left=True))
-            places[left] = own
-        else:
-            steps.append(Reduce(places[right], places[left], source_left=False))
+    steps += tree_steps(places, own)
     yield tuple(steps)
     steps = []
     for distance in range(1, world_size):

@@ -9,11 +9,11 @@ from syncvar.plans.model import Buffer, Recv, Reduce, Send
 from syncvar.plans.ring import ring_all_gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.plans.model import Chunk, Round, Step
 
-__all__ = ["reproducible_all_reduce", "tree_order"]
+__all__ = ["reproducible_all_reduce", "tree_order", "tree_steps"]
 
 
 def tree_order(lo: int, hi: int) -> Iterator[tuple[int, int]]:
@@ -46,6 +46,34 @@ def tree_order(lo: int, hi: int) -> Iterator[tuple[int, int]]:
         for target in range(lo, hi - span, 2 * span):
             yield target, target + span
         span *= 2
+
+
+def tree_steps(places: Sequence[Chunk], own: Chunk) -> Iterator[Step]:
+    """Yield the local steps that sum by the tree T(0, len(places)), into the place that is `own`.
+
+    Args:
+        places: Where each item lies, in order.
+        own: One of them, the same object. A sum that contains it stays there, so that no copy is needed at the end.
+
+    Yields:
+        One Reduce for each place but one.
+
+    Cost: len(places) - 1 reductions.
+
+    Example:
+        >>> from syncvar.plans.chunks import consecutive_chunks
+        >>> from syncvar.plans.show import step_text
+        >>> places = consecutive_chunks([1, 1, 1])
+        >>> [step_text(step) for step in tree_steps(places, places[1])]
+        ['w[1:2] = w[0:1] + w[1:2]', 'w[1:2] = w[1:2] + w[2:3]']
+    """
+    held = list(places)
+    for left, right in tree_order(0, len(held)):
+        if held[right] is own:
+            yield Reduce(held[left], own, source_left=True)
+            held[left] = own
+        else:
+            yield Reduce(held[right], held[left], source_left=False)
 
 
 def reproducible_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
@@ -82,12 +110,6 @@ def reproducible_all_reduce(rank: int, world_size: int, count: int) -> Iterator[
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
         steps: list[Step] = [Send(target, chunks[target]), Recv(source, places[source])]
         if distance == world_size - 1:
-            for left, right in tree_order(0, world_size):
-                # A sum that contains the own contribution stays in WORK, so that no copy is needed at the end.
-                if places[right] is own:
-                    steps.append(Reduce(places[left], own, source_left=True))
-                    places[left] = own
-                else:
-                    steps.append(Reduce(places[right], places[left], source_left=False))
+            steps += tree_steps(places, own)
         yield tuple(steps)
     yield from ring_all_gather(rank, world_size, [chunk.count for chunk in chunks])

@@ -10,7 +10,19 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
-from syncvar.plans.direct import direct_all_gather, direct_all_reduce, direct_barrier, direct_broadcast
+from syncvar.plans.direct import (
+    direct_all_gather,
+    direct_all_reduce,
+    direct_all_to_all,
+    direct_barrier,
+    direct_broadcast,
+    direct_exscan,
+    direct_gather,
+    direct_reduce,
+    direct_reduce_scatter,
+    direct_scan,
+    direct_scatter,
+)
 from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
 from syncvar.plans.model import Buffer, Copy, Plan, Reduce
 from syncvar.plans.owners import owners_all_reduce
@@ -23,7 +35,7 @@ if TYPE_CHECKING:
 
     from syncvar.plans.model import Round
 
-__all__ = ["ALGORITHMS", "Choice", "build", "build_all", "choose"]
+__all__ = ["ALGORITHMS", "Choice", "build", "build_all", "choose", "sums_by_the_tree"]
 
 DIRECT_ALL_REDUCE_NBYTES_MAX = 16 * 1024
 DIRECT_ALL_REDUCE_WORLD_SIZE_MAX = 4
@@ -55,6 +67,7 @@ class _Call:
     count: int
     counts: tuple[int, ...]
     root: int
+    matrix: tuple[tuple[int, ...], ...]
 
 
 def _dissemination_blocks(call: _Call) -> Iterator[Round]:
@@ -82,6 +95,27 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
         "direct": lambda call: direct_broadcast(call.rank, call.world_size, call.count, call.root),
         "tree": lambda call: binomial_broadcast(call.rank, call.world_size, call.count, call.root),
     },
+    "reduce": {
+        "direct": lambda call: direct_reduce(call.rank, call.world_size, call.count, call.root),
+    },
+    "gather": {
+        "direct": lambda call: direct_gather(call.rank, call.world_size, call.counts, call.root),
+    },
+    "scatter": {
+        "direct": lambda call: direct_scatter(call.rank, call.world_size, call.counts, call.root),
+    },
+    "reduce_scatter": {
+        "direct": lambda call: direct_reduce_scatter(call.rank, call.world_size, call.counts),
+    },
+    "all_to_all": {
+        "direct": lambda call: direct_all_to_all(call.rank, call.world_size, call.matrix),
+    },
+    "scan": {
+        "direct": lambda call: direct_scan(call.rank, call.world_size, call.count),
+    },
+    "exscan": {
+        "direct": lambda call: direct_exscan(call.rank, call.world_size, call.count),
+    },
     "barrier": {
         "direct": lambda call: direct_barrier(call.rank, call.world_size),
         "dissemination": lambda call: dissemination_barrier(call.rank, call.world_size),
@@ -91,6 +125,8 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
         "dissemination": _dissemination_blocks,
     },
 }
+
+_OF_BLOCKS = frozenset({"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"})
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     collective: tuple(names) for collective, names in _BUILDERS.items()
@@ -110,7 +146,8 @@ class _Rule:
     shared: bool = False
 
 
-_SUM_BY_THE_TREE = ("direct", "owners", "tree", "reproducible")  # T(0, n) for every element; the checker proves it
+_REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+_SUM_BY_THE_TREE = frozenset({"direct", "owners", "tree", "reproducible"})
 
 _PUBLISHED = "in shared memory a rank publishes once what all others take"
 
@@ -140,6 +177,10 @@ _RULES = (
     ),
     _Rule("all_gather", "ring", None, None, "long blocks or many ranks use two links per rank"),
     _Rule("broadcast", "tree", None, None, "the tree reaches all ranks in the fewest rounds"),
+    *(
+        _Rule(collective, "direct", None, None, "each block or vector is sent once, in a single round")
+        for collective in ("reduce", "gather", "scatter", "reduce_scatter", "all_to_all", "scan", "exscan")
+    ),
     _Rule("barrier", "dissemination", None, None, "every rank hears of every rank in the fewest rounds"),
     _Rule(
         "header_exchange",
@@ -154,10 +195,30 @@ _RULES = (
     ),
     _Rule("all_reduce", "owners", None, None, "in shared memory each rank sums the chunk it owns, once for all", shared=True),
     _Rule("all_gather", "direct", None, None, _PUBLISHED, shared=True),
-    _Rule("broadcast", "direct", None, None, _PUBLISHED, shared=True),
+    *(
+        _Rule(collective, "direct", None, None, _PUBLISHED, shared=True)
+        for collective in (
+            "broadcast", "reduce", "gather", "scatter", "reduce_scatter", "all_to_all", "scan", "exscan",
+        )
+    ),
     _Rule("barrier", "direct", None, None, "in shared memory each rank looks at the words of all", shared=True),
     _Rule("header_exchange", "direct", None, None, _PUBLISHED, shared=True),
 )
+
+
+def sums_by_the_tree(collective: str, algorithm: str, world_size: int) -> bool:
+    """Return whether an algorithm sums every element by the tree T(0, world_size); the checker proves it.
+
+    Args:
+        collective: Any; only reductions sum to one value for all.
+        algorithm: One of `ALGORITHMS[collective]`.
+        world_size: Ranks of the group.
+
+    Example:
+        >>> sums_by_the_tree("all_reduce", "tree", 5), sums_by_the_tree("all_reduce", "ring", 5)
+        (True, False)
+    """
+    return collective in _REDUCTIONS and (algorithm in _SUM_BY_THE_TREE or world_size <= 2)
 
 
 @lru_cache(maxsize=4096)
@@ -174,9 +235,10 @@ def choose(
 
     Args:
         collective: A key of `ALGORITHMS`.
-        nbytes: Bytes of the WORK buffer: of the vector, or of all blocks of an all-gather together.
+        nbytes: Bytes of the vector, or of all blocks together; of an all-to-all, of the blocks of all ranks together.
         world_size: Ranks of the group.
-        reproducible: Whether an all-reduce must sum by the tree T(0, world_size). Other collectives sum nothing.
+        reproducible: Whether a reduction must sum by the tree T(0, world_size). A scan always sums by trees, and the
+            other collectives sum nothing.
         forced: An algorithm that the user demands, or None.
         shared: All ranks see the same memory (the arena of one host); else frames travel over links.
 
@@ -193,17 +255,17 @@ def choose(
         'direct: 512 bytes on 2 ranks: a small vector on few ranks is exchanged in a single round'
     """
     names = _algorithms(collective)
-    by_tree = reproducible and collective == "all_reduce"
+    by_tree = reproducible and collective in _REDUCTIONS
     if forced is not None:
         _check_name("algorithm", forced, names, f" for {collective}")
-        if by_tree and forced not in _SUM_BY_THE_TREE:
+        if by_tree and not sums_by_the_tree(collective, forced, world_size):
             raise ConfigError(f"algorithm {forced!r} contradicts reproducible=True; leave one of them out")
         return Choice(forced, f"{forced}: the caller demands it")
     for rule in _RULES:
-        if rule.shared != shared or (by_tree and rule.algorithm not in _SUM_BY_THE_TREE):
-            continue
         if (
             rule.collective == collective
+            and rule.shared == shared
+            and (not by_tree or sums_by_the_tree(collective, rule.algorithm, world_size))
             and (rule.nbytes_max is None or nbytes <= rule.nbytes_max)
             and (rule.world_size_max is None or world_size <= rule.world_size_max)
         ):
@@ -221,6 +283,7 @@ def build(
     count: int = 0,
     counts: Sequence[int] | None = None,
     root: int = 0,
+    matrix: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
     """Build the plan of one rank.
 
@@ -229,10 +292,12 @@ def build(
         algorithm: One of `ALGORITHMS[collective]`.
         rank: The rank in the group, 0 <= rank < world_size.
         world_size: Ranks of the group, >= 1.
-        count: Elements of the vector; for all_gather and header_exchange, of each rank's block if `counts` is None.
-            Not used by a barrier.
-        counts: Elements of each rank's block, in rank order; for all_gather and header_exchange only.
-        root: The rank that holds the vector of a broadcast.
+        count: Elements of the vector; for collectives of blocks, of each rank's block if `counts` is None; for
+            all_to_all, of every block if `matrix` is None. Not used by a barrier.
+        counts: Elements of each rank's block, in rank order; for all_gather, header_exchange, gather, scatter and
+            reduce_scatter only.
+        root: The root of a broadcast, reduce, gather or scatter.
+        matrix: matrix[s][d] elements go from rank s to rank d; for all_to_all only.
 
     Returns:
         The plan, with as much scratch as its chunks reach.
@@ -250,14 +315,23 @@ def build(
         raise ConfigError(f"rank {rank} is not in a group of {world_size}")
     if not 0 <= root < world_size:
         raise ConfigError(f"root {root} is not in a group of {world_size}")
-    gathers = collective in {"all_gather", "header_exchange"}
-    if counts is not None and (not gathers or len(counts) != world_size):
+    in_blocks = collective in _OF_BLOCKS
+    if counts is not None and (not in_blocks or len(counts) != world_size):
         raise ConfigError(f"{collective} on {world_size} ranks cannot take {len(counts)} counts")
+    if matrix is not None and (collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}):
+        raise ConfigError(f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these")
     blocks = tuple(counts) if counts is not None else (count,) * world_size
-    if min(blocks) < 0:
-        raise ConfigError(f"a count is negative: {min(blocks)}")
-    rounds = tuple(_BUILDERS[collective][algorithm](_Call(rank, world_size, count, blocks, root)))
-    work_count = sum(blocks) if gathers else 0 if collective == "barrier" else count
+    pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
+    lowest = min(map(min, (blocks, *pairs)))
+    if lowest < 0:
+        raise ConfigError(f"a count is negative: {lowest}")
+    rounds = tuple(_BUILDERS[collective][algorithm](_Call(rank, world_size, count, blocks, root, pairs)))
+    if in_blocks:
+        work_count = sum(blocks)
+    elif collective == "all_to_all":
+        work_count = sum(pairs[rank]) + sum(row[rank] for row in pairs)
+    else:
+        work_count = 0 if collective == "barrier" else count
     return Plan(collective, algorithm, rank, world_size, work_count, _scratch_count(rounds), rounds)
 
 
@@ -269,6 +343,7 @@ def build_all(
     count: int = 0,
     counts: Sequence[int] | None = None,
     root: int = 0,
+    matrix: Sequence[Sequence[int]] | None = None,
 ) -> list[Plan]:
     """Build the plans of all ranks, for the checker and for figures.
 
@@ -279,6 +354,7 @@ def build_all(
         count: As for `build`.
         counts: As for `build`.
         root: As for `build`.
+        matrix: As for `build`.
 
     Returns:
         The plans in rank order.
@@ -287,7 +363,7 @@ def build_all(
         ConfigError: As for `build`.
     """
     return [
-        build(collective, algorithm, rank, world_size, count=count, counts=counts, root=root)
+        build(collective, algorithm, rank, world_size, count=count, counts=counts, root=root, matrix=matrix)
         for rank in range(world_size)
     ]
 

@@ -57,7 +57,9 @@ def plan_text(plans: Sequence[Plan]) -> str:
     """
     first = plans[0]
     scratch_count = max(plan.scratch_count for plan in plans)
-    sizes = f"world size {first.world_size}, {first.work_count} elements, scratch {scratch_count}"
+    counts = [str(plan.work_count) for plan in plans]
+    elements = counts[0] if len(set(counts)) == 1 else " / ".join(counts)
+    sizes = f"world size {first.world_size}, {elements} elements, scratch {scratch_count}"
     lines = [f"{first.collective} by {first.algorithm}: {sizes}"]
     for number in range(max(len(plan.rounds) for plan in plans)):
         rows = [(f"round {number}", "send", "receive", "then")]

@@ -86,10 +86,10 @@ def _check_headings(plans: Sequence[Plan], contract: Contract) -> None:
         raise PlanError(f"{len(plans)} plans for a contract of {contract.world_size} ranks")
     for rank, plan in enumerate(plans):
         found = (plan.rank, plan.world_size, plan.work_count)
-        if found != (rank, contract.world_size, contract.work_count):
+        wanted = (rank, contract.world_size, contract.work_counts[rank])
+        if found != wanted:
             raise PlanError(
-                f"plan {rank} says (rank, world size, work count) = {found}, "
-                f"the contract says {(rank, contract.world_size, contract.work_count)}"
+                f"plan {rank} says (rank, world size, work count) = {found}, the contract says {wanted}"
             )
 
 
@@ -338,7 +338,7 @@ class _Run:
 
     def check_contract(self, contract: Contract) -> None:
         """Check what each rank holds and knows at its end."""
-        agreed: dict[int, tuple[int, int]] = {}
+        agreed: dict[tuple[int, int], tuple[int, int]] = {}
         for rank, state in enumerate(self.states):
             ended = f"rank {rank}, at its end after {state.number} rounds"
             for wanted in contract.after[rank]:
@@ -350,18 +350,19 @@ class _Run:
                         raise PlanError(
                             f"{where}, but {contract.collective} wants ranks {wanted.contributors}"
                         )
-                    if self.expressions.element[value] != element:
+                    origin = element if wanted.origin is None else element - wanted.chunk.start + wanted.origin
+                    if self.expressions.element[value] != origin:
                         raise PlanError(f"{where} of element {self.expressions.element[value]}")
                     if wanted.expression is not None and value != self.expressions.of(
-                        wanted.expression, element
+                        wanted.expression, origin
                     ):
                         raise PlanError(f"{where}, but the contract wants {wanted.expression}")
-                    first_value, first_rank = agreed.setdefault(element, (value, rank))
+                    first_value, first_rank = agreed.setdefault((origin, contributors), (value, rank))
                     if value != first_value:
                         raise PlanError(
                             f"{where}, but on rank {first_rank} it is {self.expressions.text(first_value)}: "
                             f"the bytes would differ"
                         )
-            for other in contract.heard_of:
+            for other in contract.heard_of[rank]:
                 if not 0 <= other < len(self.states) or state.clock[other] < 0:
                     raise PlanError(f"{ended}: it has not heard of rank {other}")

@@ -25,6 +25,13 @@ FIGURES = {
     "owners_3": ("all_reduce", "owners", 3, {"count": 4}),
     "direct_broadcast_3": ("broadcast", "direct", 3, {"count": 2, "root": 1}),
     "direct_barrier_3": ("barrier", "direct", 3, {}),
+    "direct_reduce_3": ("reduce", "direct", 3, {"count": 2, "root": 1}),
+    "direct_gather_3": ("gather", "direct", 3, {"counts": [2, 0, 3], "root": 1}),
+    "direct_scatter_3": ("scatter", "direct", 3, {"counts": [2, 0, 3], "root": 1}),
+    "direct_reduce_scatter_3": ("reduce_scatter", "direct", 3, {"counts": [2, 1, 3]}),
+    "direct_all_to_all_3": ("all_to_all", "direct", 3, {"matrix": [[1, 2, 0], [3, 0, 1], [2, 2, 2]]}),
+    "direct_scan_3": ("scan", "direct", 3, {"count": 2}),
+    "direct_exscan_3": ("exscan", "direct", 3, {"count": 2}),
     "reproducible_5": ("all_reduce", "reproducible", 5, {"count": 7}),
 }
 

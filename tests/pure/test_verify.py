@@ -19,11 +19,17 @@ from syncvar.plans import (
     Wanted,
     all_gather_contract,
     all_reduce_contract,
+    all_to_all_contract,
     barrier_contract,
     binomial_reduce,
     broadcast_contract,
     build_all,
     contract_of,
+    gather_contract,
+    reduce_contract,
+    reduce_scatter_contract,
+    scan_contract,
+    scatter_contract,
     tree_expression,
     verify,
 )
@@ -77,7 +83,7 @@ def test_an_impossible_contract_fails():
     verify(plans, good)
     absent = replace(good, after=((Wanted(Chunk(0, 4), (0, 1, 2, 3)),),) * 3)
     rejected(plans, absent, "wants ranks (0, 1, 2, 3)")
-    rejected(plans, replace(good, heard_of=(0, 1, 2, 3)), "not heard of rank 3")
+    rejected(plans, replace(good, heard_of=((0, 1, 2, 3),) * 3), "not heard of rank 3")
     backwards = replace(good, after=((Wanted(Chunk(0, 4), (0, 1, 2), (2, (1, 0))),),) * 3)
     rejected(plans, backwards, "operand order")
 
@@ -305,7 +311,7 @@ def test_memory_is_borrowed_until_the_receipt_is_known_however_many_rounds_pass(
 
 def test_a_receive_may_overwrite_borrowed_memory_only_with_a_message_that_follows_the_receipt():
     # Rank 0 gives its value to 1, and 2 gives one to 0 in the next round. Only if 2 has heard from 1 may it land there.
-    contract = Contract("test", 3, 1, (ONE, NOTHING, ONE), ((Wanted(ONE, (2,)),), (), ()), ())
+    contract = Contract("test", 3, (1,) * 3, (ONE, NOTHING, ONE), ((Wanted(ONE, (2,)),), (), ()), ((),) * 3)
     ignorant = plans_of([(Send(1, ONE),), (Recv(2, ONE),)], [(Recv(0, ONE),)], [(), (Send(0, ONE),)])
     rejected(ignorant, contract, "rank 0, round 1, step 0", "borrowed by the send to rank 1 in round 0")
     told = plans_of(
@@ -338,7 +344,7 @@ def test_a_reduction_to_rank_0_meets_its_own_contract():
     rounds = [tuple(binomial_reduce(rank, 6, 2)) for rank in range(6)]
     work = Chunk(0, 2)
     wanted = Wanted(work, tuple(range(6)), tree_expression(0, 6))
-    contract = Contract("reduce", 6, 2, (work,) * 6, ((wanted,), *((),) * 5), ())
+    contract = Contract("reduce", 6, (2,) * 6, (work,) * 6, ((wanted,), *((),) * 5), ((),) * 6)
     assert verify(plans_of(*rounds, work=2), contract) == Report(3, (0, 1, 1, 1, 1, 1), (0, 2, 2, 2, 2, 2))
 
 
@@ -348,8 +354,15 @@ def test_there_is_a_contract_for_each_collective_by_name():
     assert contract_of("all_gather", 2, counts=[1, 3]) == all_gather_contract([1, 3])
     assert contract_of("broadcast", 3, count=2, root=1) == broadcast_contract(3, 2, 1)
     assert contract_of("barrier", 3) == barrier_contract(3)
-    with pytest.raises(ValueError, match="no contract for a collective named 'scan'"):
-        contract_of("scan", 2)
+    assert contract_of("reduce", 3, count=2, root=1, tree=True) == reduce_contract(3, 2, 1, tree=True)
+    assert contract_of("gather", 2, count=3, root=1) == gather_contract([3, 3], 1)
+    assert contract_of("scatter", 2, counts=[3, 1]) == scatter_contract([3, 1], 0)
+    assert contract_of("reduce_scatter", 2, counts=[3, 1]) == reduce_scatter_contract([3, 1])
+    assert contract_of("all_to_all", 2, count=1) == all_to_all_contract([[1, 1], [1, 1]])
+    assert contract_of("scan", 3, count=2) == scan_contract(3, 2)
+    assert contract_of("exscan", 3, count=2) == scan_contract(3, 2, exclusive=True)
+    with pytest.raises(ValueError, match="no contract for a collective named 'sort'"):
+        contract_of("sort", 2)
 
 
 def test_equal_expressions_are_the_same_integer():

@@ -21,9 +21,12 @@ from syncvar.plans import (
     Send,
     build_all,
     contract_of,
+    sums_by_the_tree,
     verify,
 )
 
+ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}
 PAIRS = [(collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names]
 
 
@@ -109,11 +112,11 @@ def with_room(plan, rounds=None):
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 def test_every_single_change_to_a_plan_is_rejected(collective, algorithm, world_size, size):
     case = {"count": 1 if size == "one element" else world_size + 1}
-    if collective in {"all_gather", "header_exchange"}:
+    if collective in OF_BLOCKS or collective == "all_to_all":
         case = {"count": 1 if size == "one element" else 2}
-    if collective == "broadcast":
+    if collective in ROOTED:
         case["root"] = world_size - 1
-    tree = algorithm == "reproducible"
+    tree = sums_by_the_tree(collective, algorithm, world_size)
     contract = contract_of(collective, world_size, tree=tree, **case)
     plans = [with_room(plan) for plan in build_all(collective, algorithm, world_size, **case)]
     verify(plans, contract)
