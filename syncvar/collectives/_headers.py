@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["Record", "array_record", "exchange", "require_same"]
+__all__ = ["RECORD_BYTES", "Record", "array_record", "exchange", "pack_record", "require_same", "unpack_record"]
 
 _NDIM_MAX = 13
 _RECORD = struct.Struct(f"<BBBxxxxxQ{_NDIM_MAX}Q")
+RECORD_BYTES = _RECORD.size
 NOTHING, ARRAY, BYTES = 0, 1, 2
 
 
@@ -64,19 +65,33 @@ def array_record(array: NDArray[Any], digest: int = 0) -> Record:
     return Record(ARRAY, dtype_index(array.dtype), array.shape, digest)
 
 
+def pack_record(record: Record) -> bytes:
+    """Return the bytes of a record, always as many."""
+    padded = (*record.shape, *(0,) * (_NDIM_MAX - len(record.shape)))
+    return _RECORD.pack(record.kind, record.dtype, len(record.shape), record.nbytes, *padded)
+
+
+def unpack_record(data: bytes) -> Record:
+    """Return the record in some bytes.
+
+    Example:
+        >>> unpack_record(pack_record(Record(ARRAY, 3, (2, 5)))).shape
+        (2, 5)
+    """
+    kind, dtype, ndim, nbytes, *shape = _RECORD.unpack(data)
+    return Record(kind, dtype, tuple(shape[:ndim]), nbytes)
+
+
 def exchange(communicator: Communicator, mine: Record) -> Generator[Stage, None, list[Record]]:
     """Exchange records; returns those of all ranks of the group, in rank order."""
-    size = _RECORD.size
-    padded = (*mine.shape, *(0,) * (_NDIM_MAX - len(mine.shape)))
-    data = _RECORD.pack(mine.kind, mine.dtype, len(mine.shape), mine.nbytes, *padded)
+    size = RECORD_BYTES
+    data = pack_record(mine)
     work = np.zeros(communicator.size * size, np.uint8)
     rank = communicator.member_rank
     work[rank * size : (rank + 1) * size] = np.frombuffer(data, np.uint8)
     yield Stage(communicator.plan("header_exchange", size), work)
-    records = []
-    for kind, dtype, ndim, nbytes, *shape in _RECORD.iter_unpack(work.tobytes()):
-        records.append(Record(kind, dtype, tuple(shape[:ndim]), nbytes))
-    return records
+    everything = work.tobytes()
+    return [unpack_record(everything[start : start + size]) for start in range(0, len(everything), size)]
 
 
 def require_same(communicator: Communicator, what: str, values: list[Any], records: list[Record]) -> None:

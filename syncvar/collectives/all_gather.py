@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import (
+    Structure,
     as_array,
     checked_output,
     describe,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.group import Communicator
 
-__all__ = ["all_gather", "gather_flat", "gather_request"]
+__all__ = ["all_gather", "along_axis", "gather_flat", "gather_request", "gathered"]
 
 
 def all_gather(
@@ -40,6 +41,7 @@ def all_gather(
     group: Group | None = None,
     async_op: bool = False,
     timeout: float | None = None,
+    algorithm: str | None = None,
 ) -> Any:
     """Concatenate the arrays of all ranks, in rank order, on every rank.
 
@@ -51,6 +53,7 @@ def all_gather(
         group: Ranks that take part; None means the world.
         async_op: Return a `Work` at once.
         timeout: Seconds; None means the job's default.
+        algorithm: Force one of `syncvar plan all_gather`; the same on every rank.
 
     Returns:
         The concatenation, or the same structure of concatenations.
@@ -73,12 +76,42 @@ def all_gather(
     """
     communicator = communicator_of(group)
     return communicator.perform(
-        "all_gather", lambda: gather_request(communicator, x, axis, out), timeout, async_op=async_op
+        "all_gather", lambda: gather_request(communicator, x, axis, out, algorithm=algorithm), timeout, async_op=async_op
     )
 
 
-def gather_request(communicator: Communicator, x: Any, axis: int, out: Any = None, name: str = "all_gather") -> Request:
+def gather_request(
+    communicator: Communicator,
+    x: Any,
+    axis: int,
+    out: Any = None,
+    name: str = "all_gather",
+    algorithm: str | None = None,
+) -> Request:
     """Check the arguments of an all-gather and return the request."""
+    structure, arrays, axes, kinds = along_axis(x, axis, out)
+
+    def body() -> Generator[Stage, None, Any]:
+        results = []
+        for array, place in zip(arrays, axes, strict=True):
+            results.append((yield from gathered(communicator, array, place, name, None, algorithm)))
+        if structure is not None:
+            return unflatten(structure, results)
+        if out is not None:
+            target = checked_output(out, results[0].shape, results[0].dtype)
+            target[...] = results[0]
+            return target
+        return results[0]
+
+    return Request(f"{name}({kinds}, axis {axis})", fingerprint(name, int(axis), structure, algorithm), body())
+
+
+def along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
+    """Check what is to be concatenated.
+
+    Returns:
+        (structure or None, its arrays, the axis of each, the arrays in words).
+    """
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise ConfigError(f"axis must be an integer, not {axis!r}")
     structure, leaves = flatten(x) if is_structure(x) else (None, [x])
@@ -90,27 +123,14 @@ def gather_request(communicator: Communicator, x: Any, axis: int, out: Any = Non
         if not -array.ndim <= axis < array.ndim:
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
         axes.append(int(axis) % array.ndim)
-
-    def body() -> Generator[Stage, None, Any]:
-        results = []
-        for array, along in zip(arrays, axes, strict=True):
-            results.append((yield from _gather_one(communicator, array, along, name)))
-        if structure is not None:
-            return unflatten(structure, results)
-        if out is not None:
-            target = checked_output(out, results[0].shape, results[0].dtype)
-            target[...] = results[0]
-            return target
-        return results[0]
-
-    kinds = "" if structure is None else f", {describe(structure)}"
-    what = f"{name}({arrays[0].dtype.name if arrays else ''}, axis {axis}{kinds})"
-    return Request(what, fingerprint(name, int(axis), structure), body())
+    kinds = (arrays[0].dtype.name if arrays else "") + ("" if structure is None else f" in {describe(structure)}")
+    return structure, arrays, axes, kinds
 
 
-def _gather_one(
-    communicator: Communicator, array: NDArray[Any], axis: int, name: str
+def gathered(
+    communicator: Communicator, array: NDArray[Any], axis: int, name: str, root: int | None, algorithm: str | None = None
 ) -> Generator[Stage, None, NDArray[Any]]:
+    """Concatenate arrays of all ranks on the root, or on every rank (None)."""
     records = yield from exchange(communicator, array_record(array))
     same = [
         (record.kind, record.dtype, len(record.shape), record.shape[:axis], record.shape[axis + 1 :]) for record in records
@@ -121,18 +141,25 @@ def _gather_one(
     row = 1
     for length in moved.shape[1:]:
         row *= length
-    flat = yield from gather_flat(communicator, moved.reshape(-1), tuple(length * row for length in lengths))
-    gathered = flat.reshape((sum(lengths), *moved.shape[1:]))
-    return gathered if axis == 0 else np.ascontiguousarray(np.moveaxis(gathered, 0, axis))
+    counts = tuple(length * row for length in lengths)
+    flat = yield from gather_flat(communicator, moved.reshape(-1), counts, root, algorithm)
+    whole = flat.reshape((sum(lengths), *moved.shape[1:]))
+    return whole if axis == 0 else np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
 
 def gather_flat(
-    communicator: Communicator, mine: NDArray[Any], counts: tuple[int, ...]
+    communicator: Communicator,
+    mine: NDArray[Any],
+    counts: tuple[int, ...],
+    root: int | None = None,
+    algorithm: str | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    """Gather flat blocks whose counts are known on all ranks; returns the concatenation."""
+    """Gather flat blocks whose counts are known on all ranks; returns the concatenation (on the root, if there is one)."""
     work = np.empty(sum(counts), mine.dtype)
     rank = communicator.member_rank
     start = list(accumulate(counts, initial=0))[rank]
     work[start : start + counts[rank]] = mine
-    yield Stage(communicator.plan("all_gather", counts, work.itemsize), work)
+    collective = "all_gather" if root is None else "gather"
+    plan = communicator.plan(collective, counts, work.itemsize, root=root or 0, algorithm=algorithm)
+    yield Stage(plan, work)
     return work

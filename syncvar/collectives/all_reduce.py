@@ -14,11 +14,14 @@ from syncvar.collectives._arguments import (
     is_structure,
     unflatten,
 )
+from syncvar.collectives._reducing import checked_scale, contribution, described, outcome
 from syncvar.collectives.groups import communicator_of
+from syncvar.errors import ConfigError
 from syncvar.plans import tree_order
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import Reduction, divided, finish, reduction
 from syncvar.runtime.operation import Into, Stage
+from syncvar.runtime.published import Published
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -40,12 +43,18 @@ def all_reduce(
     async_op: bool = False,
     timeout: float | None = None,
     reproducible: bool = False,
+    prescale: float | None = None,
+    postscale: float | None = None,
+    weight: float | None = None,
+    algorithm: str | None = None,
 ) -> Any:
     """Combine the values of all ranks and give every rank the result.
 
     Args:
         x: Array of any shape, number, or a nested dict/list/tuple of them; the same shapes and dtypes on every rank.
-        op: "sum", "mean", "prod", "min" or "max".
+        op: "sum", "mean", "prod", "min", "max"; "and", "or", "xor" (logical on bools, bitwise on integers); "minloc",
+            "maxloc" (the result is a pair of arrays: values, and the lowest ranks that bring them); or the name of an op
+            made by `sv.register_op`.
         out: Array of the result's shape and dtype (or a structure of them) to write to; it may be `x` itself, and then
             arrays of `sv.empty` are reduced in place. After an error of the arguments it is as it was; after PeerLost
             or DeadlineExceeded it may be half written.
@@ -54,6 +63,10 @@ def all_reduce(
         timeout: Seconds; None means the job's default.
         reproducible: Combine by the tree T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two
             below hi - lo, over ranks: the same bits whatever the sizes, hosts and transports.
+        prescale: This rank's value is multiplied by it first; may differ between ranks. Not for integers.
+        postscale: The result is multiplied by it, before half types are rounded; the same on every rank.
+        weight: Of a mean: this rank's weight; the result is the sum of weight * x divided by the sum of the weights.
+        algorithm: Force one of `syncvar plan all_reduce`; the same on every rank.
 
     Returns:
         An array of the shape and dtype of `x` (the mean of integers is float64), or the same structure of arrays.
@@ -77,6 +90,7 @@ def all_reduce(
     """
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and communicator.channel is not None and not async_op and timeout is None
+    is_plain = is_plain and prescale is None and postscale is None and weight is None and algorithm is None
     key = (op, x.dtype, x.shape, reproducible) if is_plain and type(op) is str and type(reproducible) is bool else None
     if key is not None:
         shortcut = communicator.shortcuts.get(key)
@@ -86,14 +100,64 @@ def all_reduce(
                 return result
     result = communicator.perform(
         "all_reduce",
-        lambda: reduce_request(communicator, x, op, out=out, reproducible=reproducible, keep=async_op),
+        lambda: _request(communicator, x, op, out, reproducible, async_op, prescale, postscale, weight, algorithm),
         timeout,
         async_op=async_op,
     )
     if key is not None and key not in communicator.shortcuts and x.dtype.isnative:
         how, digest, what = _described(x, op, reproducible, "all_reduce")
-        communicator.add_shortcut(key, how, x.shape, digest, what)
+        if not how.is_locating and communicator.forced("all_reduce") is None:
+            communicator.add_shortcut(key, how, x.shape, digest, what)
     return result
+
+
+def _request(
+    communicator: Communicator,
+    x: Any,
+    op: str,
+    out: Any,
+    reproducible: bool,
+    keep: bool,
+    prescale: Any,
+    postscale: Any,
+    weight: Any,
+    algorithm: str | None,
+) -> Request:
+    """Return the request of a public call; scales make new contributions and results around the plain one."""
+    if prescale is None and postscale is None and weight is None:
+        return reduce_request(
+            communicator, x, op, out=out, reproducible=reproducible, keep=keep, algorithm=algorithm
+        )
+    if is_structure(x):
+        raise ConfigError("prescale, postscale and weight take one array; call all_reduce for each leaf")
+    array = as_array(x)
+    how = reduction(op, array.dtype)
+    for name, scale in (("prescale", prescale), ("postscale", postscale), ("weight", weight)):
+        if scale is not None:
+            checked_scale(name, scale, array)
+    if weight is not None and not how.is_mean:
+        raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
+    target = None if out is None else checked_output(out, array.shape, how.result)
+    work = contribution(array, how, communicator.member_rank, prescale)
+    brought: Any = work.reshape(array.shape)
+    inner = how.name
+    if weight is not None:
+        factor = np.asarray(weight, work.dtype)
+        brought, inner = [brought * factor, factor.reshape(())], "sum"
+    scaled = f", scaled{'' if weight is None else ', weighted'}"
+    name = f"all_reduce{scaled} of {how.source}" + ("" if postscale is None else f" by {postscale!r}")
+    request = reduce_request(
+        communicator, brought, inner, reproducible=reproducible, name=name, algorithm=algorithm
+    )
+    first = request.body
+
+    def body() -> Generator[Stage, None, Any]:
+        total = yield from first
+        if weight is not None:
+            total = total[0] / total[1]
+        return outcome(how._replace(is_mean=False), np.asarray(total).reshape(-1), 1, array.shape, target, postscale)
+
+    return Request(request.what, request.digest, body())
 
 
 def reduce_request(
@@ -106,6 +170,7 @@ def reduce_request(
     name: str = "all_reduce",
     apply: np.ufunc | None = None,
     keep: bool = False,
+    algorithm: str | None = None,
 ) -> Request:
     """Check the arguments of an all-reduce and return the request.
 
@@ -118,13 +183,16 @@ def reduce_request(
         name: What is compared, and told.
         apply: `out`, a single array, becomes apply(out, result); half types are rounded once, after that.
         keep: Take a copy of `x` now: the caller may change it before the call ends.
+        algorithm: Forced, or None.
     """
     if not is_structure(x):
         array = as_array(x)
-        how, digest, what = _described(array, op, reproducible, name)
+        how, digest, what = _described(array, op, reproducible, name, algorithm)
+        if how.is_locating and out is not None:
+            raise ConfigError(f"{how.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, how.result)
         array = array.copy() if keep else array
-        return Request(what, digest, _one(communicator, array, how, target, reproducible, apply))
+        return Request(what, digest, _one(communicator, array, how, target, reproducible, apply, algorithm))
     structure, leaves = flatten(x)
     arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]
     hows = [reduction(op, array.dtype) for array in arrays]
@@ -132,14 +200,12 @@ def reduce_request(
     if out is not None:
         shape_of_out, outs = flatten(out)
         if shape_of_out != structure:
-            from syncvar.errors import ConfigError
-
             raise ConfigError("out must have the same structure as the value")
         targets = [
             checked_output(one, array.shape, how.result) for one, array, how in zip(outs, arrays, hows, strict=True)
         ]
     kinds = tuple((array.dtype.name, array.shape) for array in arrays)
-    digest = fingerprint(name, op, structure, kinds, reproducible)
+    digest = fingerprint(name, op, structure, kinds, reproducible, algorithm)
     nbytes = sum(array.nbytes for array in arrays)
     what = f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
     if keep:
@@ -148,17 +214,17 @@ def reduce_request(
     def body() -> Generator[Stage, None, Any]:
         results = []
         for array, how, target in zip(arrays, hows, targets, strict=True):
-            results.append((yield from _one(communicator, array, how, target, reproducible)))
+            results.append((yield from _one(communicator, array, how, target, reproducible, None, algorithm)))
         return unflatten(structure, results)
 
     return Request(what, digest, body())
 
 
-def _described(array: NDArray[Any], op: str, reproducible: bool, name: str) -> tuple[Reduction, int, str]:
+def _described(
+    array: NDArray[Any], op: str, reproducible: bool, name: str, algorithm: str | None = None
+) -> tuple[Reduction, int, str]:
     """Return how an array is reduced, the fingerprint of the call, and the call in words."""
-    how = reduction(op, array.dtype)
-    digest = fingerprint(name, how.name, how.source, array.shape, reproducible)
-    return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{', reproducible' if reproducible else ''})"
+    return described(array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else "")
 
 
 def _one(
@@ -168,10 +234,13 @@ def _one(
     target: NDArray[Any] | None,
     reproducible: bool,
     apply: np.ufunc | None = None,
-) -> Generator[Stage, None, NDArray[Any]]:
+    algorithm: str | None = None,
+) -> Generator[Stage, None, Any]:
     size = communicator.size
-    plan = communicator.plan("all_reduce", array.size, how.accumulate.itemsize, reproducible=reproducible)
-    if communicator.is_shared:
+    plan = communicator.plan(
+        "all_reduce", array.size, how.accumulate.itemsize, reproducible=reproducible, algorithm=algorithm
+    )
+    if isinstance(plan, Published) and plan.reduces and not how.is_locating:
         made = np.empty(array.shape, how.result) if target is None else target
         is_flat = made.flags.c_contiguous
         out = made.reshape(-1) if is_flat else np.empty(array.size, how.result if apply is None else how.accumulate)
@@ -183,16 +252,12 @@ def _one(
         if not is_flat:
             _store(made, out.reshape(array.shape), apply)
         return made
-    work = np.array(array, dtype=how.accumulate, order="C", copy=True).reshape(-1)
+    work = contribution(array, how, communicator.member_rank)
     yield Stage(plan, work, how.ufunc)
     if apply is not None and target is not None:
         _store(target, divided(how, work, size).reshape(array.shape), apply)
         return target
-    result = finish(how, work, size).reshape(array.shape)
-    if target is None:
-        return result
-    target[...] = result
-    return target
+    return outcome(how, work, size, array.shape, target)
 
 
 def _is_same(one: NDArray[Any], other: NDArray[Any]) -> bool:
@@ -230,8 +295,6 @@ def tree_sum(parts: Sequence[Any]) -> Any:
         >>> sv.tree_sum([1.0, 2.0, 4.0])
         array(7.)
     """
-    from syncvar.errors import ConfigError
-
     parts = list(parts)
     if not parts:
         raise ConfigError("tree_sum needs at least one part")

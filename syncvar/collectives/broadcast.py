@@ -41,6 +41,7 @@ def broadcast(
     group: Group | None = None,
     async_op: bool = False,
     timeout: float | None = None,
+    algorithm: str | None = None,
 ) -> Any:
     """Give every rank the root's value.
 
@@ -52,6 +53,7 @@ def broadcast(
         group: Ranks that take part; None means the world.
         async_op: Return a `Work` at once.
         timeout: Seconds; None means the job's default.
+        algorithm: Force one of `syncvar plan broadcast`; the same on every rank.
 
     Returns:
         A new array (or structure of arrays) with the root's value.
@@ -73,11 +75,18 @@ def broadcast(
     """
     communicator = communicator_of(group)
     return communicator.perform(
-        "broadcast", lambda: broadcast_request(communicator, x, root, out), timeout, async_op=async_op
+        "broadcast", lambda: broadcast_request(communicator, x, root, out, algorithm=algorithm), timeout, async_op=async_op
     )
 
 
-def broadcast_request(communicator: Communicator, x: Any, root: int, out: Any = None, name: str = "broadcast") -> Request:
+def broadcast_request(
+    communicator: Communicator,
+    x: Any,
+    root: int,
+    out: Any = None,
+    name: str = "broadcast",
+    algorithm: str | None = None,
+) -> Request:
     """Check the arguments of a broadcast and return the request."""
     root = checked_root(root, communicator.size)
     is_root = communicator.member_rank == root
@@ -107,7 +116,7 @@ def broadcast_request(communicator: Communicator, x: Any, root: int, out: Any = 
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
         dtype = dtype_from_index(theirs.dtype)
-        result = (yield from broadcast_flat(communicator, arrays[0] if is_root else None, theirs.shape, dtype, root))
+        result = (yield from broadcast_flat(communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm))
         if out is None:
             return result
         # Looked at when this rank's part is done: others may be waiting for what it passes on.
@@ -116,16 +125,21 @@ def broadcast_request(communicator: Communicator, x: Any, root: int, out: Any = 
         return target
 
     shown = "None" if x is None else "structure" if is_structure(x) else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
-    return Request(f"{name}(root {root}, {shown})", fingerprint(name, root), body())
+    return Request(f"{name}(root {root}, {shown})", fingerprint(name, root, algorithm), body())
 
 
 def broadcast_flat(
-    communicator: Communicator, mine: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any], root: int
+    communicator: Communicator,
+    mine: NDArray[Any] | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    root: int,
+    algorithm: str | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
     """Broadcast an array whose shape and dtype all ranks know; `mine` is the root's value."""
     result: NDArray[Any] = np.empty(shape, dtype) if mine is None else np.array(mine, dtype=dtype, order="C", copy=True)
     work = result.reshape(-1)
-    yield Stage(communicator.plan("broadcast", work.size, work.itemsize, root=root), work)
+    yield Stage(communicator.plan("broadcast", work.size, work.itemsize, root=root, algorithm=algorithm), work)
     return result
 
 

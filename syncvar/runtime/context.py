@@ -118,10 +118,16 @@ class Context:
         first = self.rank - self.local_rank
         return tuple(range(first, first + self.local_world_size))
 
-    def communicator(self, identity: int, members: tuple[int, ...]) -> Communicator:
-        """Make the calls of a group possible; every member must use the same identity."""
+    def communicator(self, identity: int, members: tuple[int, ...], *, shares: bool = True) -> Communicator:
+        """Make the calls of a group possible; every member must use the same identity.
+
+        Args:
+            identity: The same on all members.
+            members: Ranks of the world, in the group's order.
+            shares: Go through shared memory where all members see it; else over links.
+        """
         channel = None
-        if self._channels is not None and len(members) > 1 and self.rank in members and self._channels.serves(members):
+        if shares and self._channels is not None and len(members) > 1 and self.rank in members and self._channels.serves(members):
             channel = self._channels.make(identity, members, members.index(self.rank))
         made = Communicator(identity, members, self.rank, self.engine, channel)
         self._communicators.add(made)

@@ -17,6 +17,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from syncvar.runtime.kernels import Combiner
+
 __all__ = ["PIECE", "Crowd", "copy_holding", "crowd", "ufunc_holding"]
 
 PIECE = 500  # elements up to which NumPy keeps the lock
@@ -49,7 +51,7 @@ class Crowd:
 crowd = Crowd()
 
 
-def ufunc_holding(ufunc: np.ufunc, one: NDArray[Any], other: NDArray[Any], out: NDArray[Any]) -> None:
+def ufunc_holding(ufunc: Combiner, one: NDArray[Any], other: NDArray[Any], out: NDArray[Any]) -> None:
     """Do `ufunc(one, other, out)` on flat arrays without letting go of the lock."""
     for start in range(0, out.size, PIECE):
         stop = start + PIECE

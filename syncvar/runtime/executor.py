@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.operation import Outlet, Stage
     from syncvar.transports import Frame
 
@@ -111,7 +112,7 @@ class LinkOperation(Operation):
         self._tag = -1
         self._plan: Prepared | None = None
         self._buffers: tuple[NDArray[Any], NDArray[Any]] = (_NOTHING, _NOTHING)
-        self._ufunc: np.ufunc | None = None
+        self._ufunc: Combiner | None = None
         self._pending: dict[int, int] = {}  # peer -> segments still missing in this round
         self._counts: dict[int, _Incoming] = {}
         self._local: tuple[Copy | Reduce, ...] = ()

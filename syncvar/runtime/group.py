@@ -13,7 +13,10 @@ from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections import deque
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
     from syncvar.runtime.engine import Engine
@@ -132,6 +135,7 @@ class Communicator:
         world_rank: This process.
         engine: None in a world of one.
         channel: Makes this rank's end of the group's channels, where all members share an arena; else None.
+        forced: Algorithms that the job's setting demands, by collective.
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class Communicator:
         world_rank: int,
         engine: Engine | None,
         channel: Channel | None = None,
+        forced: Mapping[str, str] | None = None,
     ) -> None:
         self.identity = identity
         self.members = tuple(members)
@@ -151,6 +156,9 @@ class Communicator:
         self._epoch = 0
         self.busy = threading.Lock()
         self.channel = channel
+        self._forced = dict(forced or {})
+        self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
+        self.own_messages: dict[int, deque[NDArray[Any]]] = {}  # what this rank has sent itself, by tag
         self.shortcuts: dict[Any, Shortcut] = {}  # by (op, dtype, shape, reproducible)
         self._plans: dict[tuple[Any, ...], Prepared | Published] = {}
         self._forked: UsageError | None = None
@@ -159,40 +167,51 @@ class Communicator:
             if channel is not None:
                 engine.count_by(self)
 
+    def forced(self, collective: str) -> str | None:
+        """Return the algorithm that the job's setting demands for a collective."""
+        return self._forced.get(collective)
+
     def plan(
         self,
         collective: str,
-        counts: int | tuple[int, ...],
+        counts: int | tuple[int, ...] | tuple[tuple[int, ...], ...],
         itemsize: int = 1,
         *,
         root: int = 0,
         reproducible: bool = False,
+        algorithm: str | None = None,
     ) -> Prepared | Published:
         """Choose an algorithm and return this rank's prepared plan, from the cache when it has been used before.
 
         Args:
             collective: For instance "all_reduce".
-            counts: Elements of the vector, or of each rank's block.
+            counts: Elements of the vector, of each rank's block, or what each rank sends to each (all_to_all).
             itemsize: Bytes of an element.
             root: Rank of the group that holds the vector of a broadcast.
             reproducible: An all-reduce has to sum by the tree.
+            algorithm: Forced by the caller; the job's setting comes after it.
         """
-        key = (collective, counts, itemsize, root, reproducible)
+        key = (collective, counts, itemsize, root, reproducible, algorithm)
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            total = sum(counts) if isinstance(counts, tuple) else counts
-            algorithm = choose(
-                collective, total * itemsize, self.size, reproducible=reproducible, shared=self.channel is not None
+            sizes: Any = {"count": counts}
+            total: Any = counts
+            if isinstance(counts, tuple):
+                is_matrix = collective == "all_to_all"
+                sizes = {"matrix" if is_matrix else "counts": counts}
+                total = sum(map(sum, counts)) // self.size if is_matrix else sum(counts)  # type: ignore[arg-type]
+            wanted = algorithm or self.forced(collective)
+            chosen = choose(
+                collective, total * itemsize, self.size, reproducible=reproducible, forced=wanted, shared=self.is_shared
             ).algorithm
-            sizes: Any = {"counts": counts} if isinstance(counts, tuple) else {"count": counts}
-            if self.channel is None:
-                plan = build(collective, algorithm, self.member_rank, self.size, root=root, **sizes)
-                found = prepare(plan, self.members)
-            else:
-                plans = build_all(collective, algorithm, self.size, root=root, **sizes)
+            if self.is_shared:
+                plans = build_all(collective, chosen, self.size, root=root, **sizes)
                 found = prepare_published(plans, self.member_rank)
+            else:
+                plan = build(collective, chosen, self.member_rank, self.size, root=root, **sizes)
+                found = prepare(plan, self.members)
             self._plans[key] = found
         return found
 

@@ -1,4 +1,4 @@
-"""Reductions as NumPy ufuncs: which op takes which dtype, in which dtype it accumulates, how it ends."""
+"""Reductions: which op takes which dtype, in which dtype it accumulates, how two operands become one, how it ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from syncvar.errors import ConfigError
 from syncvar.wire import dtype_index
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
-__all__ = ["OPS", "Reduction", "divided", "finish", "reduction"]
+    Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function of ours
 
-OPS = ("sum", "mean", "prod", "min", "max")
+__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "reduction", "register_op"]
+
+OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "mean": np.add,
     "prod": np.multiply,
     "min": np.minimum,
     "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
 }
+_LOCATING = ("minloc", "maxloc")
 
 
 class Reduction(NamedTuple):
@@ -36,21 +44,88 @@ class Reduction(NamedTuple):
         accumulate: dtype in which contributions are combined.
         result: dtype of the result.
         is_mean: The sum is divided by the number of ranks at the end.
+        is_locating: Elements are pairs of a value and the rank that brings it.
     """
 
     name: str
     source: str
-    ufunc: np.ufunc
+    ufunc: Combiner
     accumulate: np.dtype[Any]
     result: np.dtype[Any]
     is_mean: bool
+    is_locating: bool = False
+
+
+_registered: dict[str, Combiner] = {}
+
+
+def register_op(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any], *, replace: bool = False) -> None:
+    """Make a function of two arrays an op, under the same name on every rank.
+
+    It must be associative; it need not be commutative: the operand of the lower ranks is always the left one.
+
+    Args:
+        name: Letters, digits and underscores; none of the built-in ops.
+        function: Takes two arrays of equal shape and dtype and returns one of the same shape; a NumPy ufunc is called
+            with `out=`. It must not change its operands, and return the same on every rank.
+        replace: An op of this name may exist already.
+
+    Raises:
+        ConfigError: A wrong name or function.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.register_op("gcd", np.gcd, replace=True)
+        >>> sv.all_reduce(np.array([12, 18]), "gcd")
+        array([12, 18])
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(f"the name of an op must be letters, digits and underscores, not {name!r}")
+    name = name.lower()
+    if name in OPS:
+        raise ConfigError(f"{name!r} is a built-in op: register yours under another name")
+    if not callable(function):
+        raise ConfigError(f"an op must be a function of two arrays, not {type(function).__name__}")
+    if name in _registered and not replace:
+        raise ConfigError(f"the op {name!r} is registered already; pass replace=True to put another in its place")
+    _registered[name] = function if isinstance(function, np.ufunc) else _wrapped(name, function)
+    reduction.cache_clear()
+
+
+def _wrapped(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]) -> Combiner:
+    def combine(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+        made = np.asarray(function(left, right))
+        if made.shape != out.shape:
+            raise ConfigError(f"the op {name!r} made an array of shape {made.shape} of two of shape {out.shape}")
+        out[...] = made
+        return out
+
+    return combine
+
+
+def _take_smaller(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+    return _take(left, right, out, right["value"] < left["value"])
+
+
+def _take_larger(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+    return _take(left, right, out, right["value"] > left["value"])
+
+
+def _take(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], better: NDArray[Any]) -> NDArray[Any]:
+    """Take the right pair where it is better, or the first that is no number; of equal ones the left, of lower rank."""
+    if left["value"].dtype.kind in "fV":
+        better = better | ((right["value"] != right["value"]) & (left["value"] == left["value"]))
+    made = np.where(better, right, left)
+    out[...] = made
+    return out
 
 
 @lru_cache(maxsize=256)
 def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     """Return how `op` treats `dtype`.
 
-    Half types accumulate in float32 and are rounded once; the mean of integers is float64.
+    Half types accumulate in float32 and are rounded once; the mean of integers is float64; `and`, `or` and `xor` are
+    logical on bools and bitwise on integers; `minloc` and `maxloc` make pairs of a value and its rank.
 
     Raises:
         ConfigError: Unknown op, or an op that has no meaning for the dtype.
@@ -59,16 +134,25 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         >>> reduction("mean", np.dtype("int32")).result
         dtype('float64')
     """
-    if not isinstance(op, str) or op.lower() not in _UFUNCS:
-        hint = nearest(op, OPS) if isinstance(op, str) else ""
-        raise ConfigError(f"op must be one of {', '.join(OPS)}, not {op!r}{hint}")
-    name = op.lower()
+    name = op.lower() if isinstance(op, str) else ""
+    if name not in OPS and name not in _registered:
+        known = (*OPS, *_registered)
+        hint = nearest(op, known) if isinstance(op, str) else ""
+        raise ConfigError(f"op must be one of {', '.join(known)}, not {op!r}{hint}")
     dtype_index(dtype)
     kind = dtype.kind
+    if name in _registered:
+        return Reduction(name, dtype.name, _registered[name], dtype, dtype, is_mean=False)
     if kind == "b" and name in ("sum", "mean", "prod"):
-        raise ConfigError(f"{name} of bool has no meaning: write x.astype('int64'), or use min (and) or max (or)")
-    if kind == "c" and name in ("min", "max"):
+        raise ConfigError(f"{name} of bool has no meaning: write x.astype('int64'), or use and (min) or or (max)")
+    if kind == "c" and name in ("min", "max", *_LOCATING):
         raise ConfigError(f"{name} of complex numbers has no meaning: they have no order")
+    if name in ("and", "or", "xor") and kind not in "biu":
+        raise ConfigError(f"{name} of {dtype.name} has no meaning: it takes bools and integers")
+    if name in _LOCATING:
+        pair = np.dtype([("value", dtype), ("rank", np.int64)])
+        take = _take_smaller if name == "minloc" else _take_larger
+        return Reduction(name, dtype.name, take, pair, pair, is_mean=False, is_locating=True)
     is_mean = name == "mean"
     accumulate: np.dtype[Any]
     result: np.dtype[Any]
@@ -79,6 +163,31 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     else:
         accumulate = result = dtype
     return Reduction(name, dtype.name, _UFUNCS[name], accumulate, result, is_mean)
+
+
+def identity(how: Reduction) -> Any:
+    """Return the value that changes nothing when it is combined with another.
+
+    Raises:
+        ConfigError: The op has none that is known.
+
+    Example:
+        >>> identity(reduction("min", np.dtype("int8"))), identity(reduction("prod", np.dtype("float32")))
+        (127, 1)
+    """
+    dtype = how.result
+    simple = {"sum": 0, "mean": 0, "prod": 1, "or": 0, "xor": 0}
+    if how.name in simple:
+        return simple[how.name]
+    if how.name == "and":
+        return True if dtype.kind == "b" else np.array(-1, np.int64).astype(dtype)[()]
+    if how.name in ("min", "max"):
+        if dtype.kind == "b":
+            return how.name == "min"
+        if dtype.kind in "iu":
+            return np.iinfo(dtype).max if how.name == "min" else np.iinfo(dtype).min
+        return np.inf if how.name == "min" else -np.inf
+    raise ConfigError(f"the op {how.name!r} has no identity, which rank 0 would get; use scan")
 
 
 def divided(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:

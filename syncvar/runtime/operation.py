@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.executor import Prepared
+    from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.published import Published
     from syncvar.transports import Frame
 
@@ -54,7 +55,7 @@ class Stage(NamedTuple):
 
     plan: Prepared | Published
     work: NDArray[Any]
-    ufunc: np.ufunc | None = None
+    ufunc: Combiner | None = None
     into: Into | None = None
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channels import Channel
     from syncvar.plans import Chunk, Plan
+    from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.operation import Outlet, Stage
 
 __all__ = ["DISAGREE", "BodyError", "Published", "SharedOperation", "agreed", "prepare_published", "staged"]
@@ -66,7 +67,7 @@ class Published(NamedTuple):
 def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
     """Make the plans of a group ready to run on a rank, in shared memory."""
     mine = plans[rank]
-    if mine.collective == "all_reduce":
+    if mine.collective == "all_reduce" and mine.algorithm in ("direct", "owners"):
         return Published(reduces=True, rounds=(), scratch_count=0)
     return Published(reduces=False, rounds=publications(plans, rank), scratch_count=mine.scratch_count)
 
@@ -260,7 +261,7 @@ def _run_rounds(
 
 
 def _run_windows(
-    channel: Channel, publication: Publication, buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: np.ufunc | None
+    channel: Channel, publication: Publication, buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: Combiner | None
 ) -> Iterator[int]:
     dtype = buffers[0].dtype
     per_window = SEGMENT_BYTES // dtype.itemsize
@@ -299,7 +300,7 @@ def _put(
 
 
 def _take(
-    step: Any, buffers: tuple[NDArray[Any], NDArray[Any]], chunk: Chunk, slot: NDArray[Any], ufunc: np.ufunc | None
+    step: Any, buffers: tuple[NDArray[Any], NDArray[Any]], chunk: Chunk, slot: NDArray[Any], ufunc: Combiner | None
 ) -> None:
     target = buffers[chunk.buffer][chunk.start : chunk.stop]
     value = slot[: chunk.count]
@@ -313,7 +314,7 @@ def _take(
         ufunc(target, value, out=target)
 
 
-def _after(local: tuple[Any, ...], buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: np.ufunc | None) -> None:
+def _after(local: tuple[Any, ...], buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: Combiner | None) -> None:
     for step in local:
         source = buffers[step.source.buffer][step.source.start : step.source.stop]
         target = buffers[step.target.buffer][step.target.start : step.target.stop]

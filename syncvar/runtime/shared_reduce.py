@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.runtime.kernels import Combiner
 
 __all__ = ["combine", "is_direct", "reduce_shared"]
 
@@ -49,7 +50,7 @@ def _bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
     return tuple((chunk.start, chunk.stop) for chunk in even_chunks(count, size))
 
 
-def combine(terms: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any], *, hold: bool = False) -> None:
+def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False) -> None:
     """Combine arrays by the tree into `out`, which may be the first of them; the others stay as they are.
 
     Args:
@@ -73,7 +74,7 @@ def reduce_shared(
     opening: tuple[int, int] | None,
     x: NDArray[Any],
     out: NDArray[Any],
-    ufunc: np.ufunc,
+    ufunc: Combiner,
     *,
     accumulate: np.dtype[Any] | None = None,
     divisor: int = 0,
@@ -169,7 +170,7 @@ def _small(
     opening: tuple[int, int],
     x: NDArray[Any],
     out: NDArray[Any],
-    ufunc: np.ufunc,
+    ufunc: Combiner,
     dtype: np.dtype[Any],
     divisor: int,
     apply: np.ufunc | None,
@@ -194,7 +195,7 @@ def _in_place(
     places: Sequence[int],
     count: int,
     dtype: np.dtype[Any],
-    ufunc: np.ufunc,
+    ufunc: Combiner,
     divisor: int,
     *,
     hold: bool,

@@ -44,6 +44,7 @@ class ReduceOp(Enum):
     PROD = "prod"
 
 
+_LOCAL = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _NO_AXIS = "axis must be an integer, a tuple of integers or None, not {!r}: write axis=0, axis=(0, 1) or axis=None"
 
 
@@ -197,8 +198,8 @@ def _along(op: str, array: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
         if _count(array, axes) == 0:
             shape = tuple(length for place, length in enumerate(array.shape) if place not in axes)
             return np.full(shape, _identity(how.name, array.dtype), array.dtype)
-        return np.asarray(how.ufunc.reduce(array, axis=axes))
-    return np.asarray(how.ufunc.reduce(array, axis=axes, dtype=how.accumulate))
+        return np.asarray(_LOCAL[how.name].reduce(array, axis=axes))
+    return np.asarray(_LOCAL[how.name].reduce(array, axis=axes, dtype=how.accumulate))
 
 
 def _identity(name: str, dtype: np.dtype[Any]) -> Any:

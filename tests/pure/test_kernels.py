@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 
 from syncvar.errors import ConfigError
-from syncvar.runtime.kernels import OPS, finish, reduction
+from syncvar.runtime.kernels import OPS as ALL_OPS
+from syncvar.runtime.kernels import finish, reduction
+
+OPS = ALL_OPS[:5]  # those that every number has; the others are tested below
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 
 HALVES = {"float16", "bfloat16"}

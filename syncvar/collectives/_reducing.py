@@ -1,0 +1,111 @@
+"""What the collectives that combine have in common: contributions going in, results coming out, what is compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.errors import ConfigError
+from syncvar.runtime.group import fingerprint
+from syncvar.runtime.kernels import Reduction, finish, reduction
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.operation import Stage
+
+__all__ = ["checked_scale", "contribution", "described", "outcome", "run_plan"]
+
+
+def described(
+    array: NDArray[Any], op: str, name: str, *options: Any, shown: str = ""
+) -> tuple[Reduction, int, str]:
+    """Return how an array is reduced, the fingerprint of the call, and the call in words.
+
+    Args:
+        array: What this rank brings.
+        op: The op.
+        name: The collective.
+        options: What else must be the same on all ranks.
+        shown: Options in words.
+    """
+    how = reduction(op, array.dtype)
+    digest = fingerprint(name, how.name, how.source, array.shape, *options)
+    return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+
+
+def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
+    """Return a factor for the elements of an array.
+
+    Raises:
+        ConfigError: It is no number, or the elements are integers, which it would have to round.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, int | float | complex | np.number):
+        raise ConfigError(f"{name} must be a number, not {scale!r}")
+    if array.dtype.kind not in "fVc":
+        raise ConfigError(
+            f"{name} of {array.dtype.name} would have to be rounded: write x.astype('float64'), or scale the result"
+        )
+    if isinstance(scale, complex | np.complexfloating) and array.dtype.kind != "c":
+        raise ConfigError(f"{name} of {array.dtype.name} must be a real number, not {scale!r}")
+    return scale
+
+
+def contribution(array: NDArray[Any], how: Reduction, rank: int, prescale: Any = None) -> NDArray[Any]:
+    """Return a fresh flat array of what a rank brings, in the dtype that accumulates."""
+    if how.is_locating:
+        made = np.empty(array.size, how.accumulate)
+        made["value"] = array.reshape(-1)
+        made["rank"] = rank
+        return made
+    made = np.array(array, dtype=how.accumulate, order="C", copy=True).reshape(-1)
+    if prescale is not None:
+        made *= np.asarray(prescale, made.dtype)
+    return made
+
+
+def outcome(
+    how: Reduction,
+    total: NDArray[Any],
+    count: int,
+    shape: tuple[int, ...],
+    out: NDArray[Any] | None = None,
+    postscale: Any = None,
+) -> Any:
+    """Return the result of a combination in the shape the caller expects; minloc and maxloc give (values, ranks).
+
+    Args:
+        how: The reduction.
+        total: The flat combination.
+        count: How many contributions it has.
+        shape: Of the result.
+        out: Where it goes, or None for a new array.
+        postscale: What it is multiplied by before it is rounded.
+    """
+    if how.is_locating:
+        pairs = total.reshape(shape)
+        return np.ascontiguousarray(pairs["value"]), np.ascontiguousarray(pairs["rank"])
+    if postscale is not None:
+        total = (finish(how._replace(result=total.dtype), total, count) * np.asarray(postscale, total.dtype)).astype(how.result)
+        result = total.reshape(shape)
+    else:
+        result = finish(how, total, count).reshape(shape)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def run_plan(
+    communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction | None, **options: Any
+) -> Generator[Stage, None, None]:
+    """Run the plan of a collective on a flat array."""
+    from syncvar.runtime.operation import Stage
+
+    counts = options.pop("counts", work.size)
+    plan = communicator.plan(collective, counts, work.itemsize, **options)
+    yield Stage(plan, work, None if how is None else how.ufunc)

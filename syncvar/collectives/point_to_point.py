@@ -1,0 +1,214 @@
+"""Send and receive: one array from one rank to another.
+
+Messages from one rank to another with the same tag arrive in the order sent; those of different tags do not disturb
+each other. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
+cycle of ranks that all send first gets the launcher's verdict instead of waiting for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._arguments import as_array, checked_output
+from syncvar.collectives._headers import RECORD_BYTES, array_record, pack_record, unpack_record
+from syncvar.collectives.groups import communicator_of
+from syncvar.errors import ConfigError, UsageError
+from syncvar.plans import Chunk, Plan, Recv, Send
+from syncvar.runtime.context import current
+from syncvar.runtime.executor import prepare
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.operation import Stage
+from syncvar.wire import dtype_from_index
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.collectives.groups import Group
+    from syncvar.plans import Step
+    from syncvar.runtime.executor import Prepared
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["recv", "send"]
+
+_SOURCE, _DEST = 0, 1  # ranks of the pair
+_TAG_MAX = (1 << 31) - 1
+
+
+def send(
+    x: Any,
+    dest: int,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Send an array to another rank, which takes it with `recv`.
+
+    Args:
+        x: Array of any shape, or number.
+        dest: Rank of the group that receives it; may be this one.
+        tag: 0 to 2**31 - 1; the receiver names the same.
+        group: Of which `dest` is a rank; None means the world.
+        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
+        timeout: Seconds; None means the job's default.
+
+    Returns:
+        None, when `x` may be changed: a message of up to `eager_bytes` may not have been received yet.
+
+    Raises:
+        ConfigError: A wrong argument.
+        MismatchError: A cycle: each of some ranks waits for the next one to receive.
+        PeerLost: The receiver is gone.
+        DeadlineExceeded: A long message was not received in time.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.send(np.arange(3), 0)
+        >>> sv.recv(0)
+        array([0, 1, 2])
+    """
+    communicator = communicator_of(group)
+    dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
+    rank = communicator.member_rank
+    if dest == rank:
+        _own(communicator, tag).append(as_array(x).copy())
+        return _done() if async_op else None
+    stream = _stream(communicator, rank, dest, tag)
+    eager_bytes = current().config.eager_bytes
+
+    def check() -> Request:
+        array = as_array(x)
+        waits = array.nbytes > eager_bytes
+        work = np.array(array, order="C", copy=async_op or not array.flags.c_contiguous, ndmin=0).reshape(-1)
+        record = np.frombuffer(pack_record(array_record(array, int(waits))), np.uint8)
+
+        def body() -> Generator[Stage, None, None]:
+            yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
+            rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
+            yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
+
+        what = f"send({array.dtype.name}{list(array.shape)} to rank {communicator.members[dest]}, tag {tag})"
+        return Request(what, fingerprint("message"), body())
+
+    return stream.perform("send", check, timeout, async_op=async_op)
+
+
+def recv(
+    source: int,
+    *,
+    tag: int = 0,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Receive the next array that another rank sends to this one with this tag.
+
+    Args:
+        source: Rank of the group that sends it; may be this one.
+        tag: As the sender names it.
+        out: Array of the message's shape and dtype to write to.
+        group: Of which `source` is a rank; None means the world.
+        async_op: Return a `Work` at once.
+        timeout: Seconds; None means the job's default.
+
+    Returns:
+        A new array in the shape and dtype in which it was sent, or `out`.
+
+    Raises:
+        ConfigError: A wrong argument, or a message that does not fit `out`; it is used up.
+        MismatchError: A cycle of ranks that wait for one another.
+        PeerLost: The sender is gone.
+        DeadlineExceeded: Nothing came in time.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.send(2.5, 0, tag=7)
+        >>> sv.recv(0, tag=7)
+        array(2.5)
+    """
+    communicator = communicator_of(group)
+    source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
+    rank = communicator.member_rank
+    if source == rank:
+        waiting = _own(communicator, tag)
+        if not waiting:
+            raise UsageError(f"recv from rank {source}, which is this one: it has sent itself nothing with tag {tag}")
+        made = _delivered(waiting.popleft(), out)
+        return _done(made) if async_op else made
+    stream = _stream(communicator, source, rank, tag)
+
+    def check() -> Request:
+        def body() -> Generator[Stage, None, Any]:
+            data = np.empty(RECORD_BYTES, np.uint8)
+            yield Stage(_plan(stream, Recv(_SOURCE, Chunk(0, data.size))), data)
+            record = unpack_record(data.tobytes())
+            made: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
+            work = made.reshape(-1)
+            rounds: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
+            yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
+            return _delivered(made, out)
+
+        what = f"recv(from rank {communicator.members[source]}, tag {tag})"
+        return Request(what, fingerprint("message"), body())
+
+    return stream.perform("recv", check, timeout, async_op=async_op)
+
+
+def _delivered(made: NDArray[Any], out: Any) -> NDArray[Any]:
+    if out is None:
+        return made
+    target = checked_output(out, made.shape, made.dtype)
+    target[...] = made
+    return target
+
+
+def _plan(stream: Communicator, *steps: Step) -> Prepared:
+    """Return a plan of one step for each round, for this end of the pair."""
+    count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
+    rounds = tuple((step,) for step in steps)
+    return prepare(Plan("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members)
+
+
+def _stream(communicator: Communicator, source: int, dest: int, tag: int) -> Communicator:
+    """Return the pair's own calls: message number k of the sender meets message number k of the receiver."""
+    found = communicator.streams.get((source, dest, tag))
+    if found is None:
+        identity = fingerprint("message", communicator.identity, source, dest, tag)
+        pair = (communicator.members[source], communicator.members[dest])
+        found = communicator.streams[source, dest, tag] = current().communicator(identity, pair, shares=False)
+    return found
+
+
+def _own(communicator: Communicator, tag: int) -> deque[NDArray[Any]]:
+    """Return what this rank has sent to itself."""
+    return communicator.own_messages.setdefault(tag, deque())
+
+
+def _done(result: Any = None) -> Any:
+    from syncvar.runtime.group import Work
+    from syncvar.runtime.operation import Operation, State
+
+    operation = Operation(0, (), 0, 0, "a message to this rank itself")
+    operation.state, operation.result = State.DONE, result
+    return Work(None, operation)
+
+
+def _checked(name: str, rank: Any, size: int) -> int:
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        raise ConfigError(f"{name} must be a rank, not {rank!r}; a message from just anybody cannot be asked for")
+    if not 0 <= rank < size:
+        raise ConfigError(f"{name} {rank} is not in the group: its ranks are 0 to {size - 1}")
+    return int(rank)
+
+
+def _checked_tag(tag: Any) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, int | np.integer) or not 0 <= tag <= _TAG_MAX:
+        raise ConfigError(f"tag must be an integer from 0 to {_TAG_MAX}, not {tag!r}")
+    return int(tag)

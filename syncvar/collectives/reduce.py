@@ -1,0 +1,117 @@
+"""Reduce: the root ends with the combination of all ranks' values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.collectives._arguments import (
+    as_array,
+    checked_output,
+    checked_root,
+    flatten,
+    is_structure,
+    unflatten,
+)
+from syncvar.collectives._reducing import contribution, described, outcome, run_plan
+from syncvar.collectives.groups import communicator_of
+from syncvar.errors import ConfigError
+from syncvar.runtime.group import Request, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.collectives.groups import Group
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.kernels import Reduction
+    from syncvar.runtime.operation import Stage
+
+__all__ = ["reduce"]
+
+
+def reduce(
+    x: Any,
+    op: str = "sum",
+    *,
+    root: int = 0,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Combine the values of all ranks on one of them.
+
+    Args:
+        x: Array of any shape, number, or a nested dict/list/tuple of them; the same shapes and dtypes on every rank.
+        op: As for `all_reduce`.
+        root: Rank of the group that gets the result.
+        out: On the root, an array of the result's shape and dtype to write to; not for structures.
+        group: Ranks that take part; None means the world.
+        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
+        timeout: Seconds; None means the job's default.
+        algorithm: Force one of `syncvar plan reduce`; the same on every rank.
+
+    Returns:
+        On the root a new array (or structure of arrays), None on the other ranks.
+
+    Raises:
+        ConfigError: A wrong argument; the other ranks raise MismatchError and the group stays usable.
+        MismatchError: The ranks do not make the same call.
+        PeerLost: A rank is gone.
+        DeadlineExceeded: The call did not finish in time.
+
+    Cost: ceil(log2 n) rounds by a binomial tree over links; one in shared memory.
+    Order: lower ranks are left operands; fixed by the number of ranks.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.reduce(np.array([1.0, 2.0]), root=0)
+        array([1., 2.])
+    """
+    communicator = communicator_of(group)
+
+    def check() -> Request:
+        target = checked_root(root, communicator.size)
+        is_root = communicator.member_rank == target
+        if is_structure(x):
+            if out is not None:
+                raise ConfigError("out cannot be given with a structure")
+            structure, leaves = flatten(x)
+        else:
+            structure, leaves = None, [x]
+        arrays = [as_array(leaf) for leaf in leaves]
+        parts = [described(array, op, "reduce", target, algorithm, shown=f", root {target}") for array in arrays]
+        hows = [how for how, _, _ in parts]
+        into = None
+        if out is not None and is_root:
+            into = checked_output(out, arrays[0].shape, hows[0].result)
+        works = [contribution(array, how, communicator.member_rank) for array, how in zip(arrays, hows, strict=True)]
+
+        def body() -> Generator[Stage, None, Any]:
+            results = []
+            for array, how, work in zip(arrays, hows, works, strict=True):
+                results.append((yield from _one(communicator, array, how, work, target, into, algorithm)))
+            if not is_root:
+                return None
+            return results[0] if structure is None else unflatten(structure, results)
+
+        digest = parts[0][1] if structure is None else fingerprint(structure, *(part[1] for part in parts))
+        what = parts[0][2] if structure is None else f"reduce({op}, {len(arrays)} arrays, root {target})"
+        return Request(what, digest, body())
+
+    return communicator.perform("reduce", check, timeout, async_op=async_op)
+
+
+def _one(
+    communicator: Communicator,
+    array: NDArray[Any],
+    how: Reduction,
+    work: NDArray[Any],
+    root: int,
+    out: NDArray[Any] | None,
+    algorithm: str | None,
+) -> Generator[Stage, None, Any]:
+    yield from run_plan(communicator, "reduce", work, how, root=root, algorithm=algorithm)
+    return outcome(how, work, communicator.size, array.shape, out) if communicator.member_rank == root else None
