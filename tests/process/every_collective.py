@@ -1,0 +1,173 @@
+"""Every collective with every count that could be a corner, checked with == against NumPy; run as a rank by test_width.py.
+
+All ranks' inputs are made on every rank, so that the expectation needs no communication. The numbers are small
+integers: sums and products of eight of them are exact in every dtype used.
+"""
+
+import functools
+import sys
+
+import numpy as np
+
+import syncvar as sv
+
+RANK, SIZE = sv.rank(), sv.world_size()
+COUNTS = sorted({0, 1, max(0, SIZE - 1), SIZE, SIZE + 1, 10_007})
+DTYPES = ["float32", "float64", "int32", "uint8", "complex64", "float16", "bfloat16"]
+FOLD = {
+    "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+checks = 0
+
+
+def dtype_of(name):
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def part(rank, count, dtype, op="sum"):
+    """What a rank brings: 0 to 2 (1 or 2 for products), by place and rank."""
+    values = (np.arange(count) * 7 + rank * 3) % (2 if op == "prod" else 3) + (op == "prod")
+    return values.astype(dtype)
+
+
+def ops_of(dtype):
+    if dtype.kind == "c":
+        return ["sum", "prod"]
+    return ["sum", "prod", "min", "max", *(["and", "or", "xor"] if dtype.kind in "iu" else [])]
+
+
+def folded(parts, op):
+    wide = [p.astype(np.float32) if p.dtype.itemsize == 2 and p.dtype.kind in "fV" else p for p in parts]
+    return functools.reduce(FOLD[op], wide).astype(parts[0].dtype)
+
+
+def same(got, wanted, *about):
+    global checks
+    checks += 1
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    if got.shape != wanted.shape or got.dtype != wanted.dtype or not (got == wanted).all():
+        raise SystemExit(f"rank {RANK} of {SIZE}: {about}: got {got!r:.200}, wanted {wanted!r:.200}")
+
+
+def pieces(count):
+    base, longer = divmod(count, SIZE)
+    sizes = [base + (rank < longer) for rank in range(SIZE)]
+    return np.cumsum([0, *sizes])
+
+
+def combining(count, dtype, op, root):
+    parts = [part(rank, count, dtype, op) for rank in range(SIZE)]
+    mine, total = parts[RANK], folded(parts, op)
+    about = (op, dtype.name, count)
+    same(sv.all_reduce(mine, op), total, "all_reduce", *about)
+    into = np.empty_like(mine)
+    assert sv.all_reduce(mine, op, out=into) is into
+    same(into, total, "all_reduce out", *about)
+    got = sv.reduce(mine, op, root=root)
+    if RANK == root:
+        same(got, total, "reduce", *about)
+    else:
+        assert got is None
+    bounds = pieces(count)
+    same(sv.reduce_scatter(mine, op), total[bounds[RANK] : bounds[RANK + 1]], "reduce_scatter", *about)
+    same(sv.scan(mine, op), folded(parts[: RANK + 1], op), "scan", *about)
+    if RANK:
+        same(sv.exscan(mine, op), folded(parts[:RANK], op), "exscan", *about)
+    else:
+        assert sv.exscan(mine, op).shape == mine.shape
+
+
+def moving(count, dtype, root):
+    parts = [part(rank, count, dtype) for rank in range(SIZE)]
+    about = (dtype.name, count)
+    same(sv.broadcast(parts[root] if RANK == root else None, root=root), parts[root], "broadcast", *about)
+    same(sv.all_gather(parts[RANK]), np.concatenate(parts), "all_gather", *about)
+    uneven = [part(rank, (count + rank) % (count + 2), dtype) for rank in range(SIZE)]
+    same(sv.all_gather(uneven[RANK]), np.concatenate(uneven), "all_gather uneven", *about)
+    got = sv.gather(uneven[RANK], root=root)
+    if RANK == root:
+        same(got, np.concatenate(uneven), "gather", *about)
+    else:
+        assert got is None
+    same(sv.scatter(uneven if RANK == root else None, root=root), uneven[RANK], "scatter", *about)
+    bounds = pieces(count)
+    cut = parts[root][bounds[RANK] : bounds[RANK + 1]]
+    same(sv.scatter(parts[root] if RANK == root else None, root=root), cut, "scatter cut", *about)
+    outgoing = [[part(s * SIZE + d, (count + s + 2 * d) % (count + 3), dtype) for d in range(SIZE)] for s in range(SIZE)]
+    for source, got in enumerate(sv.all_to_all(outgoing[RANK])):
+        same(got, outgoing[source][RANK], "all_to_all", source, *about)
+    if SIZE > 1:
+        work = sv.send(parts[RANK], (RANK + 1) % SIZE, tag=count, async_op=True)
+        before = (RANK - 1) % SIZE
+        same(sv.recv(before, tag=count), parts[before], "send and recv", *about)
+        work.wait()
+
+
+def odd():
+    root = SIZE - 1
+    base = np.arange(24.0).reshape(4, 6) + RANK
+    turned = [(np.arange(24.0).reshape(4, 6) + rank).T[::2] for rank in range(SIZE)]
+    assert not turned[RANK].flags.c_contiguous
+    same(sv.all_reduce(base.T[::2]), sum(turned), "all_reduce strided")
+    frozen = turned[RANK].copy()
+    frozen.flags.writeable = False
+    same(sv.all_reduce(frozen), sum(turned), "all_reduce read-only")
+    same(sv.all_gather(base.T[::2], axis=1), np.concatenate(turned, axis=1), "all_gather axis 1")
+    gathered = sv.gather(np.asfortranarray(base), root=root, axis=-1)
+    if RANK == root:
+        same(gathered, np.concatenate([np.arange(24.0).reshape(4, 6) + r for r in range(SIZE)], axis=-1), "gather axis -1")
+    same(sv.all_reduce(np.float32(RANK)), np.float32(SIZE * (SIZE - 1) / 2), "0-d")
+    same(sv.scan(RANK + 1), np.asarray(sum(range(RANK + 2))), "scan 0-d")
+    mean = sv.all_reduce(np.full(3, RANK, np.int64), "mean")
+    same(mean, np.full(3, (SIZE - 1) / 2), "mean of integers")
+    values, ranks = sv.all_reduce(np.array([RANK, -RANK, 0.0]), "maxloc")
+    same(values, np.array([SIZE - 1.0, 0.0, 0.0]), "maxloc values")
+    same(ranks, np.array([SIZE - 1, 0, 0]), "maxloc ranks")
+    assert sv.all_reduce(np.array([RANK == 0, True]), "and").tolist() == [SIZE == 1, True]
+    assert sv.all_reduce(np.array([RANK == 0, False]), "xor").tolist() == [True, False]
+    lengths = [(rank + 1) % 3 for rank in range(SIZE)]
+    rows = np.arange(sum(lengths) * 2.0).reshape(-1, 2)
+    bounds = np.cumsum([0, *lengths])
+    wanted = rows[bounds[RANK] : bounds[RANK + 1]] * SIZE
+    same(sv.reduce_scatter(rows, lengths=lengths), wanted, "reduce_scatter uneven")
+    assert sv.all_gather_object({"rank": RANK, "x": np.arange(RANK)})[root]["rank"] == root
+    assert sv.gather_object(RANK, root=root) == (list(range(SIZE)) if RANK == root else None)
+    assert sv.scatter_object([f"for {rank}" for rank in range(SIZE)] if RANK == root else None, root=root) == f"for {RANK}"
+    assert sv.broadcast_object([root, "x"] if RANK == root else None, root=root) == [root, "x"]
+    pending = [
+        sv.all_reduce(np.full(9, RANK), async_op=True), sv.reduce(np.ones(3), async_op=True),
+        sv.broadcast(np.ones(2), async_op=True), sv.all_gather(RANK, async_op=True), sv.gather(RANK, async_op=True),
+        sv.scatter(list(range(SIZE)), async_op=True), sv.reduce_scatter(np.ones(SIZE), async_op=True),
+        sv.all_to_all(np.arange(SIZE), async_op=True), sv.scan(1, async_op=True), sv.exscan(1, async_op=True),
+        sv.barrier(async_op=True),
+    ]  # fmt: skip
+    results = [work.wait() for work in pending]
+    same(results[0], np.full(9, SIZE * (SIZE - 1) // 2), "async all_reduce")
+    same(results[5], np.asarray(RANK), "async scatter")
+    same(results[6], np.array([float(SIZE)]), "async reduce_scatter")
+    same(results[8], np.asarray(RANK + 1), "async scan")
+    same(results[9], np.asarray(RANK), "async exscan")
+
+
+def main():
+    few = "--few" in sys.argv
+    for index, count in enumerate(COUNTS):
+        for number, name in enumerate(DTYPES):
+            dtype = dtype_of(name)
+            root = (index + number) % SIZE
+            ops = ops_of(dtype)
+            for op in ops if not few or count == SIZE + 1 else [ops[(index + number) % len(ops)]]:
+                combining(count, dtype, op, root)
+            moving(count, dtype, root)
+    odd()
+    sv.barrier()
+    if RANK == 0:
+        print(f"checked {checks}", flush=True)
+
+
+main()
