@@ -184,6 +184,11 @@ def test_a_shortcut_looks_at_the_queue_when_it_has_the_group():
     assert ranks(2, fn) == [([10.0] * 3, [2.0] * 3)] * 2
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_number_is_not_one_of_an_earlier_call(size):
+    assert ranks(size, lambda: [int(sv.all_reduce(np.array(turn))) for turn in range(6)]) == [[turn * size for turn in range(6)]] * size
+
+
 @pytest.fixture
 def crowded(monkeypatch):
     monkeypatch.setattr(Crowd, "holds", lambda self: True)
