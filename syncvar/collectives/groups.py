@@ -79,6 +79,23 @@ class Group:
         members = tuple(parent.members[rank] for _, rank in chosen)
         return Group(current().communicator(_identity(parent, members), members))
 
+    def destroy(self) -> None:
+        """Give back what the group holds on this rank; later calls on it raise UsageError. Idempotent, not collective.
+
+        A group that nobody refers to any more is given back by itself.
+
+        Raises:
+            UsageError: It is the world.
+
+        Example:
+            >>> import syncvar as sv
+            >>> group = sv.new_group([0])
+            >>> group.destroy()
+        """
+        if self._communicator is current().world:
+            raise UsageError("the world cannot be destroyed; sv.shutdown() leaves the job")
+        self._communicator.destroy()
+
     def __repr__(self) -> str:
         return f"Group(ranks={list(self.ranks)}, rank={self.rank})"
 

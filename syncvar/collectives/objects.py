@@ -15,6 +15,7 @@ from syncvar.collectives._headers import BYTES, Record, exchange
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.broadcast import broadcast_bytes
 from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.scatter import scatter_flat
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.wire import pack_object, unpack_object
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 
-def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | None = None) -> list[Any]:
+def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
+) -> Any:
     """Give every rank the objects of all ranks, in rank order.
 
     Args:
         o: Any object of the kinds named in this module.
         group: Ranks that take part; None means the world.
         timeout: Seconds; None means the job's default.
+        async_op: Return a `Work` at once.
 
     Raises:
         ConfigError: The object cannot travel; the others raise MismatchError.
@@ -47,10 +50,12 @@ def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | No
         >>> sv.all_gather_object({"rank": sv.rank()})
         [{'rank': 0}]
     """
-    return gather_objects(communicator_of(group), "all_gather_object", lambda: o, timeout)
+    return gather_objects(communicator_of(group), "all_gather_object", lambda: o, timeout, async_op=async_op)
 
 
-def gather_objects(communicator: Communicator, name: str, make: Callable[[], Any], timeout: float | None) -> list[Any]:
+def gather_objects(
+    communicator: Communicator, name: str, make: Callable[[], Any], timeout: float | None, *, async_op: bool = False
+) -> Any:
     """Gather what `make` returns; what it raises is the caller's error, of which the group is told."""
 
     def check() -> Request:
@@ -61,11 +66,11 @@ def gather_objects(communicator: Communicator, name: str, make: Callable[[], Any
 
         return Request(name, fingerprint(name), body())
 
-    result: list[Any] = communicator.perform(name, check, timeout)
-    return result
+    return communicator.perform(name, check, timeout, async_op=async_op)
 
 
-def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None) -> Any:
+def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
+) -> Any:
     """Give every rank the root's object; what other ranks pass is not looked at.
 
     Args:
@@ -73,6 +78,7 @@ def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeo
         root: Rank of the group whose object is sent.
         group: Ranks that take part; None means the world.
         timeout: Seconds; None means the job's default.
+        async_op: Return a `Work` at once.
 
     Raises:
         ConfigError: The object cannot travel; the others raise MismatchError.
@@ -95,12 +101,12 @@ def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeo
 
         return Request(f"broadcast_object(root {source})", fingerprint("broadcast_object", source), body())
 
-    return communicator.perform("broadcast_object", check, timeout)
+    return communicator.perform("broadcast_object", check, timeout, async_op=async_op)
 
 
 def gather_object(
-    o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None
-) -> list[Any] | None:
+    o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
+) -> Any:
     """Give the root the objects of all ranks, in rank order; other ranks get None.
 
     Args:
@@ -108,11 +114,12 @@ def gather_object(
         root: Rank of the group that gets the list.
         group: Ranks that take part; None means the world.
         timeout: Seconds; None means the job's default.
+        async_op: Return a `Work` at once.
 
     Raises:
         ConfigError: The object cannot travel; the others raise MismatchError.
 
-    Cost: that of `all_gather_object`.
+    Cost: a header round, then each packed object once to the root.
 
     Example:
         >>> import syncvar as sv
@@ -126,17 +133,16 @@ def gather_object(
         mine = pack_object(o)
 
         def body() -> Generator[Stage, None, list[Any] | None]:
-            everything = yield from _gather_bytes(communicator, mine)
+            everything = yield from _gather_bytes(communicator, mine, target)
             return [unpack_object(data) for data in everything] if communicator.member_rank == target else None
 
         return Request(f"gather_object(root {target})", fingerprint("gather_object", target), body())
 
-    result: list[Any] | None = communicator.perform("gather_object", check, timeout)
-    return result
+    return communicator.perform("gather_object", check, timeout, async_op=async_op)
 
 
 def scatter_object(
-    objects: list[Any] | None, root: int = 0, *, group: Group | None = None, timeout: float | None = None
+    objects: list[Any] | None, root: int = 0, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
 ) -> Any:
     """Give rank r the r-th object of the root's list; what other ranks pass is not looked at.
 
@@ -145,11 +151,12 @@ def scatter_object(
         root: Rank of the group that has the list.
         group: Ranks that take part; None means the world.
         timeout: Seconds; None means the job's default.
+        async_op: Return a `Work` at once.
 
     Raises:
         ConfigError: The list is too long or too short, or an object cannot travel; the others raise MismatchError.
 
-    Cost: that of `broadcast_object` of the whole list.
+    Cost: a broadcast of the lengths, then each packed object once.
 
     Example:
         >>> import syncvar as sv
@@ -160,26 +167,33 @@ def scatter_object(
 
     def check() -> Request:
         source = checked_root(root, communicator.size)
-        mine = b""
+        packed: list[bytes] = []
         if communicator.member_rank == source:
             if not isinstance(objects, list | tuple) or len(objects) != communicator.size:
                 given = f"{len(objects)} objects" if isinstance(objects, list | tuple) else type(objects).__name__
                 raise ConfigError(f"scatter_object needs a list of {communicator.size} objects on the root, not {given}")
-            mine = pack_object([pack_object(one) for one in objects])
+            packed = [pack_object(one) for one in objects]
 
         def body() -> Generator[Stage, None, Any]:
-            packed = unpack_object((yield from broadcast_bytes(communicator, mine, source)))
-            return unpack_object(packed[communicator.member_rank])
+            lengths = pack_object([len(data) for data in packed])
+            counts = tuple(unpack_object((yield from broadcast_bytes(communicator, lengths, source))))
+            whole = np.frombuffer(b"".join(packed), np.uint8).copy() if packed else None
+            mine = yield from scatter_flat(communicator, whole, np.dtype(np.uint8), counts, source)
+            return unpack_object(mine.tobytes())
 
         return Request(f"scatter_object(root {source})", fingerprint("scatter_object", source), body())
 
-    return communicator.perform("scatter_object", check, timeout)
+    return communicator.perform("scatter_object", check, timeout, async_op=async_op)
 
 
-def _gather_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, None, list[bytes]]:
+def _gather_bytes(
+    communicator: Communicator, mine: bytes, root: int | None = None
+) -> Generator[Stage, None, list[bytes]]:
     records = yield from exchange(communicator, Record(BYTES, nbytes=len(mine)))
     counts = tuple(record.nbytes for record in records)
-    flat = yield from gather_flat(communicator, np.frombuffer(mine, np.uint8), counts)
+    flat = yield from gather_flat(communicator, np.frombuffer(mine, np.uint8), counts, root)
+    if root is not None and communicator.member_rank != root:
+        return []
     data = flat.tobytes()
     ends = list(accumulate(counts))
     return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]

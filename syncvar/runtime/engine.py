@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
+_log = logging.getLogger("syncvar")
 _DETAIL_GRACE_S = 0.2  # how long a silent loss waits for the launcher to say what happened
 _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
@@ -331,6 +333,12 @@ class Engine:
         Raises:
             SyncvarError: A started operation failed.
         """
+        left = [f"{one.what} started at {one.site}" for one in [*self._active.values(), *self._inbox] if one.site]
+        if left and self.failure is None:
+            _log.warning(
+                "%d started call%s not waited for, and so waited for now: %s%s",
+                len(left), " was" if len(left) == 1 else "s were", "; ".join(left[:5]), "; …" if len(left) > 5 else "",
+            )  # fmt: skip
         while self.failure is None and time.monotonic() < deadline:
             started = [*self._active.values(), *self._inbox]
             if not started:

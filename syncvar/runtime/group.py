@@ -7,10 +7,11 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, InternalError, UsageError
+from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
 from syncvar.plans import build, build_all, choose
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
+from syncvar.runtime.sites import own_site
 
 if TYPE_CHECKING:
     from collections import deque
@@ -82,6 +83,17 @@ class Work:
             if operation.error is not None:
                 raise operation.error
             return operation.result
+        try:
+            return self._wait(timeout)
+        except SyncvarError as error:
+            note = f"the call was started at {operation.site}"
+            if operation.site and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+    def _wait(self, timeout: float | None) -> Any:
+        operation = self._operation
+        assert self._engine is not None
         if timeout is not None and not operation.is_over:
             import time
 
@@ -162,6 +174,7 @@ class Communicator:
         self.shortcuts: dict[Any, Shortcut] = {}  # by (op, dtype, shape, reproducible)
         self._plans: dict[tuple[Any, ...], Prepared | Published] = {}
         self._forked: UsageError | None = None
+        self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
             engine.announce(identity, 0)
             if channel is not None:
@@ -260,6 +273,8 @@ class Communicator:
         """
         engine = self.engine
         self.member_rank  # noqa: B018  (raises for non-members)
+        if self._destroyed is not None:
+            raise self._destroyed
         if engine is not None:
             engine.check()
         elif self._forked is not None:
@@ -286,6 +301,7 @@ class Communicator:
                 work = Work(None, operation)
                 return work if async_op else work.wait()
             if async_op:
+                operation.site = own_site()
                 engine.start(operation, allowed)
                 return Work(engine, operation)
             return engine.run(operation, allowed)
@@ -336,6 +352,18 @@ class Communicator:
         engine = getattr(self, "engine", None)
         if engine is not None and self.is_shared:
             engine.count(self.identity, self.next_call)
+
+    def destroy(self) -> None:
+        """Let go of what the group holds here; later calls are refused. Started calls go on."""
+        self._destroyed = UsageError(
+            f"this group of ranks {list(self.members)} has been destroyed; make it again with sv.new_group or split"
+        )
+        if self.engine is not None and self.is_shared:
+            self.engine.count(self.identity, self.next_call)
+        self.channel = None
+        self.shortcuts.clear()
+        self._plans.clear()
+        self.streams.clear()
 
     def disown(self, failure: UsageError) -> None:
         """Refuse every later call: this process is a forked copy."""

@@ -86,7 +86,7 @@ class Operation:
 
     __slots__ = (
         "call", "deadline", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued", "report_at",
-        "reported", "result", "started", "state", "thread", "timeout_s", "what",
+        "reported", "result", "site", "started", "state", "thread", "timeout_s", "what",
     )  # fmt: skip
 
     is_shared = False  # its bytes go through memory that all its ranks see: no frame arrives, somebody has to look
@@ -108,6 +108,7 @@ class Operation:
         self.report_at = 0.0
         self.reported = False
         self.mismatch = False
+        self.site = ""  # file:line, of a call that was started and not waited for at once
         self.thread = 0  # the thread that waits for this operation; 0 when nobody does
 
     @property

@@ -11,23 +11,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["call_site"]
+__all__ = ["call_site", "own_site"]
 
 _looking = threading.Lock()
 
 
 def call_site(thread: int) -> str:
     """Return file:line and function of the innermost frame of a thread that is not ours."""
-    frame = _innermost(thread)
+    frame = _users(_innermost(thread))
+    if frame is None:
+        return "a place unknown"
+    path = frame.f_code.co_filename
+    relative = os.path.relpath(path)
+    return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def own_site() -> str:
+    """Return file:line and function of the caller's innermost frame that is not ours; about a microsecond."""
+    frame = _users(sys._getframe())  # noqa: SLF001
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         ours = module == "copy" or module.startswith("syncvar.")  # copy.deepcopy calls us in the user's name
         if not ours or module.startswith("syncvar.examples."):
-            path = frame.f_code.co_filename
-            relative = os.path.relpath(path)
-            return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return frame
         frame = frame.f_back
-    return "a place unknown"
+    return None
 
 
 def _innermost(thread: int) -> FrameType | None:

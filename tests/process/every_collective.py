@@ -69,7 +69,7 @@ def combining(count, dtype, op, root):
     assert sv.all_reduce(mine, op, out=into) is into
     same(into, total, "all_reduce out", *about)
     got = sv.reduce(mine, op, root=root)
-    if RANK == root:
+    if root == RANK:
         same(got, total, "reduce", *about)
     else:
         assert got is None
@@ -85,19 +85,19 @@ def combining(count, dtype, op, root):
 def moving(count, dtype, root):
     parts = [part(rank, count, dtype) for rank in range(SIZE)]
     about = (dtype.name, count)
-    same(sv.broadcast(parts[root] if RANK == root else None, root=root), parts[root], "broadcast", *about)
+    same(sv.broadcast(parts[root] if root == RANK else None, root=root), parts[root], "broadcast", *about)
     same(sv.all_gather(parts[RANK]), np.concatenate(parts), "all_gather", *about)
     uneven = [part(rank, (count + rank) % (count + 2), dtype) for rank in range(SIZE)]
     same(sv.all_gather(uneven[RANK]), np.concatenate(uneven), "all_gather uneven", *about)
     got = sv.gather(uneven[RANK], root=root)
-    if RANK == root:
+    if root == RANK:
         same(got, np.concatenate(uneven), "gather", *about)
     else:
         assert got is None
-    same(sv.scatter(uneven if RANK == root else None, root=root), uneven[RANK], "scatter", *about)
+    same(sv.scatter(uneven if root == RANK else None, root=root), uneven[RANK], "scatter", *about)
     bounds = pieces(count)
     cut = parts[root][bounds[RANK] : bounds[RANK + 1]]
-    same(sv.scatter(parts[root] if RANK == root else None, root=root), cut, "scatter cut", *about)
+    same(sv.scatter(parts[root] if root == RANK else None, root=root), cut, "scatter cut", *about)
     outgoing = [[part(s * SIZE + d, (count + s + 2 * d) % (count + 3), dtype) for d in range(SIZE)] for s in range(SIZE)]
     for source, got in enumerate(sv.all_to_all(outgoing[RANK])):
         same(got, outgoing[source][RANK], "all_to_all", source, *about)
@@ -119,7 +119,7 @@ def odd():
     same(sv.all_reduce(frozen), sum(turned), "all_reduce read-only")
     same(sv.all_gather(base.T[::2], axis=1), np.concatenate(turned, axis=1), "all_gather axis 1")
     gathered = sv.gather(np.asfortranarray(base), root=root, axis=-1)
-    if RANK == root:
+    if root == RANK:
         same(gathered, np.concatenate([np.arange(24.0).reshape(4, 6) + r for r in range(SIZE)], axis=-1), "gather axis -1")
     same(sv.all_reduce(np.float32(RANK)), np.float32(SIZE * (SIZE - 1) / 2), "0-d")
     same(sv.scan(RANK + 1), np.asarray(sum(range(RANK + 2))), "scan 0-d")
@@ -136,9 +136,9 @@ def odd():
     wanted = rows[bounds[RANK] : bounds[RANK + 1]] * SIZE
     same(sv.reduce_scatter(rows, lengths=lengths), wanted, "reduce_scatter uneven")
     assert sv.all_gather_object({"rank": RANK, "x": np.arange(RANK)})[root]["rank"] == root
-    assert sv.gather_object(RANK, root=root) == (list(range(SIZE)) if RANK == root else None)
-    assert sv.scatter_object([f"for {rank}" for rank in range(SIZE)] if RANK == root else None, root=root) == f"for {RANK}"
-    assert sv.broadcast_object([root, "x"] if RANK == root else None, root=root) == [root, "x"]
+    assert sv.gather_object(RANK, root=root) == (list(range(SIZE)) if root == RANK else None)
+    assert sv.scatter_object([f"for {rank}" for rank in range(SIZE)] if root == RANK else None, root=root) == f"for {RANK}"
+    assert sv.broadcast_object([root, "x"] if root == RANK else None, root=root) == [root, "x"]
     pending = [
         sv.all_reduce(np.full(9, RANK), async_op=True), sv.reduce(np.ones(3), async_op=True),
         sv.broadcast(np.ones(2), async_op=True), sv.all_gather(RANK, async_op=True), sv.gather(RANK, async_op=True),
