@@ -264,6 +264,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     _apply_color_habits(values, origin, environ)
     runtime = _runtime(line, environ, knobs, origin)
+    if runtime.trace:
+        runtime = replace(runtime, trace=str(base / runtime.trace))
     if values["debug"] is not None:
         if values["debug"] >= values["workers"]:
             raise ConfigError(

@@ -93,7 +93,7 @@ def main() -> None:
         if code is None or code == 0:
             return
         if os.getpid() == process:
-            _let_go()
+            _let_go(f"SystemExit: {code}")
             number = code if isinstance(code, int) else 1
             word.failed("SystemExit", str(code), "" if isinstance(code, int) else str(code), number & 0xFF)
         raise
@@ -118,11 +118,11 @@ def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _let_go() -> None:
+def _let_go(reason: str) -> None:
     context = sys.modules.get("syncvar.runtime.context")
     if context is not None:
         try:
-            context.abandon()
+            context.abandon(reason)
         except Exception as error:  # noqa: BLE001  (the script's own failure is what matters now)
             sys.stderr.write(f"syncvar: leaving the job failed: {error}\n")
 
@@ -132,7 +132,7 @@ def _fail(word: _Word, error: BaseException) -> NoReturn:
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
     text = _traceback_text(error)
     word.failed(name, str(error), text, code)
-    _let_go()
+    _let_go(f"uncaught {name}: {error}"[:2000])
     if _is_ours(error) and name in _CONSEQUENCES:
         # Every survivor would print the same traceback; the launcher shows the cause once, and this line for each.
         sys.stderr.write(f"{name}: {error}\n")

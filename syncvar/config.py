@@ -61,6 +61,7 @@ class RuntimeConfig:
     arena_bytes: int = _knob(1 << 40, "B", "virtual size of the memory that the processes of one host share", 16 << 20)
     eager_bytes: int = _knob(65536, "B", "longest message of send that does not wait for its receiver", 0)
     log_level: str = _knob("warning", "", "what workers log on standard error", choices=("warning", "info", "debug"))
+    trace: str = _knob("", "path", "folder for the flight record of every rank, written at the end of every run")
     transport: str = _knob("auto", "", "data path between processes of one host", choices=("auto", "zmq"))
 
     def __post_init__(self) -> None:
@@ -69,6 +70,9 @@ class RuntimeConfig:
             if choices:
                 if value not in choices:
                     raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
+            elif isinstance(item.default, str):
+                if not isinstance(value, str):
+                    raise ConfigError(f"{item.name} must be a text, not {value!r}")
             elif isinstance(item.default, int) and isinstance(value, float):
                 raise ConfigError(f"{item.name} must be a whole number of {item.metadata['unit']}, not {value!r}")
             elif isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < low:

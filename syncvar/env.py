@@ -27,7 +27,7 @@ _INTEGERS = {
     "host_count": "HOST_COUNT",
     "generation": "GENERATION",
 }
-_TEXTS = {"rendezvous": "RENDEZVOUS", "job_id": "JOB_ID", "role": "ROLE", "host": "HOST"}
+_TEXTS = {"rendezvous": "RENDEZVOUS", "job_id": "JOB_ID", "role": "ROLE", "host": "HOST", "flight_dir": "FLIGHT_DIR"}
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -47,6 +47,7 @@ class RankEnvironment:
         job_id: The job's random identity; frames of another job are refused.
         role: "worker" (servers come with the parameter server strategy).
         host: Name of this host, for messages.
+        flight_dir: Folder for the flight record of a worker that fails; empty for none.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class RankEnvironment:
     job_id: str
     role: str = "worker"
     host: str = "localhost"
+    flight_dir: str = ""
 
     @classmethod
     def from_mapping(cls, environ: Mapping[str, str]) -> RankEnvironment | None:

@@ -29,7 +29,7 @@ __all__ = ["run"]
 _GRACE_S = 30.0
 _NOT_INHERITED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT", "RENDEZVOUS", "JOB_ID",
-    "ROLE", "GENERATION", "HOST", "STATUS_FD",
+    "ROLE", "GENERATION", "HOST", "STATUS_FD", "FLIGHT_DIR",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from syncvar.errors import DeadlineExceeded
+from syncvar.runtime.recorder import UNRECORDED
 from syncvar.wire import Kind, pack_header
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ class Question:
         timeout_s: The time allowed, for messages.
     """
 
-    __slots__ = ("_parts", "call", "deadline", "error", "is_over", "key", "peer", "result", "thread", "timeout_s", "what")
+    __slots__ = (
+        "_parts", "call", "deadline", "entry", "error", "is_over", "key", "peer", "result", "thread", "timeout_s", "what",
+    )  # fmt: skip
 
     def __init__(self, peer: int, key: int, what: str, deadline: float, timeout_s: float) -> None:
         self.peer = peer
@@ -48,6 +51,7 @@ class Question:
         self.deadline = deadline
         self.timeout_s = timeout_s
         self.call = -1
+        self.entry = UNRECORDED  # in the flight recorder
         self.thread = 0
         self.is_over = False
         self.error: BaseException | None = None
@@ -59,6 +63,7 @@ class Question:
         if not self.is_over:
             self.error = error
             self.is_over = True
+            self.entry.end(error)
 
     def accept(self, frame: Frame) -> None:
         """Take a frame of the answer; frames may come in any order."""
@@ -71,6 +76,7 @@ class Question:
             self.result = bytes(self._parts[0]), b"".join(self._parts[index] for index in range(1, count))
         self._parts.clear()
         self.is_over = True
+        self.entry.end()
 
 
 class Questions:

@@ -31,6 +31,7 @@ from syncvar.errors import (
 )
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
+from syncvar.runtime.recorder import Recorder
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
 
 if TYPE_CHECKING:
@@ -84,6 +85,15 @@ class Context:
         self._next_group = _WORLD + 1
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
+        self.recorder = Recorder(
+            self.rank,
+            self.world_size,
+            generation,
+            job=environment.job_id if environment else "",
+            host=environment.host if environment else "localhost",
+            folder=environment.flight_dir if environment else "",
+            trace=config.trace,
+        )
         self.arena: Arena | None = None if isinstance(arena, str) else arena
         self.without_arena = arena if isinstance(arena, str) else ""
         self._channels = None if self.arena is None else Channels(self.arena, self.local_ranks)
@@ -94,8 +104,9 @@ class Context:
                 rank, self.without_arena = next(iter(without.items()))
                 self.without_arena += f" (rank {rank})"
             self.engine = Engine(
-                self.rank, self.world_size, generation, transport, control, config, hosts, self.arena
+                self.rank, self.world_size, generation, transport, control, config, hosts, self.arena, self.recorder
             )
+            self.recorder.note("joined", self.transport)
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
         self.world = self.communicator(_WORLD, tuple(range(self.world_size)))
 
@@ -129,7 +140,7 @@ class Context:
         channel = None
         if shares and self._channels is not None and len(members) > 1 and self.rank in members and self._channels.serves(members):
             channel = self._channels.make(identity, members, members.index(self.rank))
-        made = Communicator(identity, members, self.rank, self.engine, channel)
+        made = Communicator(identity, members, self.rank, self.engine, channel, recorder=self.recorder)
         self._communicators.add(made)
         return made
 
@@ -139,11 +150,12 @@ class Context:
         self._next_group += 1
         return identity
 
-    def close(self, *, orderly: bool) -> None:
+    def close(self, *, orderly: bool, reason: str = "it did not leave in order") -> None:
         """Leave the job.
 
         Args:
             orderly: Finish what was started, say goodbye and flush. Otherwise just let go: the process is failing.
+            reason: Why it fails, for the flight record.
 
         Raises:
             SyncvarError: A started call that nobody waited for had failed.
@@ -152,7 +164,10 @@ class Context:
             return
         self.is_closed = True
         engine = self.engine
+        if not orderly:
+            self.recorder.ended(reason)
         if engine is None:
+            self.recorder.closed()
             return
         error: SyncvarError | None = None
         linger_s = 0.0
@@ -172,6 +187,7 @@ class Context:
             if self._zeromq is not None:
                 self._zeromq.term()
             self._let_go_of_arena()
+            self.recorder.closed()
         if error is not None:
             raise error
 
@@ -267,12 +283,16 @@ def use(context: Context) -> Iterator[None]:
         del _state.thread.context
 
 
-def abandon() -> None:
-    """Let go of the job without a goodbye: this process is about to end with an error."""
+def abandon(reason: str = "it ends with an error") -> None:
+    """Let go of the job without a goodbye: this process is about to end with an error.
+
+    Args:
+        reason: Which, for the flight record.
+    """
     context = _state.default
     if context is not None and context.process == os.getpid():
         _state.default = None
-        context.close(orderly=False)
+        context.close(orderly=False, reason=reason)
 
 
 def _join() -> Context:

@@ -32,6 +32,7 @@ from syncvar.runtime.crowd import crowd
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.operation import Operation, State
 from syncvar.runtime.published import DISAGREE, SharedOperation
+from syncvar.runtime.recorder import Recorder, Told
 from syncvar.runtime.sites import call_site
 from syncvar.topology import rank_list
 from syncvar.transports import Frame, Lost
@@ -72,6 +73,7 @@ class Engine:
         config: Deadlines and limits.
         hosts: Host of each rank, for messages.
         arena: The memory shared with the ranks of this host, if there is any.
+        recorder: Takes down what happens.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Engine:
         config: RuntimeConfig,
         hosts: dict[int, str],
         arena: Arena | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
         self.segment_bytes = config.segment_bytes
         self.failure: TransportError | UsageError | None = None
+        self.recorder = recorder or Recorder(rank, world_size, generation)
         self._transport = transport
         self._control = control
         self._config = config
@@ -194,6 +198,7 @@ class Engine:
         if operation.error is not None:
             if operation.error is self.failure:
                 self._failure_raised = True
+            self.recorder.failed(operation.error)
             raise operation.error
         return operation.result
 
@@ -206,6 +211,7 @@ class Engine:
             and self._inline(operation)
         ):
             if operation.error is not None:
+                self.recorder.failed(operation.error)
                 raise operation.error
             return operation.result
         self.start(operation, timeout_s)
@@ -263,6 +269,7 @@ class Engine:
         while True:
             self.check()
             question = Question(peer, key, what, deadline, allowed)
+            question.entry = self.recorder.begin(Told(what, -1, (), 0, 0, f"question to rank {peer}"), -1)
             self._asked.append(question)
             self._transport.wake()
             answer: tuple[bytes, bytes] | None = self.wait(question)
@@ -742,6 +749,7 @@ class Engine:
 
     def _judged(self, verdict: Message) -> None:
         self.is_quiet = False
+        self.recorder.note("verdict", verdict["text"])
         self._book.doom(verdict)
         for operation in list(self._active.values()):
             if self._book.concerns(verdict, operation):
@@ -753,6 +761,7 @@ class Engine:
         book = self._book
         self.is_quiet = False
         book.left[rank] = entered
+        self.recorder.note("left", f"rank {rank}")
         self._questions.fail(book.ended(rank, "it answered a question"), rank)
         for operation in list(self._active.values()):
             if book.is_without(rank, operation):
@@ -763,6 +772,7 @@ class Engine:
 
     def interrupted(self, operation: Operation | Question, error: BaseException) -> None:
         """Break the generation because an exception has left a started call."""
+        operation.entry.end(error)
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {operation.what} (call {operation.call})"
             self._break(GroupBroken(f"this rank was {reason}", error), but=operation)
@@ -783,3 +793,4 @@ class Engine:
         self._book.early.clear()
         self._flow.clear()
         self._hand_over()
+        self.recorder.broke(failure)

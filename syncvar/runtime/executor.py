@@ -49,6 +49,7 @@ class Prepared(NamedTuple):
     rounds: tuple[_Round, ...]
     work_count: int
     scratch_count: int
+    algorithm: str = ""
 
 
 def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
@@ -77,7 +78,7 @@ def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
                 mode = _INCOMING_LEFT if step.incoming_left else _INCOMING_RIGHT
                 incoming[peer] = _Incoming(mode, int(chunk.buffer), chunk.start, chunk.stop)
         rounds.append(_Round(tuple(sends), incoming, tuple(local)))
-    return Prepared(tuple(rounds), plan.work_count, plan.scratch_count)
+    return Prepared(tuple(rounds), plan.work_count, plan.scratch_count, plan.algorithm)
 
 
 class LinkOperation(Operation):
@@ -146,6 +147,7 @@ class LinkOperation(Operation):
         if not self.is_over:
             self.error = error
             self.state = State.FAILED
+            self.entry.end(error)
             self._body.close()
             self._ahead.clear()
 
@@ -177,10 +179,12 @@ class LinkOperation(Operation):
         except Exception as error:  # the body found the ranks in disagreement, or a bug
             self.error = error
             self.state = State.FAILED
+            self.entry.end(error)
             return
         plan = cast("Prepared", stage.plan)
         scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else stage.work[:0]
         self._plan, self._buffers, self._ufunc = plan, (stage.work, scratch), stage.ufunc
+        self.entry.stage(plan.algorithm, stage.work.nbytes)
         self._stage += 1
         self._round = -1
         self._enter_round(outlet)
@@ -275,6 +279,7 @@ class LinkOperation(Operation):
             self.loans = [loan for loan in self.loans if not loan.is_done()]
         if not self.loans and not self.queued:
             self.state = State.DONE
+            self.entry.end()
 
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)

@@ -11,6 +11,7 @@ from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
 from syncvar.plans import build, build_all, choose
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
+from syncvar.runtime.recorder import Recorder, Told
 from syncvar.runtime.sites import own_site
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class Communicator:
         engine: None in a world of one.
         channel: Makes this rank's end of the group's channels, where all members share an arena; else None.
         forced: Algorithms that the job's setting demands, by collective.
+        recorder: Takes down what happens; None for the engine's.
     """
 
     def __init__(
@@ -158,12 +160,14 @@ class Communicator:
         engine: Engine | None,
         channel: Channel | None = None,
         forced: Mapping[str, str] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.identity = identity
         self.members = tuple(members)
         self.size = len(self.members)
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
         self.engine = engine
+        self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.next_call = 0
         self._epoch = 0
         self.busy = threading.Lock()
@@ -291,6 +295,7 @@ class Communicator:
                 allowed = None if timeout is None else _checked_timeout(timeout)
                 request = check()
             except Exception as error:
+                self.recorder.refused(Told(name, self.identity, self.members, 0, 0, ""), call, error)
                 if engine is not None and self.size > 1:
                     engine.announce(self.identity, call + 1)
                     engine.poison(self.identity, self.members, call, name, f"{type(error).__name__}: {error}")
@@ -308,10 +313,19 @@ class Communicator:
 
     def _operation(self, call: int, request: Request) -> Operation:
         channel = self.channel
+        is_linked = channel is None or self.size == 1
+        told = Told(request.what, self.identity, self.members, request.digest, 0, "links" if is_linked else "arena")
+        entry = self.recorder.begin(told, call)
+        operation: Operation
         if channel is None or self.size == 1:
-            return LinkOperation(self.identity, self.members, call, request.digest, request.what, request.body)
-        steps = staged(channel, call, request.digest, request.body)
-        return SharedOperation(channel, self.identity, self.members, call, request.digest, request.what, steps)
+            operation = LinkOperation(self.identity, self.members, call, request.digest, request.what, request.body)
+        else:
+            steps = staged(channel, call, request.digest, request.body, entry)
+            operation = SharedOperation(
+                channel, self.identity, self.members, call, request.digest, request.what, steps
+            )
+        operation.entry = entry
+        return operation
 
     def begin_epoch(self) -> int:
         """Begin a new block of call numbers (at the start of `strategy.run`); returns its last number.

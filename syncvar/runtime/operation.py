@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from syncvar.runtime.recorder import UNRECORDED
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -85,8 +87,8 @@ class Operation:
     """
 
     __slots__ = (
-        "call", "deadline", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued", "report_at",
-        "reported", "result", "site", "started", "state", "thread", "timeout_s", "what",
+        "call", "deadline", "entry", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued",
+        "report_at", "reported", "result", "site", "started", "state", "thread", "timeout_s", "what",
     )  # fmt: skip
 
     is_shared = False  # its bytes go through memory that all its ranks see: no frame arrives, somebody has to look
@@ -108,6 +110,7 @@ class Operation:
         self.report_at = 0.0
         self.reported = False
         self.mismatch = False
+        self.entry = UNRECORDED  # in the flight recorder
         self.site = ""  # file:line, of a call that was started and not waited for at once
         self.thread = 0  # the thread that waits for this operation; 0 when nobody does
 

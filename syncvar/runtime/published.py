@@ -17,6 +17,7 @@ from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
 from syncvar.errors import InternalError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.operation import Into, Operation, State
+from syncvar.runtime.recorder import UNRECORDED
 from syncvar.runtime.shared_reduce import reduce_shared
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from syncvar.plans import Chunk, Plan
     from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.operation import Outlet, Stage
+    from syncvar.runtime.recorder import Entry
 
 __all__ = ["DISAGREE", "BodyError", "Published", "SharedOperation", "agreed", "prepare_published", "staged"]
 
@@ -57,19 +59,22 @@ class Published(NamedTuple):
         reduces: It is an all-reduce, which has an interpreter of its own.
         rounds: The publications of any other.
         scratch_count: Elements of SCRATCH.
+        algorithm: Of the plans.
     """
 
     reduces: bool
     rounds: tuple[Publication, ...]
     scratch_count: int
+    algorithm: str = ""
 
 
 def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
     """Make the plans of a group ready to run on a rank, in shared memory."""
     mine = plans[rank]
     if mine.collective == "all_reduce" and mine.algorithm in ("direct", "owners"):
-        return Published(reduces=True, rounds=(), scratch_count=0)
-    return Published(reduces=False, rounds=publications(plans, rank), scratch_count=mine.scratch_count)
+        return Published(reduces=True, rounds=(), scratch_count=0, algorithm=mine.algorithm)
+    rounds = publications(plans, rank)
+    return Published(reduces=False, rounds=rounds, scratch_count=mine.scratch_count, algorithm=mine.algorithm)
 
 
 class SharedOperation(Operation):
@@ -171,6 +176,7 @@ class SharedOperation(Operation):
     def _end(self, state: State) -> None:
         self.channel.queue.remove(self)
         self.state = state
+        self.entry.end(self.error)
 
 
 def settled(channel: Channel) -> Iterator[int]:
@@ -188,7 +194,7 @@ def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
 
 
 def staged(
-    channel: Channel, call: int, fingerprint: int, body: Generator[Stage, None, Any]
+    channel: Channel, call: int, fingerprint: int, body: Generator[Stage, None, Any], entry: Entry = UNRECORDED
 ) -> Generator[int, None, Any]:
     """Run a body of stages. The first stage publishes with phase 0 where it is small, or an all-reduce."""
     yield from settled(channel)
@@ -210,6 +216,7 @@ def staged(
             plan = stage.plan
             if not isinstance(plan, Published):
                 raise InternalError("a plan for links was given to a call in shared memory")
+            entry.stage(plan.algorithm, stage.work.nbytes)
             if plan.reduces:
                 if stage.ufunc is None:
                     raise InternalError("an all-reduce was given no op")

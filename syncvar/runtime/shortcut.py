@@ -7,7 +7,8 @@ way, and so is a wait that takes long: the engine goes on from where the shortcu
 
 from __future__ import annotations
 
-from time import perf_counter
+from threading import get_ident
+from time import monotonic_ns, perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import finish
 from syncvar.runtime.published import DISAGREE, SharedOperation
+from syncvar.runtime.recorder import Told
 from syncvar.runtime.shared_reduce import is_direct, reduce_shared
 
 if TYPE_CHECKING:
@@ -57,9 +59,10 @@ def reduce_shortcut(
     count = 1
     for length in shape:
         count *= length
-    if is_direct(count * how.accumulate.itemsize, channel.size):
-        return _small(communicator, channel, engine, how, shape, digest, what)
-    return _long(communicator, channel, engine, how, shape, digest, what)
+    nbytes = count * how.accumulate.itemsize
+    make, way = (_small, "arena small") if is_direct(nbytes, channel.size) else (_long, "arena")
+    told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
+    return make(communicator, channel, engine, how, shape, told)
 
 
 def _small(
@@ -68,13 +71,13 @@ def _small(
     engine: Engine,
     how: Reduction,
     shape: tuple[int, ...],
-    digest: int,
-    what: str,
+    told: Told,
 ) -> Shortcut:
     words, entry, others, queue, wait = channel.words, channel.entry, channel.others, channel.queue, channel.wait
     size, rank, busy = channel.size, channel.rank, communicator.busy
     ufunc, kind, empty, ndarray = how.ufunc, how.result, np.empty, np.ndarray
     accumulate = how.accumulate
+    digest, add, clock = told.fingerprint, engine.recorder.add, monotonic_ns
     count = 1
     for length in shape:
         count *= length
@@ -124,6 +127,7 @@ def _small(
                 return None
             number = communicator.next_call
             communicator.next_call = number + 1
+            begin = clock()
             try:
                 side = channel.side = channel.side ^ 1
                 mine[side][...] = x
@@ -142,12 +146,13 @@ def _small(
                         if words[place] != check:
                             break
                     else:
-                        return ended(levels[side], out)
+                        result = ended(levels[side], out)
+                        add((told, number, begin, clock(), get_ident()))
+                        return result
             except BaseException as error:
-                _interrupt(communicator, channel, engine, number, digest, what, error)
+                _interrupt(communicator, channel, engine, told, number, begin, error)
                 raise
-            result: NDArray[Any] = _go_on(communicator, channel, engine, number, digest, what, rest(check, out), target)
-            return result
+            return _go_on(communicator, channel, engine, told, number, begin, rest(check, out), target)  # type: ignore[no-any-return]
 
     return call
 
@@ -190,11 +195,11 @@ def _long(
     engine: Engine,
     how: Reduction,
     shape: tuple[int, ...],
-    digest: int,
-    what: str,
+    told: Told,
 ) -> Shortcut:
     others, queue, busy = channel.others, channel.queue, communicator.busy
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
+    digest, add = told.fingerprint, engine.recorder.add
     divisor = channel.size if how.is_mean else 0
 
     def call(x: NDArray[Any], out: Any) -> NDArray[Any] | None:
@@ -226,6 +231,7 @@ def _long(
                 return None
             number = communicator.next_call
             communicator.next_call = number + 1
+            begin = monotonic_ns()
             check = (digest + number * SPREAD) & MASK
             steps = reduce_shared(
                 channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor
@@ -239,11 +245,12 @@ def _long(
                         if need == DISAGREE or not wait(others, need, limit):
                             break
                     else:
+                        add((told, number, begin, monotonic_ns(), get_ident()))
                         return made
             except BaseException as error:
-                _interrupt(communicator, channel, engine, number, digest, what, error)
+                _interrupt(communicator, channel, engine, told, number, begin, error)
                 raise
-            _go_on(communicator, channel, engine, number, digest, what, _then(steps, made), need)
+            _go_on(communicator, channel, engine, told, number, begin, _then(steps, made), need)
             if began:
                 crowd.note(perf_counter() - began, made.nbytes)
             return made
@@ -257,18 +264,35 @@ def _then(steps: Any, made: NDArray[Any]) -> Generator[int, None, NDArray[Any]]:
 
 
 def _operation(
-    communicator: Communicator, channel: Channel, number: int, digest: int, what: str, steps: Any, need: int
+    communicator: Communicator,
+    channel: Channel,
+    engine: Engine,
+    told: Told,
+    number: int,
+    begin: int,
+    steps: Any,
+    need: int,
 ) -> SharedOperation:
-    return SharedOperation(
-        channel, communicator.identity, communicator.members, number, digest, what, steps, need
+    entry = engine.recorder.begin(told, number, begin)
+    operation = SharedOperation(
+        channel, communicator.identity, communicator.members, number, told.fingerprint, told.what, steps, need
     )
+    operation.entry = entry
+    return operation
 
 
 def _go_on(
-    communicator: Communicator, channel: Channel, engine: Engine, number: int, digest: int, what: str, steps: Any, need: int
+    communicator: Communicator,
+    channel: Channel,
+    engine: Engine,
+    told: Told,
+    number: int,
+    begin: int,
+    steps: Any,
+    need: int,
 ) -> Any:
     """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
-    operation = _operation(communicator, channel, number, digest, what, steps, need)
+    operation = _operation(communicator, channel, engine, told, number, begin, steps, need)
     return engine.take_over(operation, None)
 
 
@@ -276,12 +300,12 @@ def _interrupt(
     communicator: Communicator,
     channel: Channel,
     engine: Engine,
+    told: Told,
     number: int,
-    digest: int,
-    what: str,
+    begin: int,
     error: BaseException,
 ) -> None:
     """Break the generation: an exception has left a call that others take part in."""
-    operation = _operation(communicator, channel, number, digest, what, iter(()), 0)
+    operation = _operation(communicator, channel, engine, told, number, begin, iter(()), 0)
     channel.queue.clear()
     engine.interrupted(operation, error)

@@ -11,7 +11,7 @@ from syncvar.config import RuntimeConfig, nearest
 from syncvar.errors import ConfigError
 
 KNOBS = {item.name: item for item in fields(RuntimeConfig)}
-NUMBERS = [name for name, item in KNOBS.items() if not item.metadata["choices"]]
+NUMBERS = [name for name, item in KNOBS.items() if not isinstance(item.default, str)]
 WHOLE = [name for name in NUMBERS if isinstance(KNOBS[name].default, int)]
 
 
@@ -20,8 +20,8 @@ def test_every_knob_has_words_a_unit_in_its_name_and_a_default_that_passes(name)
     item = KNOBS[name]
     assert len(item.metadata["text"]) > 10
     unit = item.metadata["unit"]
-    assert unit in ("s", "B", "")
-    assert not unit or name.endswith({"s": "_s", "B": "_bytes"}[unit])
+    assert unit in ("s", "B", "path", "")
+    assert not unit or name.endswith({"s": "_s", "B": "_bytes", "path": "trace"}[unit])
     assert bool(unit) != bool(item.metadata["choices"])
     RuntimeConfig(**{name: item.default})
 
@@ -58,6 +58,12 @@ def test_a_choice_is_one_of_those_there_are():
     assert RuntimeConfig.from_mapping({"SYNCVAR_TRANSPORT": "zmq"}).transport == "zmq"
     with pytest.raises(ConfigError, match="transport must be one of auto, zmq, not 'carrier pigeon'"):
         RuntimeConfig(transport="carrier pigeon")
+
+
+def test_a_path_is_a_text():
+    assert RuntimeConfig.from_mapping({"SYNCVAR_TRACE": "there"}).trace == "there"
+    with pytest.raises(ConfigError, match="trace must be a text, not 3"):
+        RuntimeConfig(trace=3)
 
 
 def test_variables_lie_over_the_base_and_unknown_settings_get_a_hint():

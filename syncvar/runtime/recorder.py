@@ -1,0 +1,304 @@
+"""The flight recorder: the last operations of this process, always on, written to a file when something goes wrong.
+
+There is one stream of events. Every call, question and change of membership adds one entry to a ring, and whatever tells
+of the past (the record of a failure, a trace) reads that ring. Nothing is put into words when an entry is added:
+an entry refers to texts that exist already.
+
+Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share. A record names its host and
+its boot, and says how far its clock is from that of rank 0; on one host that is nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import threading
+import time
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
+from syncvar.runtime.sites import call_site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "record_name"]
+
+RING = 2048
+FORMAT = "syncvar flight record 1"
+_DETAIL_MAX = 2000
+_REFUSED, _ENDED = 1, 2  # a record of the end replaces that of a call that was refused before
+_WRITTEN_FOR = (MismatchError, DeadlineExceeded, PeerLost, InternalError)
+_NOWHERE = -1
+
+
+class Event(NamedTuple):
+    """What one entry of the ring says.
+
+    Args:
+        what: The call in words, for instance "all_reduce(sum, float32[10])"; or what happened: "joined", "left",
+            "broke", "verdict".
+        group: Identity of the group; -1 where the event is of no group.
+        call: Call number within the group; -1 where it is no call of a group.
+        fingerprint: Digest of what the call is, the same on all ranks that make the same call; 0 for none.
+        nbytes: Bytes of the arrays that the call worked on; 0 where it came to none.
+        path: "arena" or "links" and the algorithm; empty where it came to none.
+        began_ns: When it began, CLOCK_MONOTONIC.
+        ended_ns: When it ended; 0 where it has not.
+        state: "started", "done", "failed", or "noted" for what is no operation.
+        thread: The thread that made the call.
+        detail: How it failed, or what there is to say of what happened; else empty.
+    """
+
+    what: str
+    group: int
+    call: int
+    fingerprint: int
+    nbytes: int
+    path: str
+    began_ns: int
+    ended_ns: int
+    state: str
+    thread: int
+    detail: str
+
+
+class Told(NamedTuple):
+    """What is the same in all entries of calls that are repeated: made once, and referred to.
+
+    Args:
+        what: The call in words.
+        group: Identity of the group.
+        members: Its ranks in the world.
+        fingerprint: Digest of what the call is.
+        nbytes: Bytes of the array.
+        path: How the bytes go.
+    """
+
+    what: str
+    group: int
+    members: tuple[int, ...]
+    fingerprint: int
+    nbytes: int
+    path: str
+
+
+class Entry:
+    """An operation in the ring whose end is still to come."""
+
+    __slots__ = ("began", "call", "detail", "ended", "nbytes", "state", "thread", "told", "way")
+
+    def __init__(self, told: Told, call: int, began: int) -> None:
+        self.told = told
+        self.call = call
+        self.began = began
+        self.ended = 0
+        self.nbytes = told.nbytes
+        self.way = told.path
+        self.state = "started"
+        self.thread = get_ident()
+        self.detail = ""
+
+    def stage(self, algorithm: str, nbytes: int) -> None:
+        """Note that the operation comes to a plan, and what it works on."""
+        self.way = f"{self.told.path} {algorithm}"
+        self.nbytes += nbytes
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note the end; the first one counts."""
+        if self.ended == 0:
+            self.state = "done" if error is None else "failed"
+            if error is not None:
+                self.detail = _told_error(error)
+            self.ended = monotonic_ns()
+
+
+UNRECORDED = Entry(Told("", _NOWHERE, (), 0, 0, ""), _NOWHERE, 0)
+"""The entry of operations that nobody records."""
+
+
+class Recorder:
+    """The ring of one rank, and the file that it is written to.
+
+    Args:
+        rank: This rank in the world.
+        world_size: Ranks of the world.
+        generation: Version of the membership.
+        job: Identity of the job.
+        host: Name of this host.
+        folder: Where the record goes when something has gone wrong; empty for nowhere.
+        trace: Where it goes at the end in any case; empty for nowhere.
+
+    Attributes:
+        add: Adds (told, call, began, ended, thread), an operation that is over; one step, from any thread.
+
+    Cost: 0.25 us for an operation of the short way, 1 us for any other (`bench/recorder.py`), and about 0.5 MB.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        generation: int = 0,
+        *,
+        job: str = "",
+        host: str = "",
+        folder: str = "",
+        trace: str = "",
+    ) -> None:
+        self._ring: collections.deque[Any] = collections.deque(maxlen=RING)
+        self.add = self._ring.append
+        self._who = {"rank": rank, "world_size": world_size, "generation": generation, "job": job, "host": host}
+        self._folder = folder
+        self._trace = trace
+        self._process = os.getpid()
+        self._written = 0
+        self._writing = threading.Lock()
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def begin(self, told: Told, call: int, began: int | None = None) -> Entry:
+        """Add an operation that begins now, or began at `began`; `Entry.end` ends it."""
+        entry = Entry(told, call, monotonic_ns() if began is None else began)
+        self.add(entry)
+        return entry
+
+    def note(self, what: str, detail: str = "") -> None:
+        """Add something that happened."""
+        entry = self.begin(Told(what, _NOWHERE, (), 0, 0, ""), _NOWHERE)
+        entry.state, entry.ended, entry.detail = "noted", entry.began, detail[:_DETAIL_MAX]
+
+    def refused(self, told: Told, call: int, error: BaseException) -> None:
+        """Add a call whose arguments were refused."""
+        self.begin(told, call).end(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Write the record for a call that failed, if nothing has been written yet."""
+        if self._folder and not self._written and isinstance(error, _WRITTEN_FOR):
+            self._write(self._folder, _told_error(error), _REFUSED)
+
+    def broke(self, error: BaseException) -> None:
+        """Note that the generation broke, and write the record."""
+        self.note("broke", _told_error(error))
+        self.ended(_told_error(error))
+
+    def ended(self, reason: str) -> None:
+        """Write the record, because this rank ends badly; nothing when that has been done already."""
+        if self._folder and self._written < _ENDED:
+            self._write(self._folder, reason, _ENDED)
+
+    def closed(self) -> None:
+        """Write the record where a trace of every run is asked for."""
+        if self._trace:
+            self._write(self._trace, "the end of the run", self._written)
+
+    # -- readers --------------------------------------------------------------------------------------------------
+
+    def events(self) -> list[Event]:
+        """Return what the ring holds, oldest first."""
+        return [_event(entry) for entry in self._entries()]
+
+    def record(self, reason: str = "") -> dict[str, Any]:
+        """Return the ring and who this is, as plain data.
+
+        Args:
+            reason: Why the record is made.
+        """
+        entries = self._entries()
+        events = [_event(entry) for entry in entries]
+        groups = {told.group: told.members for told in (_told(entry) for entry in entries) if told.members}
+        return {
+            "format": FORMAT,
+            **self._who,
+            "boot": _boot(),
+            "process": self._process,
+            "reason": reason,
+            "clock_offset_ns": 0,  # ranks of one host share their clock
+            "written_ns": monotonic_ns(),
+            "written_wall_ns": time.time_ns(),
+            "is_whole": len(entries) < RING,
+            "groups": {str(group): list(members) for group, members in sorted(groups.items())},
+            "threads": _threads({event.thread for event in events}),
+            "columns": list(Event._fields),
+            "events": [list(event) for event in events],
+        }
+
+    def _entries(self) -> list[Any]:
+        while True:
+            with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
+                return list(self._ring)
+
+    def _write(self, folder: str, reason: str, level: int) -> None:
+        """Write the record; whatever goes wrong here must not hide what went wrong before."""
+        if os.getpid() != self._process:
+            return
+        with self._writing, contextlib.suppress(Exception):
+            self._written = max(level, self._written)
+            os.makedirs(folder, exist_ok=True)
+            path = os.path.join(folder, record_name(self._who["rank"], self._who["generation"]))
+            draft = f"{path}.{os.getpid()}.tmp"
+            try:
+                with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(_text(self.record(reason)))
+                os.replace(draft, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft)
+                raise
+
+
+def record_name(rank: Any, generation: Any = 0) -> str:
+    """Return the name of the file of a rank's record.
+
+    Example:
+        >>> record_name(3), record_name(3, 1)
+        ('flight-rank3.json', 'flight-rank3.generation1.json')
+    """
+    return f"flight-rank{rank}.{f'generation{generation}.' if generation else ''}json"
+
+
+def _text(record: dict[str, Any]) -> str:
+    """Return a record as JSON, a line for each event."""
+    head = json.dumps({name: value for name, value in record.items() if name != "events"}, indent=1)
+    events = ",\n  ".join(json.dumps(event) for event in record["events"])
+    return f'{head[:-2]},\n "events": [\n  {events}\n ]\n}}\n' if events else f'{head[:-2]},\n "events": []\n}}\n'
+
+
+def _event(entry: Any) -> Event:
+    if isinstance(entry, tuple):
+        told, call, began, ended, thread = entry
+        return Event(
+            told.what, told.group, call, told.fingerprint, told.nbytes, told.path, began, ended, "done", thread, ""
+        )
+    told = entry.told
+    return Event(
+        told.what, told.group, entry.call, told.fingerprint, entry.nbytes, entry.way, entry.began, entry.ended,
+        entry.state, entry.thread, entry.detail,
+    )  # fmt: skip
+
+
+def _told(entry: Any) -> Told:
+    told: Told = entry[0] if isinstance(entry, tuple) else entry.told
+    return told
+
+
+def _told_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_DETAIL_MAX]
+
+
+def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:
+    """Return the name of each thread, and where in the program it stands now."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        str(ident): {"name": names[ident], "site": call_site(ident)} for ident in sorted(used) if ident in names
+    }
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return ""
