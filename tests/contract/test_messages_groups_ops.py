@@ -1,0 +1,314 @@
+"""send and recv, meshes, groups that end, ops beyond the common ones, scales and weights, calls that are started."""
+
+import gc
+import logging
+
+import numpy as np
+import pytest
+
+import syncvar as sv
+from syncvar.collectives.groups import Group
+from syncvar.config import RuntimeConfig
+from syncvar.runtime.context import current
+from syncvar.runtime.kernels import identity, reduction
+from syncvar.testing import run_ranks
+
+SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
+
+
+@pytest.fixture(params=["links", "arena"])
+def ranks(request):
+    def run(size, fn):
+        results = run_ranks(size, fn, config=SOON, shared=request.param == "arena", timeout_s=30)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    return run
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_one_tag_arrive_in_order_and_tags_do_not_disturb_each_other(ranks):
+    def fn():
+        if sv.rank() == 0:
+            for number in range(6):
+                sv.send(np.full(number, number), 1, tag=number % 2)
+            return None
+        odd = [sv.recv(0, tag=1).tolist() for _ in range(3)]
+        return odd, [sv.recv(0, tag=0).tolist() for _ in range(3)]
+
+    assert ranks(2, fn)[1] == ([[1], [3] * 3, [5] * 5], [[], [2] * 2, [4] * 4])
+
+
+@pytest.mark.parametrize("count", [0, 1, 8192, 8193, 300_000])
+def test_a_message_of_any_length_arrives_and_may_be_overwritten(ranks, count):
+    def fn():
+        if sv.rank() == 0:
+            x = np.arange(float(count))
+            work = sv.send(x, 1, async_op=True)
+            x[...] = -1
+            return work.wait()
+        out = np.empty(count)
+        return sv.recv(0, out=out) is out and bool((out == np.arange(float(count))).all())
+
+    assert ranks(2, fn) == [None, True]
+
+
+def test_a_message_keeps_its_shape_and_dtype(ranks):
+    values = [np.ones((2, 3), np.int8).T, np.float16(2.5), np.zeros((0, 4), bool), [[1, 2], [3, 4]]]
+
+    def fn():
+        if sv.rank() == 1:
+            return [(got.shape, got.dtype.name, got.tolist()) for got in (sv.recv(0) for _ in values)]
+        for value in values:
+            sv.send(value, 1)
+        return None
+
+    arrays = [np.asarray(value) for value in values]
+    assert ranks(2, fn)[1] == [(array.shape, array.dtype.name, array.tolist()) for array in arrays]
+
+
+def test_a_rank_may_send_to_itself(ranks):
+    def fn():
+        x = np.ones(2)
+        sv.send(x, sv.rank(), tag=4)
+        x[...] = 7
+        sv.send(5, sv.rank(), async_op=True).wait()
+        with pytest.raises(sv.UsageError, match="sent itself nothing"):
+            sv.recv(sv.rank(), tag=9)
+        return sv.recv(sv.rank(), tag=4).tolist(), int(sv.recv(sv.rank(), async_op=True).wait())
+
+    assert ranks(2, fn) == [([1.0, 1.0], 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: sv.send(1, 9), "dest 9 is not in the group"),
+        (lambda: sv.send(1, "x"), "dest must be a rank"),
+        (lambda: sv.recv(-1), "source -1 is not in the group"),
+        (lambda: sv.recv(None), "just anybody"),
+        (lambda: sv.send(1, 0, tag=-1), "tag must be"),
+        (lambda: sv.recv(0, tag=1.5), "tag must be"),
+    ],
+)
+def test_wrong_ends_are_refused_before_anything_is_sent(call, words):
+    with pytest.raises(sv.ConfigError, match=words):
+        call()
+
+
+def test_a_wrong_value_is_told_to_the_receiver_and_the_next_message_arrives(ranks):
+    def fn():
+        if sv.rank() == 0:
+            with pytest.raises(sv.ConfigError):
+                sv.send("text", 1)
+            sv.send(3, 1)
+            return None
+        with pytest.raises(sv.MismatchError, match="rank 0"):
+            sv.recv(0)
+        return int(sv.recv(0))
+
+    assert ranks(2, fn)[1] == 3
+
+
+def test_messages_within_a_group_name_its_ranks(ranks):
+    def fn():
+        group = sv.new_group([2, 0])
+        if sv.rank() == 2:
+            sv.send(8, 1, group=group)
+        return int(sv.recv(0, group=group)) if sv.rank() == 0 else None
+
+    assert ranks(3, fn) == [8, None, None]
+
+
+# -- groups -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_has_a_group_for_each_line(ranks):
+    def fn():
+        grid = sv.mesh((2, -1))
+        one = sv.mesh((4,), ["data"])
+        return (
+            grid.coordinates, grid.row.ranks, grid.column.ranks, grid.axis("row").ranks, grid.axis(0).ranks,
+            int(sv.all_reduce(sv.rank(), group=grid.row)), one.axis("data").size, grid.rank_at(1, 0),
+        )  # fmt: skip
+
+    results = ranks(4, fn)
+    assert results[2] == ((1, 0), (2, 3), (0, 2), (2, 3), (0, 2), 5, 4, 2)
+    assert [one[0] for one in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 1), (-1, -1), "ab", 5, (2, 2)])
+def test_a_mesh_holds_exactly_the_world(shape):
+    with pytest.raises(sv.ConfigError, match="mesh"):
+        sv.mesh(shape)
+
+
+def test_a_destroyed_group_refuses_calls_and_others_go_on(ranks):
+    def fn():
+        group = sv.new_group(range(sv.world_size()))
+        sv.all_reduce(1, group=group)
+        group.destroy()
+        group.destroy()
+        with pytest.raises(sv.UsageError, match="destroyed"):
+            sv.all_reduce(1, group=group)
+        with pytest.raises(sv.UsageError, match="world cannot"):
+            Group(current().world).destroy()
+        return int(sv.all_reduce(1))
+
+    assert ranks(2, fn) == [2, 2]
+
+
+# -- ops ----------------------------------------------------------------------------------------------------------
+
+
+def test_minloc_and_maxloc_tell_the_lowest_rank_and_the_first_nan(ranks):
+    def fn():
+        x = np.array([1.0, -sv.rank(), 2.0, np.nan if sv.rank() == 1 else 0.0])
+        low, where = sv.all_reduce(x, "minloc")
+        high, place = sv.all_reduce(x, "maxloc")
+        values, ranks_of = sv.reduce(x[:3], "minloc", root=1) or (None, None)
+        if sv.rank() == 1:
+            assert values.tolist() == [1.0, -2.0, 2.0]
+            assert ranks_of.tolist() == [0, 2, 0]
+        return low[:3].tolist(), where.tolist(), place.tolist(), bool(np.isnan(low[3]) and np.isnan(high[3]))
+
+    assert ranks(3, fn) == [([1.0, -2.0, 2.0], [0, 2, 0, 1], [0, 0, 0, 1], True)] * 3
+
+
+def test_a_registered_op_gets_the_lower_ranks_on_the_left(ranks):
+    sv.register_op("leftmost", lambda left, right: left, replace=True)
+    sv.register_op("hypot", np.hypot, replace=True)
+
+    def fn():
+        small = sv.all_reduce(np.array([sv.rank() + 1]), "leftmost").tolist()
+        large = sv.all_reduce(np.full(200_000, sv.rank() + 1), "LEFTMOST")
+        return small, bool((large == 1).all()), float(sv.all_reduce(np.array([3.0, 4.0])[sv.rank() % 2], "hypot"))
+
+    assert ranks(2, fn) == [([1], True, 5.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("sum", np.add), "built-in"), (("a b", np.add), "letters"), (("twice", 3), "function"), ((3, np.add), "letters"),
+    ],
+)  # fmt: skip
+def test_a_wrong_op_is_refused(arguments, words):
+    with pytest.raises(sv.ConfigError, match=words):
+        sv.register_op(*arguments)
+
+
+def test_an_op_cannot_be_registered_twice_by_accident():
+    sv.register_op("once", np.add, replace=True)
+    with pytest.raises(sv.ConfigError, match="replace=True"):
+        sv.register_op("once", np.add)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "words"),
+    [
+        ("and", "float32", "bools and integers"), ("xor", "complex64", "bools and integers"),
+        ("minloc", "complex128", "no order"), ("sum", "bool", "no meaning"), ("nand", "int8", "op must be one of"),
+    ],
+)  # fmt: skip
+def test_an_op_without_meaning_for_a_dtype_is_refused(op, dtype, words):
+    with pytest.raises(sv.ConfigError, match=words):
+        sv.all_reduce(np.zeros(2, dtype), op)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "and", "or", "xor"])
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "float32"])
+def test_the_identity_changes_nothing(op, dtype):
+    if dtype == "float32" and op in ("and", "or", "xor"):
+        return
+    how = reduction(op, np.dtype(dtype))
+    x = np.array([0, 1, 2, 100], dtype)
+    neutral = np.full(4, identity(how), dtype)
+    assert how.ufunc(neutral, x).tolist() == x.tolist() == how.ufunc(x, neutral).tolist()
+
+
+def test_exscan_of_an_op_without_identity_is_refused():
+    with pytest.raises(sv.ConfigError, match="no identity"):
+        sv.exscan(np.ones(2), "minloc")
+
+
+# -- scales and weights -------------------------------------------------------------------------------------------
+
+
+def test_prescale_is_each_ranks_own_and_postscale_everybodys(ranks):
+    def fn():
+        x = np.full(3, 4.0, np.float16)
+        made = sv.all_reduce(x, prescale=sv.rank() + 1, postscale=0.5)
+        mean = sv.all_reduce(np.full(2, sv.rank(), np.float32), "mean", weight=sv.rank())
+        out = np.empty(1)
+        return made.dtype.name, made.tolist(), mean.tolist(), sv.all_reduce(np.ones(1), postscale=3, out=out) is out, out.tolist()
+
+    assert ranks(3, fn) == [("float16", [12.0] * 3, [np.float32(5 / 3)] * 2, True, [9.0])] * 3
+
+
+def test_different_postscales_are_a_mismatch(ranks):
+    def fn():
+        with pytest.raises(sv.MismatchError):
+            sv.all_reduce(np.ones(2), postscale=1.0 + sv.rank())
+        return int(sv.all_reduce(1))
+
+    assert ranks(2, fn) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "words"),
+    [
+        (np.arange(3), {"prescale": 0.5}, "rounded"), (np.ones(3), {"prescale": "x"}, "must be a number"),
+        (np.ones(3), {"postscale": 1j}, "real number"), (np.ones(3), {"weight": 2.0}, "belongs to the mean"),
+        ({"a": np.ones(3)}, {"prescale": 2.0}, "one array"), (np.ones(3), {"op": "minloc", "out": np.ones(3)}, "two arrays"),
+    ],
+)  # fmt: skip
+def test_scales_that_cannot_be_are_refused(x, options, words):
+    with pytest.raises(sv.ConfigError, match=words):
+        sv.all_reduce(x, **options)
+
+
+# -- algorithms and started calls ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "reproducible", "owners", "direct"])
+def test_a_forced_algorithm_gives_the_same_sum(ranks, algorithm):
+    def fn():
+        return [int(sv.all_reduce(np.full(count, sv.rank()), algorithm=algorithm).sum()) for count in (1, 7, 100_000)]
+
+    assert ranks(3, fn) == [[3, 21, 300_000]] * 3
+
+
+def test_an_unknown_algorithm_is_refused_and_told(ranks):
+    def fn():
+        with pytest.raises((sv.ConfigError, sv.MismatchError)):
+            sv.broadcast(np.ones(3), algorithm="rign" if sv.rank() == 0 else None)
+        return int(sv.all_reduce(1))
+
+    assert ranks(2, fn) == [2, 2]
+
+
+def test_the_error_of_a_started_call_says_where_it_was_started(ranks):
+    def fn():
+        work = sv.all_reduce(np.ones(2 + sv.rank()), async_op=True)
+        with pytest.raises(sv.MismatchError) as caught:
+            work.wait()
+        return any("was started at" in note and "test_messages_groups_ops" in note for note in caught.value.__notes__)
+
+    assert ranks(2, fn) == [True] * 2
+
+
+def test_a_started_call_that_nobody_waits_for_is_waited_for_and_reported(ranks, caplog):
+    def fn():
+        sv.all_gather(np.ones(300_000), async_op=True)
+        gc.collect()
+
+    with caplog.at_level(logging.WARNING, "syncvar"):
+        ranks(2, fn)
+    for record in caplog.records:
+        assert "not waited for" in record.getMessage()
+        assert "test_messages_groups_ops" in record.getMessage()
