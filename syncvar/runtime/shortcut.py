@@ -176,7 +176,7 @@ def _levels(
         room = np.empty((len(rows) // 2, *shape), dtype)
         steps.append((rows[0::2], rows[1::2], room))
         rows = room
-    return [*steps, (rows[0], rows[1], None)]
+    return [*steps, (rows[0, ...], rows[1, ...], None)]  # with an ellipsis, because rows[0] of numbers is no view
 
 
 def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Levels:
