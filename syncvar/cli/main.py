@@ -8,7 +8,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import syncvar
+from syncvar.cli import bench, selftest
 from syncvar.cli.rules import rules_text
+from syncvar.cli.table_of_collectives import collectives_text
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
 from syncvar.plans import ALGORITHMS, build_all, choose, plan_text
@@ -39,13 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--algorithm", help="show this one instead of the one that would be chosen")
     plan.add_argument("--reproducible", action="store_true", help="all_reduce by the fixed tree")
     commands.add_parser("rules", help="show what each operation on a variable does, as a table")
+    commands.add_parser("collectives", help="show all collectives, as a table")
+    bench.add_options(commands.add_parser("bench", help="time a collective by size, and check its results"))
+    selftest.add_options(commands.add_parser("test", help="prove all collectives on real processes"))
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
-    chosen = parser.parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "plan":
             _plan(chosen)
         elif chosen.command == "rules":
             print(rules_text(), end="")
+        elif chosen.command == "collectives":
+            print(collectives_text(), end="")
+        elif chosen.command == "bench":
+            return bench.run(chosen, arguments[1:])
+        elif chosen.command == "test":
+            return selftest.run(chosen, arguments[1:])
         else:
             _settings()
     except ConfigError as error:

@@ -1,0 +1,123 @@
+"""The table of `syncvar bench`: sizes in, lines out. The columns are those of nccl-tests, and so are the widths."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar.cli.bench_record import Half, Row
+
+__all__ = ["fixed", "header", "line", "parse_size", "sizes", "summary"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes: 8, 4K, 1.5M, 64MiB; each letter is a power of 1024.
+
+    Raises:
+        ConfigError: It is no such number.
+
+    Example:
+        >>> parse_size("8"), parse_size("4K"), parse_size("64M")
+        (8, 4096, 67108864)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"a size is a number of bytes such as 8, 4K or 64M, not {text!r}")
+    value = float(found[1]) * (1 << _POWERS[found[2].lower()])
+    if value != int(value):
+        raise ConfigError(f"{text!r} is not a whole number of bytes")
+    return int(value)
+
+
+def sizes(first: int, last: int, *, factor: float | None = None, step: int | None = None) -> list[int]:
+    """Return the sizes from `first` to `last`: by a factor, by a step, or, without either, twice the one before.
+
+    Raises:
+        ConfigError: They never get there.
+
+    Example:
+        >>> sizes(8, 64)
+        [8, 16, 32, 64]
+        >>> sizes(8, 64, step=24)
+        [8, 32, 56]
+    """
+    if first > last:
+        raise ConfigError(f"the first size ({first}) is larger than the last ({last})")
+    if factor is not None and step is not None:
+        raise ConfigError("give either -f, a factor, or -i, a step")
+    if step is not None and step <= 0:
+        raise ConfigError(f"-i must be more than 0, not {step}")
+    factor = 2.0 if factor is None else factor
+    if step is None and not factor > 1:
+        raise ConfigError(f"-f must be more than 1, not {factor:g}")
+    found, size = [], first
+    while size <= last:
+        found.append(size)
+        size = size + step if step is not None else max(size + 1, int(size * factor))
+    return found
+
+
+def header(*, predicted: bool = False) -> str:
+    """Return the heads of the columns."""
+    blank = "# " + " " * 10 + "  " + " " * 12 + "  " + " " * 8 + "  " + " " * 6 + "  " + " " * 6
+    lines = [
+        blank + "           out-of-place                       in-place          ",
+        f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+        + f"  {'time':>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}" * 2,
+        f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+        + f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>6}" * 2,
+    ]
+    if predicted:
+        lines[1] += f"  {'model':>7}"
+        lines[2] += f"  {'(us)':>7}"
+    return "\n".join(text.rstrip() for text in lines)
+
+
+def line(row: Row, *, predicted: bool = False) -> str:
+    """Return a line of the table."""
+    text = f"{row.size:>12}  {row.count:>12}  {row.type:>8}  {row.redop:>6}  {row.root:>6}"
+    text += _half(row.out_of_place) + _half(row.in_place)
+    if predicted:
+        text += f"  {'-' if row.model_us is None else fixed(row.model_us, 7):>7}"
+    return text.rstrip()
+
+
+def _half(half: Half | None) -> str:
+    if half is None:
+        return f"  {'-':>7}  {'-':>6}  {'-':>6}  {'N/A':>6}"
+    wrong = "N/A" if half.nwrong is None else str(half.nwrong)
+    return f"  {fixed(half.time, 7):>7}  {fixed(half.alg_bw, 6):>6}  {fixed(half.bus_bw, 6):>6}  {wrong:>6}"
+
+
+def fixed(value: float, width: int) -> str:
+    """Return a number with as many digits after the point, at most two, as the width has room for.
+
+    Example:
+        >>> fixed(3.14159, 7), fixed(12345.678, 7), fixed(12345678.9, 7)
+        ('3.14', '12345.7', '1.2e+07')
+    """
+    digits = len(str(int(value)))
+    for places in (2, 1):
+        if digits + 1 + places <= width:
+            return f"{value:.{places}f}"
+    return f"{value:.0f}" if digits <= width else f"{value:.{max(0, width - 6)}e}"
+
+
+def summary(rows: Sequence[Row]) -> tuple[int, float]:
+    """Return how many elements were wrong, and the average bus bandwidth in GB/s over all halves.
+
+    Example:
+        >>> summary([])
+        (0, 0.0)
+    """
+    halves = [half for row in rows for half in (row.out_of_place, row.in_place) if half is not None]
+    wrong = sum(half.nwrong or 0 for half in halves)
+    return wrong, sum(half.bus_bw for half in halves) / len(halves) if halves else 0.0

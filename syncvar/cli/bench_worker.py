@@ -1,0 +1,311 @@
+"""What every rank of `syncvar bench` does: make arrays, check results, time calls; rank 0 tells."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from dataclasses import asdict
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import syncvar as sv
+from syncvar.cli.bench import parsed, planned
+from syncvar.cli.bench_model import Model
+from syncvar.cli.bench_record import SHOWN, Row, rated
+from syncvar.cli.bench_table import header, line, summary
+from syncvar.cli.contributions import Case, count_wrong, spoiled
+from syncvar.cli.registry import BUS_FACTORS, has_result_like_input
+from syncvar.errors import ConfigError, UsageError
+from syncvar.runtime.context import current
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from syncvar.cli.bench import Plan
+    from syncvar.cli.bench_record import Half
+
+__all__ = ["work"]
+
+_SECONDS = 0.05
+_FEWEST, _MOST = 20, 5000
+_PROBES = 5
+
+
+def work(chosen: argparse.Namespace) -> int:
+    """Measure as one rank of a job; returns the exit code: 1 when an element was wrong."""
+    plan = planned(chosen)
+    transport = current().transport
+    if chosen.transport == "zmq" and sv.world_size() > 1 and not transport.startswith("zmq"):
+        raise UsageError("--transport zmq is for a job's start: start this one with SYNCVAR_TRANSPORT=zmq")
+    measuring = _Measuring(plan)
+    with _report(chosen.report_to) as tell:
+        tell(_preamble(plan, transport))
+        model = None if chosen.no_model else Model.of(plan.collective, chosen)
+        tell(header(predicted=model is not None))
+        rows: list[Row] = []
+        for cases in measuring.groups():
+            done = _ends_first(measuring, cases, model)
+            for case in cases:
+                row = done[case] if case in done else measuring.row(case)
+                if model is not None:
+                    row.model_us = model.microseconds(case)
+                tell(line(row, predicted=model is not None))
+                rows.append(row)
+        wrong, average = summary(rows)
+        if any(half.nwrong is not None for row in rows for half in (row.out_of_place, row.in_place) if half):
+            tell(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
+        tell(f"# {'Avg bus bandwidth':<20} : {average:g}")
+        if model is not None:
+            tell(f"# {'Model':<20} : {model.note}")
+        if sv.rank() == 0:
+            _keep(plan, transport, rows, model)
+    sv.barrier()
+    return 1 if wrong else 0
+
+
+def _ends_first(measuring: _Measuring, cases: list[Case], model: Model | None) -> dict[Case, Row]:
+    """Measure the smallest and the largest size first where a model is to be fitted to them."""
+    if model is None or not model.is_usable or not cases:
+        return {}
+    done = {case: measuring.row(case) for case in {cases[0]: None, cases[-1]: None}}
+    model.fit([(case, row.out_of_place.time / 1e6) for case, row in done.items()])
+    return done
+
+
+class _Measuring:
+    """The cases of a run, and how one is measured.
+
+    Args:
+        plan: What is wanted.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.chosen = plan.chosen
+        self.collective = plan.collective
+        self.rank, self.size = sv.rank(), sv.world_size()
+        self.factor = BUS_FACTORS[plan.collective.bus](self.size) if plan.collective.bus else 0.0
+        if plan.roots != "all" and int(plan.roots) >= self.size:
+            raise ConfigError(f"-r {plan.roots}: ranks are 0 to {self.size - 1}")
+        if plan.collective.name == "send_recv" and self.size == 1:
+            raise ConfigError("send and recv need at least two workers")
+        self.options: dict[str, Any] = {}
+        if self.chosen.reproducible:
+            self.options["reproducible"] = True
+        if self.chosen.algorithm is not None:
+            self._require("algorithm", "--algorithm")
+            self.options["algorithm"] = self.chosen.algorithm
+        if self.chosen.asynchronous:
+            self._require("async_op", "--async")
+            self.options["async_op"] = True
+
+    def _takes(self, parameter: str) -> bool:
+        return parameter in signature(getattr(sv, self.collective.functions[-1])).parameters
+
+    def _require(self, parameter: str, option: str) -> None:
+        if not self._takes(parameter):
+            raise ConfigError(f"{option}: sv.{self.collective.functions[-1]} has no {parameter}=")
+
+    def groups(self) -> Iterator[list[Case]]:
+        """Yield the cases, those together that differ in size only."""
+        collective, plan = self.collective, self.plan
+        roots = range(self.size) if plan.roots == "all" and collective.has_root else [0 if plan.roots == "all" else int(plan.roots)]
+        for dtype, op in plan.kinds:
+            dtype = "uint8" if dtype == "-" else dtype  # noqa: PLW2901
+            itemsize = _itemsize(dtype)
+            shapes = [collective.shape(max(nbytes // itemsize, int(nbytes > 0)), self.size) for nbytes in plan.sizes]
+            for root in roots:
+                yield [Case(self.rank, self.size, shape, dtype, op or "sum", root) for shape in dict.fromkeys(shapes)]
+
+    def row(self, case: Case) -> Row:
+        """Measure one size."""
+        collective = self.collective
+        total = collective.total(case)
+        count = total if collective.layout == "vector" else total // case.size
+        wanted = collective.wanted(case)
+        can = collective.in_place and self.chosen.agg_iters == 1 and has_result_like_input(case)
+        return Row(
+            size=total * _itemsize(case.dtype),
+            count=count,
+            type="-" if collective.layout == "none" else case.dtype,
+            redop=case.op if collective.has_op else "none",
+            root=case.root if collective.has_root else -1,
+            out_of_place=self._half(case, wanted, in_place=False),
+            in_place=self._half(case, wanted, in_place=True) if can else None,
+        )
+
+    def _half(self, case: Case, wanted: Any, *, in_place: bool) -> Half:
+        chosen, collective = self.chosen, self.collective
+        x = self._placed(collective.contribution(case))
+        is_same = in_place and x is not None and wanted is not None
+        out = x if is_same else self._output(wanted)
+        keep = x.copy() if is_same else None
+        given = dict(self.options) if out is None else {**self.options, "out": out}
+
+        def call() -> Any:
+            return collective.call(case, x, **given)
+
+        def finished() -> Any:
+            made = call()
+            return made.wait() if chosen.asynchronous else made
+
+        checked = bool(chosen.check) and collective.layout != "none"
+        wrong = 0
+        for _ in range(chosen.check if checked else 0):
+            if keep is not None:
+                x[...] = keep
+            elif out is not None:
+                out[...] = spoiled(wanted)
+            sv.barrier()
+            wrong += count_wrong(finished(), wanted)
+        if keep is not None:
+            x[...] = 0  # calls add to what earlier calls left
+        for _ in range(chosen.warmup_iters):
+            finished()
+        iterations = self.plan.iterations or self._enough(finished)
+        seconds, last = self._timed(call, iterations)
+        if checked and not in_place:
+            wrong += count_wrong(last, wanted)
+        every = sv.all_gather_object([seconds / iterations / chosen.agg_iters, wrong])
+        return rated(
+            [one[0] for one in every],
+            collective.total(case) * _itemsize(case.dtype),
+            self.factor,
+            sum(one[1] for one in every) if checked else None,
+            iterations,
+            chosen.average,
+        )
+
+    def _enough(self, finished: Callable[[], Any]) -> int:
+        """Return how many calls take a while, the same on all ranks."""
+        sv.barrier()
+        begin = time.perf_counter()
+        for _ in range(_PROBES):
+            finished()
+        one = (time.perf_counter() - begin) / _PROBES
+        return int(sv.broadcast_object(max(_FEWEST, min(_MOST, int(_SECONDS / one / self.chosen.agg_iters)))))
+
+    def _timed(self, call: Callable[[], Any], iterations: int) -> tuple[float, Any]:
+        """Return the seconds of all calls between two barriers, and what the last one gave."""
+        together = range(self.chosen.agg_iters)
+        last: Any = None
+        sv.barrier()
+        begin = time.perf_counter()
+        if self.chosen.asynchronous:
+            for _ in range(iterations):
+                for handle in [call() for _ in together]:
+                    last = handle.wait()
+        elif len(together) == 1:
+            for _ in range(iterations):
+                last = call()
+        else:
+            for _ in range(iterations):
+                for _ in together:
+                    last = call()
+        seconds = time.perf_counter() - begin
+        sv.barrier()
+        return seconds, last
+
+    def _placed(self, array: NDArray[Any] | None) -> Any:
+        if array is None or not self.chosen.resident:
+            return array
+        made = sv.empty(array.shape, array.dtype)
+        made[...] = array
+        return made
+
+    def _output(self, wanted: Any) -> Any:
+        """Return an array for the result, where it is an array and the function takes one."""
+        if not isinstance(wanted, np.ndarray) or not self._takes("out") or self.chosen.agg_iters > 1:
+            return None
+        return self._placed(np.zeros_like(wanted))
+
+
+def _itemsize(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+@contextlib.contextmanager
+def _report(descriptor: int | None) -> Iterator[Callable[[str], None]]:
+    """Give rank 0 a function that writes lines, and the others one that does not."""
+    if sv.rank() != 0:
+        yield lambda _: None
+    elif descriptor is None:
+        yield lambda text: print(text, flush=True)
+    else:
+        with os.fdopen(os.dup(descriptor), "w") as file:
+            yield lambda text: print(text, file=file, flush=True)
+
+
+def _preamble(plan: Plan, transport: str) -> str:
+    chosen = plan.chosen
+    step = f"{chosen.stepfactor or 2:g}(factor)" if chosen.stepbytes is None else f"{chosen.stepbytes}(bytes)"
+    ways = {"async": chosen.asynchronous, "resident arrays": chosen.resident, "reproducible": chosen.reproducible}
+    words = [plan.collective.name, *(way for way, is_on in ways.items() if is_on)]
+    words += [f"algorithm {chosen.algorithm}"] if chosen.algorithm else []
+    settings = {
+        "minBytes": chosen.minbytes,
+        "maxBytes": chosen.maxbytes,
+        "step:": step,
+        "warmup iters:": chosen.warmup_iters,
+        "iters:": plan.iterations or f"{_FEWEST} or more",
+        "agg iters:": chosen.agg_iters,
+        "validation:": chosen.check,
+        "time:": f"{SHOWN[chosen.average]}{' over ranks' if chosen.average else ''}",
+    }
+    return "\n".join(
+        (
+            f"# syncvar {sv.__version__}: {', '.join(words)}",
+            f"# {sv.world_size()} ranks; {transport}",
+            "# " + " ".join(f"{name} {value}" for name, value in settings.items()),
+            "#",
+        )
+    )
+
+
+def _keep(plan: Plan, transport: str, rows: list[Row], model: Model | None) -> None:
+    """Write the files that were asked for."""
+    chosen = plan.chosen
+    wrong, average = summary(rows)
+    if chosen.json is not None:
+        results = []
+        for row in rows:
+            record = asdict(row)
+            for half in (record["out_of_place"], record["in_place"]):
+                if half is not None:
+                    half |= dict(zip(("time_rank0", "time_avg", "time_min", "time_max"), half.pop("times"), strict=True))
+            results.append(record)
+        record = {
+            "version": 1,
+            "collective": plan.collective.name,
+            "ranks": sv.world_size(),
+            "transport": transport,
+            "bus_factor": plan.collective.bus,
+            "config": {key: value for key, value in vars(chosen).items() if key not in ("report_to", "command", "cudagraph")},
+            "machine": {"host": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
+            "versions": {"syncvar": sv.__version__, "python": platform.python_version(), "numpy": np.__version__},
+            "results": results,
+            "out_of_bounds": {"count": wrong, "okay": not wrong},
+            "average_bus_bandwidth": {"bandwidth": average},
+            "model": None if model is None else model.record(),
+        }
+        with open(chosen.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+    if chosen.plot is not None:
+        from syncvar.cli.bench_plot import draw
+
+        draw(chosen.plot, f"{plan.collective.name}, {sv.world_size()} ranks, {transport.partition(':')[0]}", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(work(parsed()))

@@ -1,0 +1,263 @@
+"""Every collective, once, as data: what ranks give and get, how it is called, what must come out, how it is rated.
+
+`syncvar bench`, `syncvar test` and `syncvar collectives` read this table and know no collective by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import syncvar as sv
+from syncvar.cli.contributions import Case, combined, cut, part
+from syncvar.config import nearest
+from syncvar.errors import ConfigError
+from syncvar.runtime.kernels import OPS, identity, reduction
+from syncvar.wire import DTYPE_NAMES, dtype_from_index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["BUS_FACTORS", "COLLECTIVES", "Collective", "available", "dtypes", "find", "has_result_like_input", "ops_of"]
+
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "2(n-1)/n": lambda size: 2 * (size - 1) / size,
+    "(n-1)/n": lambda size: (size - 1) / size,
+    "1": lambda _: 1.0,
+}
+"""What turns size / time into the rate at the bottleneck, by its formula; n is the number of ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective.
+
+    Args:
+        name: Its name here; that of the function, but for send and recv, which are one row.
+        functions: The functions of `syncvar` that make it up.
+        gives: What each rank passes, in words.
+        gets: What each rank gets, in words.
+        plans: The keys of `ALGORITHMS` whose plans it runs: its own, or that of the collective that carries its bytes.
+        bus: A key of `BUS_FACTORS`; empty where no bytes are moved, or where nobody knows how many.
+        layout: How the array that a rank passes is related to the size S by which calls are rated. "vector": it is S;
+            "cut": it is S, and is cut into n pieces; "blocks": it is one of n blocks, which together are S; "none": there
+            is no array.
+        has_op: It takes an op.
+        has_root: It takes a root.
+        from_root: Only the root passes an array.
+        wanted: The result of a case.
+        run: How it is called, where that is not `function(x, op, root=…)`.
+        in_place: `out=` may be the array that is passed.
+        tests: The file that tests it on real processes.
+    """
+
+    name: str
+    functions: tuple[str, ...]
+    gives: str
+    gets: str
+    plans: tuple[str, ...]
+    bus: str = ""
+    layout: str = "none"
+    has_op: bool = False
+    has_root: bool = False
+    from_root: bool = False
+    wanted: Callable[[Case], Any] = lambda _: None
+    run: Callable[..., Any] | None = None
+    in_place: bool = False
+    tests: str = "tests/process/test_collectives.py"
+
+    def shape(self, count: int, size: int) -> tuple[int, ...]:
+        """Return the shape of what a rank passes, for `count` elements in all, rounded up to whole pieces."""
+        if self.layout in ("cut", "blocks"):
+            block = -(-count // size)
+            return (block * size,) if self.layout == "cut" else (block,)
+        return (count,) if self.layout == "vector" else (0,)
+
+    def total(self, case: Case) -> int:
+        """Return the elements by which a call is rated."""
+        count = int(np.prod(case.shape, dtype=np.int64))
+        return count * case.size if self.layout == "blocks" else count
+
+    def contribution(self, case: Case) -> Any:
+        """Return what this rank passes: a new array, or None where only the root passes one."""
+        if self.layout == "none" or (self.from_root and case.rank != case.root):
+            return None
+        return part(case, case.rank)
+
+    def call(self, case: Case, x: Any, **options: Any) -> Any:
+        """Make the call."""
+        if self.run is not None:
+            return self.run(case, x, **options)
+        if self.has_root:
+            options["root"] = case.root
+        function = getattr(sv, self.functions[0])
+        return function(x, case.op, **options) if self.has_op else function(x, **options)
+
+
+def _everybody(case: Case) -> Any:
+    return combined(case, range(case.size))
+
+
+def _at_root(case: Case) -> Any:
+    return _everybody(case) if case.rank == case.root else None
+
+
+def _joined(case: Case) -> Any:
+    return np.concatenate([part(case, rank) for rank in range(case.size)])
+
+
+def _exclusive(case: Case) -> Any:
+    return combined(case, range(case.rank))
+
+
+def _ring(case: Case, x: Any, **options: Any) -> Any:
+    """Send to the next rank, receive from the one before; odd ranks receive first, so that somebody always does."""
+    after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+    if case.rank % 2:
+        result = sv.recv(before, **options)
+        sv.send(x, after)
+        return result
+    sv.send(x, after)
+    return sv.recv(before, **options)
+
+
+_ALL = (
+    Collective(
+        name="all_reduce", functions=("all_reduce",), plans=("all_reduce",),
+        gives="an array", gets="the combination of all ranks' arrays",
+        bus="2(n-1)/n", layout="vector", has_op=True, wanted=_everybody, in_place=True,
+    ),
+    Collective(
+        name="reduce", functions=("reduce",), plans=("reduce",),
+        gives="an array", gets="root: the combination of all ranks' arrays; others: None",
+        bus="1", layout="vector", has_op=True, has_root=True, wanted=_at_root, in_place=True,
+    ),
+    Collective(
+        name="reduce_scatter", functions=("reduce_scatter",), plans=("reduce_scatter",),
+        gives="an array", gets="rank r: piece r of the combination, cut along axis 0",
+        bus="(n-1)/n", layout="cut", has_op=True, wanted=lambda case: cut(_everybody(case), case.size)[case.rank],
+    ),
+    Collective(
+        name="scan", functions=("scan",), plans=("scan",),
+        gives="an array", gets="rank r: the combination of ranks 0 to r",
+        bus="1", layout="vector", has_op=True, wanted=lambda case: combined(case, range(case.rank + 1)), in_place=True,
+    ),
+    Collective(
+        name="exscan", functions=("exscan",), plans=("exscan",),
+        gives="an array", gets="rank r: the combination of ranks 0 to r-1; rank 0: the op's identity",
+        bus="1", layout="vector", has_op=True, wanted=_exclusive, in_place=True,
+    ),
+    Collective(
+        name="broadcast", functions=("broadcast",), plans=("broadcast",),
+        gives="root: an array; others: None, or one of that shape", gets="the root's array",
+        bus="1", layout="vector", has_root=True, from_root=True, wanted=lambda case: part(case, case.root),
+        in_place=True,
+    ),
+    Collective(
+        name="all_gather", functions=("all_gather",), plans=("all_gather",),
+        gives="an array; lengths may differ", gets="all ranks' arrays, joined in rank order",
+        bus="(n-1)/n", layout="blocks", wanted=_joined,
+    ),
+    Collective(
+        name="gather", functions=("gather",), plans=("gather",),
+        gives="an array; lengths may differ", gets="root: all ranks' arrays, joined in rank order; others: None",
+        bus="(n-1)/n", layout="blocks", has_root=True,
+        wanted=lambda case: _joined(case) if case.rank == case.root else None,
+    ),
+    Collective(
+        name="scatter", functions=("scatter",), plans=("scatter",),
+        gives="root: n arrays, or one to be cut along axis 0; others: None", gets="rank r: array r",
+        bus="(n-1)/n", layout="cut", has_root=True, from_root=True,
+        wanted=lambda case: cut(part(case, case.root), case.size)[case.rank],
+    ),
+    Collective(
+        name="all_to_all", functions=("all_to_all",), plans=("all_to_all",),
+        gives="n arrays, or one to be cut along axis 0", gets="rank r: array r of each rank, a list",
+        bus="(n-1)/n", layout="cut",
+        wanted=lambda case: [cut(part(case, rank), case.size)[case.rank] for rank in range(case.size)],
+    ),
+    Collective(
+        name="send_recv", functions=("send", "recv"), plans=(),
+        gives="send: an array for one rank", gets="recv: the array of one rank",
+        bus="1", layout="vector", wanted=lambda case: part(case, (case.rank - 1) % case.size), run=_ring,
+    ),
+    Collective(
+        name="barrier", functions=("barrier",), plans=("barrier",),
+        gives="nothing", gets="None, when all have come", run=lambda _case, _x, **options: sv.barrier(**options),
+    ),
+    Collective(
+        name="all_gather_object", functions=("all_gather_object",), plans=("all_gather",),
+        gives="plain data", gets="all ranks' objects, a list",
+    ),
+    Collective(
+        name="broadcast_object", functions=("broadcast_object",), plans=("broadcast",),
+        gives="root: plain data", gets="the root's object", has_root=True, from_root=True,
+    ),
+    Collective(
+        name="gather_object", functions=("gather_object",), plans=("gather",),
+        gives="plain data", gets="root: all ranks' objects, a list; others: None", has_root=True,
+    ),
+    Collective(
+        name="scatter_object", functions=("scatter_object",), plans=("scatter",),
+        gives="root: a list of n objects", gets="rank r: object r", has_root=True, from_root=True,
+    ),
+)  # fmt: skip
+
+COLLECTIVES: Mapping[str, Collective] = {one.name: one for one in _ALL}
+"""The collectives by name, in the order in which they are shown."""
+
+
+def available() -> list[Collective]:
+    """Return the collectives that this version has."""
+    return [one for one in _ALL if all(hasattr(sv, name) for name in one.functions)]
+
+
+def find(name: str) -> Collective:
+    """Return a collective that can be timed.
+
+    Raises:
+        ConfigError: There is none of this name; the text lists them.
+    """
+    known = [one.name for one in available() if one.layout != "none" or one.run is not None]
+    name = {"send": "send_recv", "recv": "send_recv", "sendrecv": "send_recv"}.get(name, name).removesuffix("_perf")
+    if name not in known:
+        raise ConfigError(f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}")
+    return COLLECTIVES[name]
+
+
+def has_result_like_input(case: Case) -> bool:
+    """Return whether the result has the dtype of what is passed; minloc, maxloc and the mean of integers have another.
+
+    Example:
+        >>> has_result_like_input(Case(0, 2, (3,), "int32", "mean"))
+        False
+    """
+    found = combined(case, (0,))
+    return not isinstance(found, tuple) and found.dtype.name == case.dtype
+
+
+def dtypes() -> tuple[str, ...]:
+    """Return the dtypes that travel."""
+    return DTYPE_NAMES
+
+
+def ops_of(collective: Collective, dtype: str) -> tuple[str, ...]:
+    """Return the ops that a collective takes for a dtype.
+
+    Example:
+        >>> ops_of(COLLECTIVES["all_reduce"], "bool")[:2]
+        ('min', 'max')
+    """
+    kind = dtype_from_index(DTYPE_NAMES.index(dtype))
+    taken = []
+    for op in OPS if collective.has_op else ():
+        try:
+            how = reduction(op, kind)
+            if collective.name == "exscan":
+                identity(how)
+        except ConfigError:
+            continue
+        taken.append(op)
+    return tuple(taken)

@@ -1,0 +1,254 @@
+"""What every rank of `syncvar test` does: call every collective with everything it takes, and look at every element."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from inspect import signature
+from itertools import count, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import syncvar as sv
+from syncvar.cli.contributions import FOLDED_OPS, Case, first_wrong, part
+from syncvar.cli.registry import available, dtypes, has_result_like_input, ops_of
+from syncvar.cli.selftest import Outcome, outcome_lines, parsed
+from syncvar.config import nearest
+from syncvar.errors import ConfigError, SyncvarError, TransportError
+from syncvar.runtime.context import current
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from syncvar.cli.registry import Collective
+
+__all__ = ["wanted", "work"]
+
+_MANY = 10_007
+_FAILURES_MAX = 5
+_BARRIERS = 20
+
+
+def wanted(names: Sequence[str]) -> list[Collective]:
+    """Return the collectives to be tested.
+
+    Raises:
+        ConfigError: There is none of a name.
+    """
+    known = {one.name: one for one in available()}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}")
+    return [one for one in known.values() if not names or one.name in names]
+
+
+def work(chosen: argparse.Namespace) -> int:
+    """Test as one rank of a job; returns the exit code: 1 when something was wrong on any rank."""
+    path = current().transport.partition(":")[0]
+    mine: list[Outcome] = []
+    broken: SyncvarError | None = None
+    for one in wanted(chosen.collectives):
+        outcome = Outcome(one.name, _proves(one))
+        mine.append(outcome)
+        begin = time.perf_counter()
+        try:
+            _test(one, outcome)
+        except TransportError as error:
+            broken = error
+        outcome.seconds = time.perf_counter() - begin
+        if broken is not None:
+            break
+    if broken is None:
+        every = sv.all_gather_object([[one.calls, one.failures] for one in mine])
+        for place, outcome in enumerate(mine):
+            outcome.failures = [words for rank in every for words in rank[place][1]]
+    failed = any(outcome.failures for outcome in mine)
+    if sv.rank() == 0 and chosen.result is not None:
+        Path(chosen.result).write_text(json.dumps({"path": path, "outcomes": list(map(asdict, mine))}), "utf-8")
+    elif sv.rank() == 0:
+        print("\n".join(outcome_lines({path: mine})[0]), flush=True)
+    if broken is not None:
+        raise broken
+    if chosen.result is None:
+        return int(failed)
+    return 0
+
+
+def _proves(one: Collective) -> str:
+    size = sv.world_size()
+    if one.name == "barrier":
+        return "nobody leaves before the last has come"
+    if one.layout == "none":
+        return f"{one.gets}; {len(_objects(0))} kinds of plain data{', every root' if one.has_root else ''}"
+    words = [one.gets, f"{len(dtypes())} dtypes"]
+    if one.has_op:
+        words.append(f"{len({op for dtype in dtypes() for op in ops_of(one, dtype)})} ops")
+    if one.has_root:
+        words.append("every root")
+    ways = ["out="] * (one.name != "all_to_all") + ["in place"] * one.in_place + ["async"]
+    return "; ".join([*words, f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}", ", ".join(ways)])
+
+
+def _counts(size: int) -> list[int]:
+    return sorted({0, 1, size - 1, size, size + 1, _MANY})
+
+
+def _matrix(size: int) -> tuple[int, int]:
+    return size + 1, 3
+
+
+def _test(one: Collective, outcome: Outcome) -> None:
+    if one.layout != "none":
+        _test_arrays(one, outcome)
+    elif one.name == "barrier":
+        _test_barrier(outcome)
+    else:
+        _test_objects(one, outcome)
+
+
+def _test_arrays(one: Collective, outcome: Outcome) -> None:
+    if one.name == "send_recv" and sv.world_size() == 1:
+        return
+    size = sv.world_size()
+    shapes = [(length,) for length in _counts(size)] + [_matrix(size)]
+    number = count()
+    for dtype in dtypes():
+        ops = [op for op in ops_of(one, dtype) if op in FOLDED_OPS] if one.has_op else [""]
+        for op, shape in product(ops, shapes):
+            root = next(number) % size
+            case = Case(sv.rank(), size, shape, dtype, op or "sum", root)
+            for how, got in _ways(one, case, is_first=op == ops[0]):
+                what = f"{dtype}{f', {op}' if op else ''}, {_shape_text(shape)}{f', root {root}' if one.has_root else ''}"
+                _judge(outcome, f"{what}{how}", got, one.wanted(case), case, one)
+
+
+def _ways(one: Collective, case: Case, *, is_first: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the ways in which a case is called: plainly; with one dtype's first op also with out=, in place, later."""
+    x = one.contribution(case)
+    if x is None and case.rank % 2 and one.name == "broadcast":
+        x = part(case, case.rank)  # others than the root pass None, or an array of the same shape
+    yield "", lambda: _unchanged(one, case, x)
+    parameters = signature(getattr(sv, one.functions[-1])).parameters
+    if case.shape != (_MANY,) or not is_first:
+        return
+    target = one.wanted(case)
+    if "out" in parameters and isinstance(target, np.ndarray | None):
+        out = None if target is None else np.zeros_like(target)
+        yield ", out=", lambda: one.call(case, x, out=out)
+    if one.in_place and has_result_like_input(case):
+        for words, made in (("in place", np.empty), ("in place, resident", sv.empty)):
+            same = None if x is None and target is None else made(case.shape, part(case, 0).dtype)
+            if same is not None and x is not None:
+                same[...] = x
+            if target is not None or x is not None:
+                yield f", {words}", _in_place(one, case, same, x, target)
+    if "async_op" in parameters:
+        yield ", async", lambda: one.call(case, x, async_op=True).wait()
+
+
+def _in_place(one: Collective, case: Case, same: Any, x: Any, target: Any) -> Callable[[], Any]:
+    return lambda: one.call(case, None if x is None else same, out=None if target is None else same)
+
+
+def _unchanged(one: Collective, case: Case, x: Any) -> Any:
+    """Make the call, and make sure that it leaves alone what it was given."""
+    before = None if x is None else x.copy()
+    result = one.call(case, x)
+    changed = "" if x is None else first_wrong(x, before)
+    if changed:
+        raise AssertionError(f"the call changed its input: {changed}")
+    return result
+
+
+def _judge(outcome: Outcome, what: str, call: Callable[[], Any], target: Any, case: Case, one: Collective) -> None:
+    outcome.calls += 1
+    try:
+        words = first_wrong(call(), target)
+    except TransportError as error:
+        _fail(outcome, case.rank, f"{one.name}: {what}: {type(error).__name__}: {error}")
+        raise
+    except (SyncvarError, AssertionError, ValueError, TypeError, IndexError) as error:
+        words = f"{type(error).__name__}: {error}"
+    if words:
+        _fail(outcome, case.rank, f"{one.name}: {what}: {words}")
+
+
+def _fail(outcome: Outcome, rank: int, words: str) -> None:
+    if len(outcome.failures) < _FAILURES_MAX:
+        outcome.failures.append(f"rank {rank}: {words.partition(chr(10))[0]}")
+
+
+def _test_barrier(outcome: Outcome) -> None:
+    """Nobody may leave before the last has come: the clock is the same for all processes of a host."""
+    rank, size = sv.rank(), sv.world_size()
+    for turn in range(_BARRIERS):
+        if turn % size == rank:
+            time.sleep(0.002)  # somebody else is late each time
+        came = time.monotonic()
+        sv.barrier()
+        left = time.monotonic()
+        outcome.calls += 1
+        every = sv.all_gather_object([came, left])
+        if sv.host_count() == 1 and min(one[1] for one in every) < max(one[0] for one in every):
+            _fail(outcome, rank, f"barrier: turn {turn}: a rank left before the last had come")
+
+
+def _test_objects(one: Collective, outcome: Outcome) -> None:
+    rank, size = sv.rank(), sv.world_size()
+    for root in range(size):
+        for kind in range(len(_objects(0))):
+            everyone = [_objects(who)[kind] for who in range(size)]
+            call, target = _object_call(one.name, everyone, rank, root)
+            outcome.calls += 1
+            try:
+                got = call()
+            except TransportError as error:
+                _fail(outcome, rank, f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}")
+                raise
+            except SyncvarError as error:
+                _fail(outcome, rank, f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}")
+                continue
+            if _plain(got) != _plain(target):
+                _fail(outcome, rank, f"{one.name}: object {kind}, root {root}: {got!r} instead of {target!r}"[:300])
+
+
+def _object_call(name: str, everyone: list[Any], rank: int, root: int) -> tuple[Callable[[], Any], Any]:
+    if name == "all_gather_object":
+        return (lambda: sv.all_gather_object(everyone[rank])), everyone
+    if name == "broadcast_object":
+        return (lambda: sv.broadcast_object(everyone[rank] if rank == root else None, root)), everyone[root]
+    if name == "gather_object":
+        return (lambda: sv.gather_object(everyone[rank], root)), everyone if rank == root else None
+    return (lambda: sv.scatter_object(everyone if rank == root else None, root)), everyone[rank]
+
+
+def _objects(rank: int) -> list[Any]:
+    return [
+        None, True, rank, rank / 2, 1 << 60, complex(rank, 1), "é" * rank, b"\0" * rank, [], [rank, [None, "x"]], (rank, ()),
+        {"rank": rank, "nested": {"list": [1.5] * rank}}, np.arange(rank + 1), {"array": np.full((2, rank), rank, np.float32)},
+    ]  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that `==` compares, arrays with their dtype and shape."""
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype.name, value.shape, value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [_plain(one) for one in value]
+    return type(value).__name__, value
+
+
+def _shape_text(shape: Iterable[int]) -> str:
+    lengths = list(shape)
+    return f"count {lengths[0]}" if len(lengths) == 1 else f"shape {tuple(lengths)}"
+
+
+if __name__ == "__main__":
+    sys.exit(work(parsed()))

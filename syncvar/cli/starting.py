@@ -1,0 +1,75 @@
+"""Start this package's own workers, for a command that needs some: through the launcher, as a child."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from syncvar.env import PREFIX, RankEnvironment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["is_launched", "start_workers"]
+
+_OF_A_RANK = tuple(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
+_STATUS = PREFIX + "STATUS_FD"
+
+
+def is_launched() -> bool:
+    """Return whether the launcher started this process."""
+    return PREFIX + "RANK" in os.environ
+
+
+def start_workers(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    workers: str,
+    timeout_s: float | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> int:
+    """Run a module as every rank of a new job and wait for its end.
+
+    What rank 0 writes to the descriptor that it is told by `--report-to` appears on our standard output without the
+    mark of its rank. If this process goes, so does the job.
+
+    Args:
+        module: To run by `-m`.
+        arguments: Its arguments.
+        workers: How many ranks, or "auto".
+        timeout_s: Limit of the whole job.
+        settings: Further variables for the launcher.
+
+    Returns:
+        The launcher's exit code.
+    """
+    options = ["--workers", workers]
+    if timeout_s is not None:
+        options += ["--timeout", str(timeout_s)]
+    sys.stdout.flush()
+    report = os.dup(1)
+    alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
+    environ = {name: value for name, value in os.environ.items() if name not in (*_OF_A_RANK, _STATUS)}
+    environ |= settings or {}
+    environ |= {"SYNCVAR_PASS_FDS": str(report), "SYNCVAR_PARENT_FD": str(alive_read)}
+    command = [sys.executable, "-m", "syncvar_launcher", *options, "-m", module, "--report-to", str(report), *arguments]
+    try:
+        process = subprocess.Popen(command, env=environ, pass_fds=(report, alive_read))  # noqa: S603
+        while True:
+            # Ctrl-C reaches the launcher as well, which ends the job in order; we wait for it.
+            with contextlib.suppress(KeyboardInterrupt):
+                code = process.wait()
+                return code if code >= 0 else 128 - code
+    finally:
+        for descriptor in (report, alive_read, alive_write):
+            os.close(descriptor)
+
+
+def end_quietly_when_nobody_reads() -> None:
+    """Let `| head` end this process without a traceback."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,0 +1,94 @@
+"""The table of all collectives, made from the functions themselves and from the tables that decide."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING
+
+import syncvar as sv
+from syncvar.cli.registry import available, dtypes, ops_of
+from syncvar.plans import ALGORITHMS
+from syncvar.runtime.kernels import OPS
+
+if TYPE_CHECKING:
+    from syncvar.cli.registry import Collective
+
+__all__ = ["collectives_text", "cost_of", "signature_of"]
+
+_COST = re.compile(r"^Cost: (.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_COMMON = {"group": None, "async_op": False, "timeout": None}
+_COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw", "tests")
+
+
+def collectives_text() -> str:
+    """Return the table in Markdown, and in words which op takes which dtype.
+
+    Example:
+        >>> print(collectives_text().splitlines()[0])
+        | call | a rank gives | a rank gets | algorithms | cost | busbw | tests |
+    """
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    for one in available():
+        calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
+        costs = "; ".join(filter(None, map(cost_of, one.functions))) or "-"
+        test = f"[{one.tests.rpartition('/')[2]}]({one.tests})"
+        cells = (calls, one.gives, one.gets, _algorithms(one), costs, one.bus or "-", test)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, "", *_notes()]) + "\n"
+
+
+def signature_of(name: str) -> str:
+    """Return a function's call with defaults and without types; "…" is what `_COMMON` says.
+
+    Example:
+        >>> signature_of("barrier")
+        'barrier(*, …)'
+    """
+    given = inspect.signature(getattr(sv, name)).parameters
+    is_common = all(one in given for one in _COMMON)
+    words = []
+    for one in given.values():
+        if one.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        if not (is_common and one.name in _COMMON):
+            words.append(str(one.replace(annotation=inspect.Parameter.empty)).replace("'", '"'))
+    return f"{name}({', '.join([*words, '…'] if is_common else words)})"
+
+
+def cost_of(name: str) -> str:
+    """Return the section "Cost" of a function's docstring on one line, without its last stop.
+
+    Example:
+        >>> cost_of("barrier")
+        'ceil(log2 n) rounds of empty frames'
+    """
+    found = _COST.search(inspect.getdoc(getattr(sv, name)) or "")
+    return " ".join(found[1].split()).rstrip(".") if found else ""
+
+
+def _algorithms(one: Collective) -> str:
+    if one.name in one.plans:
+        return ", ".join(ALGORITHMS.get(one.name, ())) or "-"
+    return ", ".join(f"as {key}" for key in one.plans) or "-"
+
+
+def _notes() -> list[str]:
+    """Return in words what is left out of the table, what travels, and which op takes what."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    reducing = next(one for one in available() if one.has_op)
+    for op in OPS:
+        rows.setdefault(tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype)), []).append(f"`{op}`")
+    lines = [
+        f"`…` is `{', '.join(f'{name}={default}' for name, default in _COMMON.items())}`. n is the number of ranks.",
+        "busbw is the factor of `syncvar bench` between size / time and the rate at the bottleneck; size is that of the",
+        "vector, or of all ranks' pieces together.",
+        "",
+        f"dtypes: {', '.join(dtypes())}. ops:",
+        "",
+    ]
+    for taken, ops in rows.items():
+        missing = [dtype for dtype in dtypes() if dtype not in taken]
+        which = "all dtypes" if not missing else f"all but {', '.join(missing)}" if len(missing) < len(taken) else ", ".join(taken)
+        lines.append(f"- {', '.join(ops)}: {which}")
+    return lines
