@@ -34,6 +34,8 @@ Example:
     8
 """
 
+from syncvar.plans.bruck import bruck_all_to_all
+from syncvar.plans.chain import chain_broadcast
 from syncvar.plans.chunks import consecutive_chunks, even_chunks, exchange_blocks
 from syncvar.plans.contracts import (
     Contract,
@@ -66,14 +68,26 @@ from syncvar.plans.direct import (
     direct_scatter,
 )
 from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
+from syncvar.plans.double_tree import double_tree_all_reduce, double_tree_broadcast, double_tree_reduce
+from syncvar.plans.doubling import doubling_all_gather, doubling_all_reduce, doubling_exscan, doubling_scan
+from syncvar.plans.halving import halving_all_reduce
 from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Round, Send, Step
-from syncvar.plans.owners import owners_all_reduce
+from syncvar.plans.owners import owners_all_reduce, owners_reduce
+from syncvar.plans.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
 from syncvar.plans.published import Publication, Take, publications
 from syncvar.plans.reproducible import reproducible_all_reduce, tree_order, tree_steps
-from syncvar.plans.ring import ring_all_gather, ring_all_reduce
-from syncvar.plans.select import ALGORITHMS, Choice, build, build_all, choose, sums_by_the_tree
+from syncvar.plans.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from syncvar.plans.select import Choice, choose, parse_forced
 from syncvar.plans.show import plan_text, step_text
-from syncvar.plans.tree import binomial_all_reduce, binomial_broadcast, binomial_reduce
+from syncvar.plans.table import ALGORITHMS, build, build_all, sums_by_the_tree, unsuited
+from syncvar.plans.tree import (
+    binomial_all_reduce,
+    binomial_broadcast,
+    binomial_gather,
+    binomial_reduce,
+    binomial_scatter,
+    scattered_broadcast,
+)
 from syncvar.plans.verify import Report, verify
 
 __all__ = [
@@ -101,10 +115,14 @@ __all__ = [
     "barrier_contract",
     "binomial_all_reduce",
     "binomial_broadcast",
+    "binomial_gather",
     "binomial_reduce",
+    "binomial_scatter",
     "broadcast_contract",
+    "bruck_all_to_all",
     "build",
     "build_all",
+    "chain_broadcast",
     "choose",
     "consecutive_chunks",
     "contract_of",
@@ -121,10 +139,22 @@ __all__ = [
     "direct_scatter",
     "dissemination_all_gather",
     "dissemination_barrier",
+    "double_tree_all_reduce",
+    "double_tree_broadcast",
+    "double_tree_reduce",
+    "doubling_all_gather",
+    "doubling_all_reduce",
+    "doubling_exscan",
+    "doubling_scan",
     "even_chunks",
     "exchange_blocks",
     "gather_contract",
+    "halving_all_reduce",
     "owners_all_reduce",
+    "owners_reduce",
+    "pairwise_all_to_all",
+    "pairwise_reduce_scatter",
+    "parse_forced",
     "plan_text",
     "publications",
     "reduce_contract",
@@ -132,12 +162,15 @@ __all__ = [
     "reproducible_all_reduce",
     "ring_all_gather",
     "ring_all_reduce",
+    "ring_reduce_scatter",
     "scan_contract",
     "scatter_contract",
+    "scattered_broadcast",
     "step_text",
     "sums_by_the_tree",
     "tree_expression",
     "tree_order",
     "tree_steps",
+    "unsuited",
     "verify",
 ]

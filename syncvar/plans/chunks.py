@@ -9,15 +9,19 @@ from syncvar.plans.model import Buffer, Chunk
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["consecutive_chunks", "even_chunks", "exchange_blocks"]
+__all__ = ["PIECES", "consecutive_chunks", "even_chunks", "exchange_blocks"]
+
+PIECES = 8
+"""Pieces that follow each other through a pipeline. The same for every count: sizes never change who talks to whom."""
 
 
-def consecutive_chunks(counts: Iterable[int], buffer: Buffer = Buffer.WORK) -> list[Chunk]:
-    """Lay chunks of given sizes one after the other, from element 0.
+def consecutive_chunks(counts: Iterable[int], buffer: Buffer = Buffer.WORK, start: int = 0) -> list[Chunk]:
+    """Lay chunks of given sizes one after the other.
 
     Args:
         counts: Elements of each chunk, each >= 0.
         buffer: Where the chunks lie.
+        start: First element of the first chunk.
 
     Returns:
         One chunk per count, in order; each starts where the one before stops.
@@ -29,7 +33,6 @@ def consecutive_chunks(counts: Iterable[int], buffer: Buffer = Buffer.WORK) -> l
         [(0, 2), (2, 2), (2, 5)]
     """
     chunks = []
-    start = 0
     for count in counts:
         chunks.append(Chunk(start, start + count, buffer))
         start += count

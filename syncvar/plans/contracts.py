@@ -348,7 +348,7 @@ def contract_of(
     matrix: Sequence[Sequence[int]] | None = None,
     tree: bool = False,
 ) -> Contract:
-    """Return the contract of a collective by name, with the arguments of `syncvar.plans.select.build`.
+    """Return the contract of a collective by name, with the arguments of `syncvar.plans.table.build`.
 
     Args:
         collective: A key of `syncvar.plans.ALGORITHMS`.

@@ -312,8 +312,8 @@ def direct_scan(rank: int, world_size: int, count: int) -> Iterator[Round]:
         count: Elements of the WORK buffer; may be 0.
 
     Yields:
-        A local round, in which a rank that both sends and sums copies its vector, as in `direct_all_reduce`; then a
-        round with everything else; none for a group of one.
+        If there are three ranks or more, a local round in which those that both send and sum copy their vector, as in
+        `direct_all_reduce`; then a round with everything else; none for a group of one.
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r reductions of it; scratch (r+1)
         count at most.
@@ -338,7 +338,7 @@ def direct_exscan(rank: int, world_size: int, count: int) -> Iterator[Round]:
         count: Elements of the WORK buffer; may be 0.
 
     Yields:
-        A local round and a round with transfers, as `direct_scan`; none for a group of one.
+        As `direct_scan`.
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r-1 reductions of it; scratch r count
         at most.
@@ -363,7 +363,8 @@ def _send_up(
     if 0 < rank < world_size - 1:
         end = max((place.stop for place in places if place.buffer == Buffer.SCRATCH), default=0)
         mine = Chunk(end, end + work.count, Buffer.SCRATCH)
-    yield () if mine is work else (Copy(work, mine),)
+    if world_size > 2:
+        yield () if mine is work else (Copy(work, mine),)
     sends = [Send(target, mine) for target in range(rank + 1, world_size)]
     receives = [Recv(source, places[source]) for source in reversed(range(rank))]
     yield (*sends, *receives, *local)

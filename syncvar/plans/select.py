@@ -7,35 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
-from syncvar.plans.direct import (
-    direct_all_gather,
-    direct_all_reduce,
-    direct_all_to_all,
-    direct_barrier,
-    direct_broadcast,
-    direct_exscan,
-    direct_gather,
-    direct_reduce,
-    direct_reduce_scatter,
-    direct_scan,
-    direct_scatter,
-)
-from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
-from syncvar.plans.model import Buffer, Copy, Plan, Reduce
-from syncvar.plans.owners import owners_all_reduce
-from syncvar.plans.reproducible import reproducible_all_reduce
-from syncvar.plans.ring import ring_all_gather, ring_all_reduce
-from syncvar.plans.tree import binomial_all_reduce, binomial_broadcast
+from syncvar.plans.table import REDUCTIONS, check_algorithm, sums_by_the_tree, unsuited
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from syncvar.plans.model import Round
-
-__all__ = ["ALGORITHMS", "Choice", "build", "build_all", "choose", "sums_by_the_tree"]
+__all__ = ["Choice", "choose", "parse_forced"]
 
 DIRECT_ALL_REDUCE_NBYTES_MAX = 16 * 1024
 DIRECT_ALL_REDUCE_WORLD_SIZE_MAX = 4
@@ -59,82 +35,6 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of a builder, for one rank."""
-
-    rank: int
-    world_size: int
-    count: int
-    counts: tuple[int, ...]
-    root: int
-    matrix: tuple[tuple[int, ...], ...]
-
-
-def _dissemination_blocks(call: _Call) -> Iterator[Round]:
-    if len(set(call.counts)) > 1:
-        raise ConfigError(
-            f"the dissemination all-gather needs blocks of equal count, not {list(call.counts)}; use 'ring' or 'direct'"
-        )
-    return dissemination_all_gather(call.rank, call.world_size, call.counts[0])
-
-
-_BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
-    "all_reduce": {
-        "direct": lambda call: direct_all_reduce(call.rank, call.world_size, call.count),
-        "owners": lambda call: owners_all_reduce(call.rank, call.world_size, call.count),
-        "tree": lambda call: binomial_all_reduce(call.rank, call.world_size, call.count),
-        "ring": lambda call: ring_all_reduce(call.rank, call.world_size, call.count),
-        "reproducible": lambda call: reproducible_all_reduce(call.rank, call.world_size, call.count),
-    },
-    "all_gather": {
-        "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
-        "ring": lambda call: ring_all_gather(call.rank, call.world_size, call.counts),
-        "dissemination": _dissemination_blocks,
-    },
-    "broadcast": {
-        "direct": lambda call: direct_broadcast(call.rank, call.world_size, call.count, call.root),
-        "tree": lambda call: binomial_broadcast(call.rank, call.world_size, call.count, call.root),
-    },
-    "reduce": {
-        "direct": lambda call: direct_reduce(call.rank, call.world_size, call.count, call.root),
-    },
-    "gather": {
-        "direct": lambda call: direct_gather(call.rank, call.world_size, call.counts, call.root),
-    },
-    "scatter": {
-        "direct": lambda call: direct_scatter(call.rank, call.world_size, call.counts, call.root),
-    },
-    "reduce_scatter": {
-        "direct": lambda call: direct_reduce_scatter(call.rank, call.world_size, call.counts),
-    },
-    "all_to_all": {
-        "direct": lambda call: direct_all_to_all(call.rank, call.world_size, call.matrix),
-    },
-    "scan": {
-        "direct": lambda call: direct_scan(call.rank, call.world_size, call.count),
-    },
-    "exscan": {
-        "direct": lambda call: direct_exscan(call.rank, call.world_size, call.count),
-    },
-    "barrier": {
-        "direct": lambda call: direct_barrier(call.rank, call.world_size),
-        "dissemination": lambda call: dissemination_barrier(call.rank, call.world_size),
-    },
-    "header_exchange": {
-        "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
-        "dissemination": _dissemination_blocks,
-    },
-}
-
-_OF_BLOCKS = frozenset({"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"})
-
-ALGORITHMS: Mapping[str, tuple[str, ...]] = {
-    collective: tuple(names) for collective, names in _BUILDERS.items()
-}
-"""The names of the algorithms of each collective."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Rule:
     """One row of the table of choices; None is no limit. `shared`: in memory that all ranks see, else over links."""
 
@@ -145,9 +45,6 @@ class _Rule:
     why: str
     shared: bool = False
 
-
-_REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-_SUM_BY_THE_TREE = frozenset({"direct", "owners", "tree", "reproducible"})
 
 _PUBLISHED = "in shared memory a rank publishes once what all others take"
 
@@ -206,21 +103,6 @@ _RULES = (
 )
 
 
-def sums_by_the_tree(collective: str, algorithm: str, world_size: int) -> bool:
-    """Return whether an algorithm sums every element by the tree T(0, world_size); the checker proves it.
-
-    Args:
-        collective: Any; only reductions sum to one value for all.
-        algorithm: One of `ALGORITHMS[collective]`.
-        world_size: Ranks of the group.
-
-    Example:
-        >>> sums_by_the_tree("all_reduce", "tree", 5), sums_by_the_tree("all_reduce", "ring", 5)
-        (True, False)
-    """
-    return collective in _REDUCTIONS and (algorithm in _SUM_BY_THE_TREE or world_size <= 2)
-
-
 @lru_cache(maxsize=4096)
 def choose(
     collective: str,
@@ -254,10 +136,12 @@ def choose(
         >>> choose("all_reduce", 512, 2).reason
         'direct: 512 bytes on 2 ranks: a small vector on few ranks is exchanged in a single round'
     """
-    names = _algorithms(collective)
-    by_tree = reproducible and collective in _REDUCTIONS
+    check_algorithm(collective, forced)
+    by_tree = reproducible and collective in REDUCTIONS
     if forced is not None:
-        _check_name("algorithm", forced, names, f" for {collective}")
+        fault = unsuited(collective, forced, world_size, even=True)  # uneven blocks are known when the plan is built
+        if fault is not None:
+            raise ConfigError(fault)
         if by_tree and not sums_by_the_tree(collective, forced, world_size):
             raise ConfigError(f"algorithm {forced!r} contradicts reproducible=True; leave one of them out")
         return Choice(forced, f"{forced}: the caller demands it")
@@ -274,122 +158,30 @@ def choose(
     raise AssertionError(f"the table has no last row for {collective}")
 
 
-def build(
-    collective: str,
-    algorithm: str,
-    rank: int,
-    world_size: int,
-    *,
-    count: int = 0,
-    counts: Sequence[int] | None = None,
-    root: int = 0,
-    matrix: Sequence[Sequence[int]] | None = None,
-) -> Plan:
-    """Build the plan of one rank.
+def parse_forced(text: str) -> dict[str, str]:
+    """Read the setting that demands algorithms for a whole job.
 
     Args:
-        collective: A key of `ALGORITHMS`.
-        algorithm: One of `ALGORITHMS[collective]`.
-        rank: The rank in the group, 0 <= rank < world_size.
-        world_size: Ranks of the group, >= 1.
-        count: Elements of the vector; for collectives of blocks, of each rank's block if `counts` is None; for
-            all_to_all, of every block if `matrix` is None. Not used by a barrier.
-        counts: Elements of each rank's block, in rank order; for all_gather, header_exchange, gather, scatter and
-            reduce_scatter only.
-        root: The root of a broadcast, reduce, gather or scatter.
-        matrix: matrix[s][d] elements go from rank s to rank d; for all_to_all only.
+        text: "collective:algorithm" items, separated by commas; spaces around names do not matter, and nothing
+            demands nothing.
 
     Returns:
-        The plan, with as much scratch as its chunks reach.
+        The algorithm of each collective that is named, for `forced` of `choose`.
 
     Raises:
-        ConfigError: An argument is out of range, or the algorithm cannot do this.
+        ConfigError: An item is not written like this, names what does not exist, or repeats a collective.
 
     Example:
-        >>> plan = build("all_reduce", "ring", rank=0, world_size=4, count=10)
-        >>> len(plan.rounds), plan.work_count, plan.scratch_count
-        (6, 10, 0)
+        >>> parse_forced("all_reduce:ring, broadcast:tree")
+        {'all_reduce': 'ring', 'broadcast': 'tree'}
     """
-    _check_name("algorithm", algorithm, _algorithms(collective), f" for {collective}")
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not in a group of {world_size}")
-    if not 0 <= root < world_size:
-        raise ConfigError(f"root {root} is not in a group of {world_size}")
-    in_blocks = collective in _OF_BLOCKS
-    if counts is not None and (not in_blocks or len(counts) != world_size):
-        raise ConfigError(f"{collective} on {world_size} ranks cannot take {len(counts)} counts")
-    if matrix is not None and (collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}):
-        raise ConfigError(f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these")
-    blocks = tuple(counts) if counts is not None else (count,) * world_size
-    pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
-    lowest = min(map(min, (blocks, *pairs)))
-    if lowest < 0:
-        raise ConfigError(f"a count is negative: {lowest}")
-    rounds = tuple(_BUILDERS[collective][algorithm](_Call(rank, world_size, count, blocks, root, pairs)))
-    if in_blocks:
-        work_count = sum(blocks)
-    elif collective == "all_to_all":
-        work_count = sum(pairs[rank]) + sum(row[rank] for row in pairs)
-    else:
-        work_count = 0 if collective == "barrier" else count
-    return Plan(collective, algorithm, rank, world_size, work_count, _scratch_count(rounds), rounds)
-
-
-def build_all(
-    collective: str,
-    algorithm: str,
-    world_size: int,
-    *,
-    count: int = 0,
-    counts: Sequence[int] | None = None,
-    root: int = 0,
-    matrix: Sequence[Sequence[int]] | None = None,
-) -> list[Plan]:
-    """Build the plans of all ranks, for the checker and for figures.
-
-    Args:
-        collective: As for `build`.
-        algorithm: As for `build`.
-        world_size: As for `build`.
-        count: As for `build`.
-        counts: As for `build`.
-        root: As for `build`.
-        matrix: As for `build`.
-
-    Returns:
-        The plans in rank order.
-
-    Raises:
-        ConfigError: As for `build`.
-    """
-    return [
-        build(collective, algorithm, rank, world_size, count=count, counts=counts, root=root, matrix=matrix)
-        for rank in range(world_size)
-    ]
-
-
-def _scratch_count(rounds: Sequence[Round]) -> int:
-    most = 0
-    for steps in rounds:
-        for step in steps:
-            for chunk in (step.source, step.target) if isinstance(step, Copy | Reduce) else (step.chunk,):
-                if chunk.buffer == Buffer.SCRATCH and chunk.stop > most:
-                    most = chunk.stop
-    return most
-
-
-def _algorithms(collective: str) -> tuple[str, ...]:
-    _check_name("collective", collective, ALGORITHMS, "")
-    return ALGORITHMS[collective]
-
-
-def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
-    if name in names:
-        return
-    import difflib  # only a wrong name needs it
-
-    known = list(names)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise ConfigError(
-        f"there is no {kind} {name!r}{where}; did you mean {nearest[0]!r}? Known: {', '.join(known)}"
-    )
+    forced: dict[str, str] = {}
+    for item in text.split(",") if text.strip() else ():
+        collective, colon, algorithm = (part.strip() for part in item.partition(":"))
+        if not (collective and colon and algorithm):
+            raise ConfigError(f"an algorithm is demanded as collective:algorithm, not {item.strip()!r}")
+        check_algorithm(collective, algorithm)
+        if collective in forced:
+            raise ConfigError(f"two algorithms are demanded for {collective}: {forced[collective]!r} and {algorithm!r}")
+        forced[collective] = algorithm
+    return forced

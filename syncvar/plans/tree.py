@@ -1,21 +1,29 @@
 """Binomial trees: the number of rounds grows with the logarithm of the ranks.
 
 Every rank yields every round, empty where it has nothing to do, so that both ends of a transfer count it as the same
-round. The parent of a rank is that rank with its lowest set bit cleared.
+round. With rank 0 as root, the parent of a rank is that rank with its lowest set bit cleared.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.plans.chunks import consecutive_chunks, even_chunks
 from syncvar.plans.model import Chunk, Recv, RecvReduce, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Round
+    from syncvar.plans.model import Round, Step
 
-__all__ = ["binomial_all_reduce", "binomial_broadcast", "binomial_reduce"]
+__all__ = [
+    "binomial_all_reduce",
+    "binomial_broadcast",
+    "binomial_gather",
+    "binomial_reduce",
+    "binomial_scatter",
+    "scattered_broadcast",
+]
 
 
 def binomial_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
@@ -50,33 +58,165 @@ def binomial_broadcast(rank: int, world_size: int, count: int, root: int) -> Ite
             yield ()
 
 
-def binomial_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
-    """Yield the rounds of a binomial-tree reduction to rank 0, for one rank. The other ranks keep partial results.
+def binomial_reduce(rank: int, world_size: int, count: int, root: int = 0) -> Iterator[Round]:
+    """Yield the rounds of a binomial-tree reduction for one rank. The other ranks keep partial results.
+
+    The aligned blocks of 1, 2, 4, ... ranks are combined. The sum of a block lies at its first rank; at the root, if
+    that is in the block.
 
     Args:
         rank: The rank whose rounds are wanted, 0 <= rank < world_size.
         world_size: Ranks of the group, n >= 1.
         count: Elements of the WORK buffer; may be 0.
+        root: The rank that gets the result.
 
     Yields:
         ceil(log2 n) rounds of one transfer at most, some of them empty.
 
-    Cost: ceil(log2 n) rounds; every rank but 0 sends the whole vector once; no scratch.
+    Cost: ceil(log2 n) rounds; every rank but the root sends the whole vector once; no scratch.
 
-    Order: the tree T(0, n) of `syncvar.plans.reproducible.tree_order`.
+    Order: the tree T(0, n) of `syncvar.plans.reproducible.tree_order`, whatever the root.
 
-    Source: Thakur, Rabenseifner and Gropp 2005, section 4.4.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.4; figure: tests/golden/tree_reduce_5.txt.
     """
     work = Chunk(0, count)
+    for meeting in _meetings(rank, world_size, root):
+        if meeting is None:
+            yield ()
+        elif rank == meeting.giver:
+            yield (Send(meeting.taker, work),)
+        else:
+            yield (RecvReduce(meeting.giver, work, incoming_left=meeting.low < meeting.other_low),)
+
+
+def binomial_gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+    """Yield the rounds of a binomial-tree gather for one rank: the reduction, with ranges put side by side.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the concatenation in rank order,
+            with the own block in place at the start.
+        root: The rank that gets all blocks.
+
+    Yields:
+        ceil(log2 n) rounds of one transfer at most, some of them empty.
+
+    Cost: ceil(log2 n) rounds; every rank but the root sends once; a block is sent once per level at most, half of
+        all blocks in the last round if n is a power of two; no scratch.
+
+    Order: nothing is combined.
+
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4; Chan et al. 2007, section 4 (minimum-spanning-tree
+        gather); figure: tests/golden/tree_gather_5.txt.
+    """
+    blocks = consecutive_chunks(counts)
+    for meeting in _meetings(rank, world_size, root):
+        if meeting is None:
+            yield ()
+            continue
+        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
+        yield (Send(meeting.taker, part) if rank == meeting.giver else Recv(meeting.giver, part),)
+
+
+def binomial_scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+    """Yield the rounds of a binomial-tree scatter for one rank: the gather backwards.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        counts: Elements of each rank's block; uneven and 0 are allowed. The root's WORK holds the concatenation in
+            rank order; every rank gets its block in its place there, and some get more.
+        root: The rank that has all blocks.
+
+    Yields:
+        ceil(log2 n) rounds of one transfer at most, some of them empty.
+
+    Cost: as `binomial_gather`.
+
+    Order: nothing is combined.
+
+    Source: as `binomial_gather`; figure: tests/golden/tree_scatter_5.txt.
+    """
+    blocks = consecutive_chunks(counts)
+    for meeting in reversed(list(_meetings(rank, world_size, root))):
+        if meeting is None:
+            yield ()
+            continue
+        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
+        yield (Send(meeting.giver, part) if rank == meeting.taker else Recv(meeting.taker, part),)
+
+
+def scattered_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+    """Yield the rounds of van de Geijn's broadcast for one rank: scatter by a tree, then all-gather by a ring.
+
+    A rank that got more than its own chunk from the tree does not get it from the ring once more.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0 or smaller than `world_size`.
+        root: The rank that holds the vector.
+
+    Yields:
+        ceil(log2 n) rounds of the tree, then n-1 rounds of the ring, of one Send and one Recv at most.
+
+    Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks 3/2 of it at most; no scratch.
+
+    Order: nothing is combined.
+
+    Source: Barnett, Gupta, Payne, Shuler, van de Geijn and Watts 1994, "Interprocessor collective communication
+        library"; Thakur, Rabenseifner and Gropp 2005, section 4.2; figure: tests/golden/scattered_4.txt.
+    """
+    chunks = even_chunks(count, world_size)
+    yield from binomial_scatter(rank, world_size, [chunk.count for chunk in chunks], root)
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    mine, theirs = _part_of(rank, world_size, root), _part_of(right, world_size, root)
+    for step in range(world_size - 1):
+        out, come = (rank - step) % world_size, (left - step) % world_size
+        steps: list[Step] = []
+        if out not in theirs:
+            steps.append(Send(right, chunks[out]))
+        if come not in mine:
+            steps.append(Recv(left, chunks[come]))
+        yield tuple(steps)
+
+
+class _Meeting(NamedTuple):
+    """Two blocks of ranks become one: `giver` has what belongs to its block low ... high-1, `taker` the other's."""
+
+    giver: int
+    taker: int
+    low: int
+    high: int
+    other_low: int
+
+
+def _meetings(rank: int, world_size: int, root: int) -> Iterator[_Meeting | None]:
+    """Yield for each level the meeting that a rank is part of, or None; the blocks double from level to level."""
     for level in range((world_size - 1).bit_length()):
         span = 1 << level
-        if rank % (2 * span) == span:
-            yield (Send(rank - span, work),)
-        elif rank % (2 * span) == 0 and rank + span < world_size:
-            # This rank holds rank ... rank+span-1, the incoming value rank+span and up: the own side is the lower.
-            yield (RecvReduce(rank + span, work, incoming_left=False),)
+        low = rank & -(2 * span)
+        middle, high = low + span, min(low + 2 * span, world_size)
+        if middle >= world_size:
+            yield None
+            continue
+        left = root if low <= root < middle else low
+        right = root if middle <= root < high else middle
+        if rank not in (left, right):
+            yield None
+        elif right == root:
+            yield _Meeting(left, right, low, middle, middle)
         else:
-            yield ()
+            yield _Meeting(right, left, middle, high, low)
+
+
+def _part_of(rank: int, world_size: int, root: int) -> range:
+    """Return the chunks that a rank holds after a binomial scatter."""
+    for meeting in _meetings(rank, world_size, root):
+        if meeting is not None and meeting.giver == rank:
+            return range(meeting.low, meeting.high)
+    return range(world_size)
 
 
 def binomial_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:

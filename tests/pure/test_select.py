@@ -3,7 +3,7 @@
 import pytest
 
 from syncvar.errors import ConfigError
-from syncvar.plans import ALGORITHMS, build, build_all, choose, contract_of, verify
+from syncvar.plans import ALGORITHMS, build, build_all, choose, contract_of, parse_forced, verify
 
 KIB = 1024
 
@@ -57,7 +57,7 @@ def test_collectives_that_sum_nothing_are_reproducible_as_they_are(collective):
     ("collective", "name"), [(c, name) for c, names in ALGORITHMS.items() for name in names]
 )
 def test_every_algorithm_can_be_demanded(collective, name):
-    choice = choose(collective, 8, 3, forced=name)
+    choice = choose(collective, 8, 4, forced=name)
     assert choice.algorithm == name
     assert "the caller demands it" in choice.reason
 
@@ -75,7 +75,7 @@ def test_an_unknown_algorithm_is_answered_with_the_nearest_name_and_the_list():
         with pytest.raises(ConfigError) as caught:
             call()
         assert str(caught.value) == (
-            "there is no algorithm 'rign' for all_reduce; did you mean 'ring'? Known: direct, owners, tree, ring, reproducible"
+            "there is no algorithm 'rign' for all_reduce; did you mean 'ring'? Known: direct, owners, tree, doubling, halving, ring, double_tree, reproducible"
         )
 
 
@@ -112,7 +112,7 @@ def test_an_all_gather_takes_one_count_per_rank():
 
 
 def test_dissemination_refuses_uneven_blocks():
-    with pytest.raises(ConfigError, match=r"equal count, not \[1, 2\]; use 'ring' or 'direct'"):
+    with pytest.raises(ConfigError, match="all_gather by 'dissemination' needs blocks of equal count"):
         build("all_gather", "dissemination", 0, 2, counts=[1, 2])
     assert build("all_gather", "dissemination", 0, 2, counts=[2, 2]) == build(
         "all_gather", "dissemination", 0, 2, count=2
@@ -133,3 +133,59 @@ def test_scratch_reaches_as_far_as_the_chunks():
 
 def test_building_is_a_pure_function():
     assert build_all("all_reduce", "ring", 4, count=9) == build_all("all_reduce", "ring", 4, count=9)
+
+
+def test_an_all_gather_by_doubling_refuses_other_numbers_than_powers_of_two():
+    with pytest.raises(ConfigError, match="needs a power of two of ranks, not 3"):
+        build("all_gather", "doubling", 0, 3, count=1)
+    with pytest.raises(ConfigError, match="needs a power of two of ranks, not 6"):
+        choose("all_gather", 8, 6, forced="doubling")
+
+
+@pytest.mark.parametrize("matrix", [[[1, 2]], [[1, 2], [3]], [[1, 2, 3]] * 3])
+def test_a_matrix_has_a_row_and_a_column_per_rank(matrix):
+    with pytest.raises(ConfigError, match="cannot take a matrix"):
+        build("all_to_all", "direct", 0, 2, matrix=matrix)
+
+
+def test_only_an_all_to_all_takes_a_matrix():
+    with pytest.raises(ConfigError, match="all_reduce on 1 ranks cannot take a matrix"):
+        build("all_reduce", "ring", 0, 1, matrix=[[1]])
+    with pytest.raises(ConfigError, match="a count is negative: -4"):
+        build("all_to_all", "direct", 0, 2, matrix=[[1, 2], [-4, 2]])
+    with pytest.raises(ConfigError, match="'bruck' needs blocks of equal count"):
+        build("all_to_all", "bruck", 0, 2, matrix=[[1, 2], [1, 1]])
+
+
+def test_the_work_of_an_all_to_all_has_what_goes_and_what_comes():
+    plans = build_all("all_to_all", "pairwise", 2, matrix=[[1, 2], [0, 4]])
+    assert [plan.work_count for plan in plans] == [3 + 1, 4 + 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "forced"),
+    [
+        ("", {}),
+        ("  ", {}),
+        ("all_reduce:ring", {"all_reduce": "ring"}),
+        (" all_reduce : ring , broadcast:tree ", {"all_reduce": "ring", "broadcast": "tree"}),
+    ],
+)
+def test_a_job_demands_algorithms_in_a_text(text, forced):
+    assert parse_forced(text) == forced
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ring", "collective:algorithm, not 'ring'"),
+        ("all_reduce:", "collective:algorithm, not 'all_reduce:'"),
+        ("all_reduce:ring,", "collective:algorithm, not ''"),
+        ("allreduce:ring", "no collective 'allreduce'; did you mean 'all_reduce'"),
+        ("all_reduce:rign", "no algorithm 'rign' for all_reduce; did you mean 'ring'.*Known: direct, owners"),
+        ("all_reduce:ring,all_reduce:tree", "two algorithms are demanded for all_reduce: 'ring' and 'tree'"),
+    ],
+)
+def test_a_demand_that_cannot_be_read_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_forced(text)

@@ -1,0 +1,195 @@
+"""Recursive doubling: in round k partners are 2**k apart, and what each of them knows doubles.
+
+The fewest rounds for results that every rank needs whole; the vector is sent in each of them. All sums are those of
+the aligned blocks of 1, 2, 4, ... ranks, the subtrees of `syncvar.plans.reproducible.tree_order`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from syncvar.plans.chunks import consecutive_chunks
+from syncvar.plans.folding import Folding
+from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from syncvar.plans.model import Round, Step
+
+__all__ = ["doubling_all_gather", "doubling_all_reduce", "doubling_exscan", "doubling_scan"]
+
+
+def doubling_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
+    """Yield the rounds of a recursive-doubling all-reduce for one rank.
+
+    Partners exchange what they have summed and sum both. What was sent is borrowed, so each round sums in a place of
+    its own: a rank hears of its partner's receipt in no later round. Ranks beyond a power of two fold
+    (`syncvar.plans.folding`).
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0.
+
+    Yields:
+        A round in which ranks fold and copy their vector, floor(log2 n) rounds of one exchange, and a round that gives
+        the result to ranks that were folded, if there are any; none for a group of one.
+
+    Cost: floor(log2 n) rounds, 2 more if n is no power of two; each rank that goes on sends `count` elements in each
+        round, and makes as many reductions; scratch floor(log2 n) count.
+
+    Order: the tree T over the ranks that go on, with folded pairs as one: T(0, n) if n is a power of two. Bytes are
+        equal on every rank.
+
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling); figure:
+        tests/golden/doubling_5.txt.
+    """
+    if world_size == 1:
+        return
+    folding = Folding.of(world_size)
+    work = Chunk(0, count)
+    number, partner = folding.number(rank), folding.partner(rank)
+    if number is None:
+        yield (Send(rank - 1, work),)
+        yield from [()] * folding.levels
+        yield (Recv(rank - 1, work),)
+        return
+    sums = consecutive_chunks([count] * folding.levels, Buffer.SCRATCH)[::-1]
+    fold = () if partner is None else (RecvReduce(partner, work, incoming_left=False),)
+    yield (*fold, Copy(work, sums[0]))
+    for level, held in enumerate(sums):
+        peer = folding.rank(number ^ (1 << level))
+        if level == folding.levels - 1:
+            yield (Send(peer, held), RecvReduce(peer, work, incoming_left=peer < rank))
+            continue
+        wider = sums[level + 1]
+        steps: list[Step] = [Send(peer, held), Recv(peer, wider), Reduce(held, wider, source_left=rank < peer)]
+        if level == folding.levels - 2:
+            steps.append(Copy(wider, work))
+        yield tuple(steps)
+    if folding.folded:
+        yield () if partner is None else (Send(partner, work),)
+
+
+def doubling_all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
+    """Yield the rounds of a recursive-doubling all-gather for one rank.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n a power of two.
+        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the concatenation in rank order,
+            with the own block in place at the start.
+
+    Yields:
+        log2 n rounds of one Send and one Recv.
+
+    Cost: log2 n rounds and as many messages per rank; (n-1) blocks sent per rank; no scratch and no copies.
+
+    Order: nothing is combined.
+
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.1; figure: tests/golden/doubling_all_gather_4.txt.
+    """
+    blocks = consecutive_chunks(counts)
+    for level in range(world_size.bit_length() - 1):
+        span = 1 << level
+        peer = rank ^ span
+        own, other = (Chunk(blocks[low].start, blocks[low + span - 1].stop) for low in (rank & -span, peer & -span))
+        yield (Send(peer, own), Recv(peer, other))
+
+
+def doubling_scan(rank: int, world_size: int, count: int) -> Iterator[Round]:
+    """Yield the rounds of a recursive-doubling inclusive scan for one rank.
+
+    In round k the rank whose bit k is set gets the sum of the aligned block of 2**k ranks to its left, and puts it to
+    the left of its prefix. Sums of wider blocks are made only where a rank further right will need them.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0.
+
+    Yields:
+        A local round with copies, if there are three ranks or more, and ceil(log2 n) rounds of one exchange at most.
+
+    Cost: ceil(log2 n) rounds; each rank sends the vector once per round at most, and makes two reductions; scratch
+        ceil(log2 n) count at most.
+
+    Order: T(0, r+1) at rank r.
+
+    Source: Kruskal, Rudolph and Snir 1985, "The power of parallel prefix"; the recursive doubling of MPICH's scan,
+        less the block sums that nobody needs; figure: tests/golden/doubling_scan_5.txt.
+    """
+    return _prefix(rank, world_size, Chunk(0, count), inclusive=True)
+
+
+def doubling_exscan(rank: int, world_size: int, count: int) -> Iterator[Round]:
+    """Yield the rounds of a recursive-doubling exclusive scan for one rank: `doubling_scan` without the own vector.
+
+    Args:
+        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the WORK buffer; may be 0.
+
+    Yields:
+        As `doubling_scan`.
+
+    Cost: as `doubling_scan`, with one reduction less.
+
+    Order: T(0, r) at rank r; the WORK of rank 0 stays as it was.
+
+    Source: as `doubling_scan`; figure: tests/golden/doubling_exscan_5.txt.
+    """
+    return _prefix(rank, world_size, Chunk(0, count), inclusive=False)
+
+
+def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iterator[Round]:
+    room = iter(consecutive_chunks([work.count] * (world_size.bit_length() + 1), Buffer.SCRATCH))
+    # The sum of the aligned block of 2**level ranks around this one, in a place that is not written while it is sent:
+    # WORK will be, except at rank 0.
+    block = work
+    if world_size > 2:
+        if rank and _is_needed(rank, 0, world_size):
+            block = next(room)
+            yield (Copy(work, block),)
+        else:
+            yield ()
+    is_empty = not inclusive
+    for level in range((world_size - 1).bit_length()):
+        span = 1 << level
+        peer = rank ^ span
+        widens = _is_needed(rank, level + 1, world_size)
+        steps: list[Step] = []
+        if rank < peer < world_size:
+            steps.append(Send(peer, block))
+            if widens:
+                wider = next(room)
+                steps += [Recv(peer, wider), Reduce(block, wider, source_left=True)]
+                block = wider
+        elif peer < rank:
+            if _is_needed(peer, level + 1, world_size):
+                steps.append(Send(peer, block))
+            if widens:
+                wider = next(room)
+                prefix = Copy(wider, work) if is_empty else Reduce(wider, work, source_left=True)
+                steps += [Recv(peer, wider), prefix, Reduce(block, wider, source_left=False)]
+                block = wider
+            else:
+                steps.append(Recv(peer, work) if is_empty else RecvReduce(peer, work, incoming_left=True))
+            is_empty = False
+        yield tuple(steps)
+
+
+@lru_cache(maxsize=4096)
+def _is_needed(rank: int, level: int, world_size: int) -> bool:
+    """Return whether a rank needs the sum of the aligned block of 2**level ranks around it.
+
+    It does if it passes the sum on to the right, if its partner on the left makes a wider sum of it, or if it does.
+    """
+    span = 1 << level
+    if span >= world_size:
+        return False
+    if rank & span:
+        return _is_needed(rank - span, level + 1, world_size) or _is_needed(rank, level + 1, world_size)
+    return rank + span < world_size or _is_needed(rank, level + 1, world_size)

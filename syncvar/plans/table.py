@@ -1,0 +1,320 @@
+"""Which algorithms there are, and how a plan is built by name.
+
+One entry here is all that a new algorithm needs: the tests prove, mutate and count every entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncvar.errors import ConfigError
+from syncvar.plans.bruck import bruck_all_to_all
+from syncvar.plans.chain import chain_broadcast
+from syncvar.plans.direct import (
+    direct_all_gather,
+    direct_all_reduce,
+    direct_all_to_all,
+    direct_barrier,
+    direct_broadcast,
+    direct_exscan,
+    direct_gather,
+    direct_reduce,
+    direct_reduce_scatter,
+    direct_scan,
+    direct_scatter,
+)
+from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
+from syncvar.plans.double_tree import double_tree_all_reduce, double_tree_broadcast, double_tree_reduce
+from syncvar.plans.doubling import doubling_all_gather, doubling_all_reduce, doubling_exscan, doubling_scan
+from syncvar.plans.halving import halving_all_reduce
+from syncvar.plans.model import Buffer, Copy, Plan, Reduce
+from syncvar.plans.owners import owners_all_reduce, owners_reduce
+from syncvar.plans.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
+from syncvar.plans.reproducible import reproducible_all_reduce
+from syncvar.plans.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from syncvar.plans.tree import (
+    binomial_all_reduce,
+    binomial_broadcast,
+    binomial_gather,
+    binomial_reduce,
+    binomial_scatter,
+    scattered_broadcast,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from syncvar.plans.model import Round
+
+__all__ = ["ALGORITHMS", "OF_BLOCKS", "REDUCTIONS", "build", "build_all", "check_algorithm", "sums_by_the_tree", "unsuited"]
+
+OF_BLOCKS = frozenset({"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"})
+"""Collectives with a block per rank; their WORK is all blocks in rank order."""
+
+REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+"""Collectives that combine the contributions of all ranks to one value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of a builder, for one rank."""
+
+    rank: int
+    world_size: int
+    count: int
+    counts: tuple[int, ...]
+    root: int
+    matrix: tuple[tuple[int, ...], ...]
+
+
+_BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
+    "all_reduce": {
+        "direct": lambda call: direct_all_reduce(call.rank, call.world_size, call.count),
+        "owners": lambda call: owners_all_reduce(call.rank, call.world_size, call.count),
+        "tree": lambda call: binomial_all_reduce(call.rank, call.world_size, call.count),
+        "doubling": lambda call: doubling_all_reduce(call.rank, call.world_size, call.count),
+        "halving": lambda call: halving_all_reduce(call.rank, call.world_size, call.count),
+        "ring": lambda call: ring_all_reduce(call.rank, call.world_size, call.count),
+        "double_tree": lambda call: double_tree_all_reduce(call.rank, call.world_size, call.count),
+        "reproducible": lambda call: reproducible_all_reduce(call.rank, call.world_size, call.count),
+    },
+    "all_gather": {
+        "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
+        "ring": lambda call: ring_all_gather(call.rank, call.world_size, call.counts),
+        "doubling": lambda call: doubling_all_gather(call.rank, call.world_size, call.counts),
+        "dissemination": lambda call: dissemination_all_gather(call.rank, call.world_size, call.counts[0]),
+    },
+    "broadcast": {
+        "direct": lambda call: direct_broadcast(call.rank, call.world_size, call.count, call.root),
+        "tree": lambda call: binomial_broadcast(call.rank, call.world_size, call.count, call.root),
+        "scatter_gather": lambda call: scattered_broadcast(call.rank, call.world_size, call.count, call.root),
+        "chain": lambda call: chain_broadcast(call.rank, call.world_size, call.count, call.root),
+        "double_tree": lambda call: double_tree_broadcast(call.rank, call.world_size, call.count, call.root),
+    },
+    "reduce": {
+        "direct": lambda call: direct_reduce(call.rank, call.world_size, call.count, call.root),
+        "owners": lambda call: owners_reduce(call.rank, call.world_size, call.count, call.root),
+        "tree": lambda call: binomial_reduce(call.rank, call.world_size, call.count, call.root),
+        "double_tree": lambda call: double_tree_reduce(call.rank, call.world_size, call.count, call.root),
+    },
+    "gather": {
+        "direct": lambda call: direct_gather(call.rank, call.world_size, call.counts, call.root),
+        "tree": lambda call: binomial_gather(call.rank, call.world_size, call.counts, call.root),
+    },
+    "scatter": {
+        "direct": lambda call: direct_scatter(call.rank, call.world_size, call.counts, call.root),
+        "tree": lambda call: binomial_scatter(call.rank, call.world_size, call.counts, call.root),
+    },
+    "reduce_scatter": {
+        "direct": lambda call: direct_reduce_scatter(call.rank, call.world_size, call.counts),
+        "pairwise": lambda call: pairwise_reduce_scatter(call.rank, call.world_size, call.counts),
+        "ring": lambda call: ring_reduce_scatter(call.rank, call.world_size, call.counts),
+    },
+    "all_to_all": {
+        "direct": lambda call: direct_all_to_all(call.rank, call.world_size, call.matrix),
+        "pairwise": lambda call: pairwise_all_to_all(call.rank, call.world_size, call.matrix),
+        "bruck": lambda call: bruck_all_to_all(call.rank, call.world_size, call.matrix[0][0]),
+    },
+    "scan": {
+        "direct": lambda call: direct_scan(call.rank, call.world_size, call.count),
+        "doubling": lambda call: doubling_scan(call.rank, call.world_size, call.count),
+    },
+    "exscan": {
+        "direct": lambda call: direct_exscan(call.rank, call.world_size, call.count),
+        "doubling": lambda call: doubling_exscan(call.rank, call.world_size, call.count),
+    },
+    "barrier": {
+        "direct": lambda call: direct_barrier(call.rank, call.world_size),
+        "dissemination": lambda call: dissemination_barrier(call.rank, call.world_size),
+    },
+    "header_exchange": {
+        "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
+        "dissemination": lambda call: dissemination_all_gather(call.rank, call.world_size, call.counts[0]),
+    },
+}
+
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+    collective: tuple(names) for collective, names in _BUILDERS.items()
+}
+"""The names of the algorithms of each collective."""
+
+_BY_THE_TREE = frozenset({"direct", "owners", "tree", "pairwise", "reproducible"})
+_BY_THE_TREE_IN_A_POWER_OF_TWO = frozenset({"doubling", "halving"})
+_EQUAL_BLOCKS = frozenset({"dissemination", "bruck"})
+
+
+def sums_by_the_tree(collective: str, algorithm: str, world_size: int) -> bool:
+    """Return whether an algorithm sums every element by the tree T(0, world_size); the checker proves it.
+
+    Args:
+        collective: Any; only reductions combine to one value.
+        algorithm: One of `ALGORITHMS[collective]`.
+        world_size: Ranks of the group.
+
+    Example:
+        >>> sums_by_the_tree("all_reduce", "tree", 5), sums_by_the_tree("all_reduce", "ring", 5)
+        (True, False)
+        >>> sums_by_the_tree("all_reduce", "halving", 8), sums_by_the_tree("all_reduce", "halving", 5)
+        (True, False)
+    """
+    if collective not in REDUCTIONS:
+        return False
+    return algorithm in _BY_THE_TREE or (
+        algorithm in _BY_THE_TREE_IN_A_POWER_OF_TWO and world_size & (world_size - 1) == 0
+    )
+
+
+def unsuited(collective: str, algorithm: str, world_size: int, *, even: bool) -> str | None:
+    """Return why an algorithm cannot do a call, or None if it can.
+
+    Args:
+        collective: A key of `ALGORITHMS`.
+        algorithm: One of `ALGORITHMS[collective]`.
+        world_size: Ranks of the group.
+        even: All blocks have the same count.
+
+    Example:
+        >>> unsuited("all_gather", "doubling", 6, even=True)
+        "all_gather by 'doubling' needs a power of two of ranks, not 6"
+    """
+    if collective == "all_gather" and algorithm == "doubling" and world_size & (world_size - 1):
+        return f"all_gather by 'doubling' needs a power of two of ranks, not {world_size}"
+    if algorithm in _EQUAL_BLOCKS and not even:
+        return f"{collective} by {algorithm!r} needs blocks of equal count"
+    return None
+
+
+def build(
+    collective: str,
+    algorithm: str,
+    rank: int,
+    world_size: int,
+    *,
+    count: int = 0,
+    counts: Sequence[int] | None = None,
+    root: int = 0,
+    matrix: Sequence[Sequence[int]] | None = None,
+) -> Plan:
+    """Build the plan of one rank.
+
+    Args:
+        collective: A key of `ALGORITHMS`.
+        algorithm: One of `ALGORITHMS[collective]`.
+        rank: The rank in the group, 0 <= rank < world_size.
+        world_size: Ranks of the group, >= 1.
+        count: Elements of the vector; for collectives of blocks, of each rank's block if `counts` is None; for
+            all_to_all, of every block if `matrix` is None. Not used by a barrier.
+        counts: Elements of each rank's block, in rank order; for all_gather, header_exchange, gather, scatter and
+            reduce_scatter only.
+        root: The root of a broadcast, reduce, gather or scatter.
+        matrix: matrix[s][d] elements go from rank s to rank d; for all_to_all only.
+
+    Returns:
+        The plan, with as much scratch as its chunks reach.
+
+    Raises:
+        ConfigError: An argument is out of range, or the algorithm cannot do this.
+
+    Example:
+        >>> plan = build("all_reduce", "ring", rank=0, world_size=4, count=10)
+        >>> len(plan.rounds), plan.work_count, plan.scratch_count
+        (6, 10, 0)
+    """
+    check_algorithm(collective, algorithm)
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not in a group of {world_size}")
+    if not 0 <= root < world_size:
+        raise ConfigError(f"root {root} is not in a group of {world_size}")
+    in_blocks = collective in OF_BLOCKS
+    if counts is not None and (not in_blocks or len(counts) != world_size):
+        raise ConfigError(f"{collective} on {world_size} ranks cannot take {len(counts)} counts")
+    if matrix is not None and (collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}):
+        raise ConfigError(f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these")
+    blocks = tuple(counts) if counts is not None else (count,) * world_size
+    pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
+    lowest = min(map(min, (blocks, *pairs)))
+    if lowest < 0:
+        raise ConfigError(f"a count is negative: {lowest}")
+    even = len(set(blocks)) == 1 and len({element for row in pairs for element in row}) == 1
+    fault = unsuited(collective, algorithm, world_size, even=even)
+    if fault is not None:
+        raise ConfigError(fault)
+    rounds = tuple(_BUILDERS[collective][algorithm](_Call(rank, world_size, count, blocks, root, pairs)))
+    if in_blocks:
+        work_count = sum(blocks)
+    elif collective == "all_to_all":
+        work_count = sum(pairs[rank]) + sum(row[rank] for row in pairs)
+    else:
+        work_count = 0 if collective == "barrier" else count
+    return Plan(collective, algorithm, rank, world_size, work_count, _scratch_count(rounds), rounds)
+
+
+def build_all(
+    collective: str,
+    algorithm: str,
+    world_size: int,
+    *,
+    count: int = 0,
+    counts: Sequence[int] | None = None,
+    root: int = 0,
+    matrix: Sequence[Sequence[int]] | None = None,
+) -> list[Plan]:
+    """Build the plans of all ranks, for the checker and for figures.
+
+    Args:
+        collective: As for `build`.
+        algorithm: As for `build`.
+        world_size: As for `build`.
+        count: As for `build`.
+        counts: As for `build`.
+        root: As for `build`.
+        matrix: As for `build`.
+
+    Returns:
+        The plans in rank order.
+
+    Raises:
+        ConfigError: As for `build`.
+    """
+    return [
+        build(collective, algorithm, rank, world_size, count=count, counts=counts, root=root, matrix=matrix)
+        for rank in range(world_size)
+    ]
+
+
+def _scratch_count(rounds: Sequence[Round]) -> int:
+    most = 0
+    for steps in rounds:
+        for step in steps:
+            for chunk in (step.source, step.target) if isinstance(step, Copy | Reduce) else (step.chunk,):
+                if chunk.buffer == Buffer.SCRATCH and chunk.stop > most:
+                    most = chunk.stop
+    return most
+
+
+def check_algorithm(collective: str, algorithm: str | None = None) -> None:
+    """Check the names of a collective and of one of its algorithms.
+
+    Args:
+        collective: As the caller wrote it.
+        algorithm: As the caller wrote it, or None.
+
+    Raises:
+        ConfigError: There is no such one; the message has the nearest name and the list.
+    """
+    _check_name("collective", collective, ALGORITHMS, "")
+    if algorithm is not None:
+        _check_name("algorithm", algorithm, ALGORITHMS[collective], f" for {collective}")
+
+
+def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
+    if name in names:
+        return
+    import difflib  # only a wrong name needs it
+
+    known = list(names)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"there is no {kind} {name!r}{where}; did you mean {nearest[0]!r}? Known: {', '.join(known)}"
+    )
