@@ -84,6 +84,9 @@ if TYPE_CHECKING:
         PerReplica,
         VariableAggregation,
         VariableSynchronization,
+        assign_add_all,
+        assign_all,
+        assign_sub_all,
     )
 
 __version__ = "0.1.0"
@@ -111,6 +114,7 @@ _HOMES = {
     ),
     "syncvar.variables": (
         "DistributedValues", "Explanation", "Mirrored", "PerReplica", "VariableAggregation", "VariableSynchronization",
+        "assign_add_all", "assign_all", "assign_sub_all",
     ),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -158,6 +162,9 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "assign_add_all",
+    "assign_all",
+    "assign_sub_all",
     "barrier",
     "broadcast",
     "broadcast_object",

@@ -18,6 +18,7 @@ from syncvar.collectives._reducing import checked_scale, contribution, described
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.plans import tree_order
+from syncvar.runtime.fused import Fused
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import Reduction, divided, finish, reduction
 from syncvar.runtime.operation import Into, Stage
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.group import Communicator
 
-__all__ = ["all_reduce", "reduce_request", "tree_sum"]
+__all__ = ["all_reduce", "reduce_request", "reduce_together", "tree_sum"]
 
 
 def all_reduce(
@@ -212,12 +213,100 @@ def reduce_request(
         arrays = [array.copy() for array in arrays]
 
     def body() -> Generator[Stage, None, Any]:
-        results = []
-        for array, how, target in zip(arrays, hows, targets, strict=True):
-            results.append((yield from _one(communicator, array, how, target, reproducible, None, algorithm)))
+        results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm)
         return unflatten(structure, results)
 
     return Request(what, digest, body())
+
+
+def reduce_together(
+    communicator: Communicator,
+    arrays: list[NDArray[Any]],
+    hows: list[Reduction],
+    targets: Sequence[NDArray[Any] | None],
+    reproducible: bool,
+    apply: np.ufunc | None = None,
+    algorithm: str | None = None,
+) -> Generator[Stage, None, list[Any]]:
+    """Reduce several arrays with as few transfers as there are kinds of reduction among them.
+
+    Args:
+        communicator: The group.
+        arrays: What this rank brings.
+        hows: How each is reduced.
+        targets: Where each result goes, None for a new array.
+        reproducible: Sum by the tree.
+        apply: A target becomes apply(target, result).
+        algorithm: Forced, or None.
+
+    Returns:
+        The results, in order.
+    """
+    kinds: dict[Any, list[int]] = {}
+    for index, how in enumerate(hows):
+        kinds.setdefault((how.name, how.accumulate, how.result), []).append(index)
+    results: list[Any] = [None] * len(arrays)
+    for places in kinds.values():
+        how = hows[places[0]]
+        if len(places) == 1:
+            index = places[0]
+            results[index] = yield from _one(
+                communicator, arrays[index], how, targets[index], reproducible, apply, algorithm
+            )
+            continue
+        made = yield from _fused(
+            communicator, [arrays[index] for index in places], how, [targets[index] for index in places],
+            reproducible, apply, algorithm,
+        )  # fmt: skip
+        for index, result in zip(places, made, strict=True):
+            results[index] = result
+    return results
+
+
+def _fused(
+    communicator: Communicator,
+    arrays: list[NDArray[Any]],
+    how: Reduction,
+    targets: list[NDArray[Any] | None],
+    reproducible: bool,
+    apply: np.ufunc | None,
+    algorithm: str | None,
+) -> Generator[Stage, None, list[Any]]:
+    size = communicator.size
+    count = sum([array.size for array in arrays])
+    plan = communicator.plan(
+        "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible, algorithm=algorithm
+    )
+    if isinstance(plan, Published) and plan.reduces and not how.is_locating:
+        results = [
+            np.empty(array.shape, how.result) if target is None else target
+            for array, target in zip(arrays, targets, strict=True)
+        ]
+        outs = [
+            one.reshape(-1) if one.flags.c_contiguous else np.array(one, order="C").reshape(-1) for one in results
+        ]
+        sources = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+        fused = Fused(sources, outs, how.accumulate, size if how.is_mean else 0, apply)
+        yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, fused=fused)
+        for one, out in zip(results, outs, strict=True):
+            if not one.flags.c_contiguous:
+                one[...] = out.reshape(one.shape)
+        return results
+    rank = communicator.member_rank
+    work = np.concatenate([contribution(array, how, rank) for array in arrays])
+    yield Stage(plan, work, how.ufunc)
+    total = work if apply is None else divided(how, work, size)
+    made = []
+    start = 0
+    for array, target in zip(arrays, targets, strict=True):
+        part = total[start : start + array.size]
+        start += array.size
+        if apply is not None and target is not None:
+            _store(target, part.reshape(array.shape), apply)
+            made.append(target)
+        else:
+            made.append(outcome(how, part, size, array.shape, target))
+    return made
 
 
 def _described(

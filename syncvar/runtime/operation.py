@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.executor import Prepared
+    from syncvar.runtime.fused import Fused
     from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.published import Published
     from syncvar.transports import Frame
@@ -53,12 +54,14 @@ class Stage(NamedTuple):
         work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
         ufunc: Combines two operands; None for plans that only move data.
         into: Of an all-reduce in shared memory: where its result goes; `work` is then only read.
+        fused: Of an all-reduce in shared memory: arrays that take the place of `work`.
     """
 
     plan: Prepared | Published
     work: NDArray[Any]
     ufunc: Combiner | None = None
     into: Into | None = None
+    fused: Fused | None = None
 
 
 class Outlet(Protocol):

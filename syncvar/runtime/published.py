@@ -16,6 +16,7 @@ import numpy as np
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
 from syncvar.errors import InternalError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
+from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.operation import Into, Operation, State
 from syncvar.runtime.recorder import UNRECORDED
 from syncvar.runtime.shared_reduce import reduce_shared
@@ -220,6 +221,10 @@ def staged(
             if plan.reduces:
                 if stage.ufunc is None:
                     raise InternalError("an all-reduce was given no op")
+                if stage.fused is not None:
+                    yield from reduce_fused(channel, opening, stage.fused, stage.ufunc)
+                    is_first = False
+                    continue
                 into = stage.into or Into(stage.work, stage.work.dtype)
                 yield from reduce_shared(
                     channel, opening, stage.work, into.out, stage.ufunc,

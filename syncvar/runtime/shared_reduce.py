@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from syncvar.arena.channels import Channel
     from syncvar.runtime.kernels import Combiner
 
-__all__ = ["combine", "is_direct", "reduce_shared"]
+__all__ = ["bounds", "combine", "is_direct", "reduce_shared"]
 
 DISAGREE = 0
 _BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
@@ -46,7 +46,8 @@ def _order(size: int) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
+def bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each rank's part of a segment."""
     return tuple((chunk.start, chunk.stop) for chunk in even_chunks(count, size))
 
 
@@ -136,8 +137,8 @@ def reduce_shared(
     start = 0
     while True:
         stop = min(count, start + per_segment)
-        bounds = _bounds(stop - start, size)
-        low, high = bounds[rank]
+        parts = bounds(stop - start, size)
+        low, high = parts[rank]
         terms = []
         for other, place in enumerate(sources):
             if place > 1:
@@ -156,7 +157,7 @@ def reduce_shared(
         yield channel.publish()
         for distance in range(1, size):
             other = (rank + distance) % size
-            low, high = bounds[other]
+            low, high = parts[other]
             taken = channel.segment(other, 2 + (segment & 1), high - low, dtype)
             _store(out[start + low : start + high], taken, apply, copy)
         if stop >= count:
@@ -203,7 +204,7 @@ def _in_place(
     """Combine this rank's part of all ranks' arrays, into all of them."""
     copy = copy_holding if hold else np.copyto
     copies = [channel.resident(place, count, dtype) for place in places]
-    low, high = _bounds(count, channel.size)[channel.rank]
+    low, high = bounds(count, channel.size)[channel.rank]
     per_block = _BLOCK_BYTES // dtype.itemsize
     for start in range(low, high, per_block):
         stop = min(high, start + per_block)
@@ -220,7 +221,7 @@ def _bring(
     channel: Channel, x: NDArray[Any], start: int, stop: int, side: int, dtype: np.dtype[Any], copy: Any
 ) -> None:
     """Copy a segment of `x` to where the others see it; the own part only where it has to change its dtype."""
-    low, high = _bounds(stop - start, channel.size)[channel.rank]
+    low, high = bounds(stop - start, channel.size)[channel.rank]
     if x.dtype != dtype:
         low = high = 0
     if low:

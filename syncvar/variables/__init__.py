@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from syncvar.variables.explanation import Explanation
+from syncvar.variables.grouped import assign_add_all, assign_all, assign_sub_all
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
 from syncvar.variables.variable import Variable
@@ -23,4 +24,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "assign_add_all",
+    "assign_all",
+    "assign_sub_all",
 ]

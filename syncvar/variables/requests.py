@@ -8,10 +8,11 @@ import numpy as np
 
 from syncvar.collectives._headers import array_record, exchange
 from syncvar.collectives.all_gather import gather_request
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import reduce_request, reduce_together
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.errors import InternalError, MismatchError
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.kernels import reduction
 from syncvar.runtime.operation import Stage
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["request_of", "rows_request"]
+__all__ = ["request_of", "rows_request", "together_request"]
 
 
 def request_of(
@@ -61,6 +62,39 @@ def request_of(
     if travel is Travel.MEETING:
         return _meeting_request(communicator, x, what)
     raise InternalError(f"{what}: no request carries {travel}")
+
+
+def together_request(
+    communicator: Communicator,
+    name: str,
+    names: tuple[str, ...],
+    arrays: list[NDArray[Any]],
+    ops: list[str],
+    targets: list[NDArray[Any]],
+    apply: np.ufunc | None,
+    *,
+    reproducible: bool,
+) -> Request:
+    """Return the request that writes several variables with as few transfers as there are kinds among them.
+
+    Args:
+        communicator: The replicas' group.
+        name: The call.
+        names: Of the variables; compared between the replicas.
+        arrays: This replica's part of each.
+        ops: "sum" or "mean" for each.
+        targets: The variables' copies, changed in place.
+        apply: A copy becomes apply(copy, combination); None sets it.
+        reproducible: Sum by the tree.
+    """
+    hows = [reduction(op, array.dtype) for op, array in zip(ops, arrays, strict=True)]
+    kinds = tuple([(how.name, how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])
+
+    def body() -> Generator[Stage, None, None]:
+        yield from reduce_together(communicator, arrays, hows, targets, reproducible, apply)
+
+    shown = ", ".join(map(repr, names[:3])) + (f", … ({len(names)} variables)" if len(names) > 3 else "")
+    return Request(f"{name} of {shown}", fingerprint(name, names, kinds, reproducible), body())
 
 
 def rows_request(

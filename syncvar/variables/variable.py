@@ -414,13 +414,9 @@ class Variable(ArrayProtocol):
         ufunc = _UFUNCS[operation]
 
         def mine() -> NDArray[Any]:
-            if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
-                raise ConfigError(f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'")
             if self._dtype.kind == "b" and action.effect is Effect.SHARE:
                 raise ConfigError(f"{what}: {_NO_SHARE}")
-            if is_reduced:
-                self._check_sum(what)
-            array = operand_array(x, self._shape, self._dtype, what)
+            array = self._operand(operation, x, reduced=is_reduced)
             # Half types are summed in float32 and rounded once, after they are added to the copy.
             is_wide = is_in_place or not is_reduced
             return array if is_wide else array.astype(reduction("sum", array.dtype).accumulate, copy=False)
@@ -444,6 +440,25 @@ class Variable(ArrayProtocol):
             return request_of(*arguments, **options, out=out, apply=ufunc)
 
         return self._write(action, what, mine, request, store)
+
+    def _operand(self, operation: Operation, x: Any, *, reduced: bool) -> NDArray[Any]:
+        """Return the operand of a write as an array of the variable's shape and dtype.
+
+        Raises:
+            ConfigError: It cannot be one.
+        """
+        if type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape and self._dtype.kind != "b":
+            return x
+        what = f"{operation.value} of variable {self.name!r}"
+        if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
+            raise ConfigError(f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'")
+        if reduced:
+            self._check_sum(what)
+        return operand_array(x.read_value(copy=False) if isinstance(x, Variable) else x, self._shape, self._dtype, what)
+
+    def _count_write(self) -> None:
+        self._writes += 1
+        self._collectives += 1
 
     def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
         action = self._decide(operation)

@@ -1,0 +1,172 @@
+"""Several arrays as one vector: one all-reduce for all of them, with no copy more than for one.
+
+The arrays are read as their concatenation, piece by piece, straight into what a rank publishes, and the result is stored
+piece by piece where it belongs. Where pieces begin and end depends on the counts only, and is worked out once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.arena.channels import SEGMENT_BYTES
+from syncvar.runtime.shared_reduce import DISAGREE, bounds, combine, is_direct
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.arena.channels import Channel
+    from syncvar.runtime.kernels import Combiner
+
+__all__ = ["Fused", "Piece", "fused_in", "fused_out", "pieces", "reduce_fused"]
+
+
+class Piece(NamedTuple):
+    """A part of one array: elements [start, stop) of array number `array`, at `place` of the stretch asked for."""
+
+    array: int
+    start: int
+    stop: int
+    place: int
+
+
+class Fused(NamedTuple):
+    """Arrays that are reduced together.
+
+    Args:
+        sources: Flat arrays, what this rank brings.
+        targets: Flat arrays of the same counts, where the result goes.
+        accumulate: dtype in which they are combined.
+        divisor: What the combination is divided by; 0 for nothing.
+        apply: A target becomes apply(target, combination); None sets it.
+    """
+
+    sources: Sequence[NDArray[Any]]
+    targets: Sequence[NDArray[Any]]
+    accumulate: np.dtype[Any]
+    divisor: int = 0
+    apply: np.ufunc | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements of each array."""
+        return tuple([source.size for source in self.sources])
+
+
+@lru_cache(maxsize=256)
+def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[Piece, ...]:
+    """Return the pieces of the elements [start, stop) of the concatenation of arrays with these counts.
+
+    Example:
+        >>> [tuple(piece) for piece in pieces((2, 0, 3), 1, 4)]
+        [(0, 1, 2, 0), (2, 0, 2, 1)]
+    """
+    found = []
+    begin = 0
+    for index, count in enumerate(counts):
+        low, high = max(start, begin), min(stop, begin + count)
+        if high > low:
+            found.append(Piece(index, low - begin, high - begin, low - start))
+        begin += count
+        if begin >= stop:
+            break
+    return tuple(found)
+
+
+def fused_in(arrays: Sequence[NDArray[Any]], counts: tuple[int, ...], start: int, stop: int, into: NDArray[Any]) -> None:
+    """Copy the elements [start, stop) of the concatenation of flat arrays into `into`."""
+    for index, first, last, place in pieces(counts, start, stop):
+        into[place : place + last - first] = arrays[index][first:last]
+
+
+def fused_out(
+    arrays: Sequence[NDArray[Any]],
+    counts: tuple[int, ...],
+    start: int,
+    value: NDArray[Any],
+    apply: np.ufunc | None,
+) -> None:
+    """Store `value` as the elements from `start` on of the concatenation of flat arrays."""
+    for index, first, last, place in pieces(counts, start, start + value.size):
+        target = arrays[index][first:last]
+        part = value[place : place + last - first]
+        if apply is None:
+            target[...] = part
+        else:
+            apply(target, part, out=target, casting="same_kind")
+
+
+def reduce_fused(
+    channel: Channel, opening: tuple[int, int] | None, fused: Fused, ufunc: Combiner
+) -> Iterator[int]:
+    """Combine arrays of all ranks in shared memory, as `reduce_shared` does one.
+
+    Args:
+        channel: This rank's.
+        opening: (call, check) where this is the first stage of a call; None for a later one.
+        fused: The arrays.
+        ufunc: Combines two operands.
+
+    Yields:
+        What the others have to reach.
+    """
+    sources, targets, dtype, divisor, apply = fused
+    counts = fused.counts
+    rank, size = channel.rank, channel.size
+    count = sum(counts)
+    if opening is not None and is_direct(count * dtype.itemsize, size):
+        fused_in(sources, counts, 0, count, channel.small(rank, channel.side ^ 1, count, dtype))
+        call, check = opening
+        yield channel.begin(call, check)
+        if channel.disagreeing(check):
+            yield DISAGREE
+        sides = [channel.side if other == rank else channel.side_of(other) for other in range(size)]
+        total = np.empty(count, dtype)
+        combine([channel.small(other, side, count, dtype) for other, side in enumerate(sides)], ufunc, total)
+        fused_out(targets, counts, 0, total / divisor if divisor else total, apply)
+        return
+    channel.reserve_segments()
+    per_segment = SEGMENT_BYTES // dtype.itemsize
+    side = channel.tail ^ 1 if opening is not None else channel.next_parity()
+    first = min(count, per_segment)
+    fused_in(sources, counts, 0, first, channel.segment(rank, side, first, dtype))
+    if opening is not None:
+        call, check = opening
+        yield channel.begin(call, check, side)
+        if channel.disagreeing(check):
+            yield DISAGREE
+        sides, _ = channel.arrays()
+    else:
+        yield channel.publish()
+        sides = [side] * size
+    start = segment = 0
+    while True:
+        stop = min(count, start + per_segment)
+        parts = bounds(stop - start, size)
+        low, high = parts[rank]
+        terms = [
+            channel.segment(other, (base + segment) & 1, high - low, dtype, low) for other, base in enumerate(sides)
+        ]
+        made = channel.segment(rank, 2 + (segment & 1), high - low, dtype)
+        combine(terms, ufunc, made)
+        if divisor:
+            np.divide(made, divisor, out=made)
+        fused_out(targets, counts, start + low, made, apply)
+        if stop < count:
+            following = min(count, stop + per_segment)
+            slot = channel.segment(rank, (sides[rank] + segment + 1) & 1, following - stop, dtype)
+            fused_in(sources, counts, stop, following, slot)
+        yield channel.publish()
+        for distance in range(1, size):
+            other = (rank + distance) % size
+            low, high = parts[other]
+            taken = channel.segment(other, 2 + (segment & 1), high - low, dtype)
+            fused_out(targets, counts, start + low, taken, apply)
+        if stop >= count:
+            return
+        start = stop
+        segment += 1
