@@ -242,12 +242,14 @@ def reduce_together(
     Returns:
         The results, in order.
     """
-    kinds: dict[Any, list[int]] = {}
-    for index, how in enumerate(hows):
-        kinds.setdefault((how.name, how.accumulate, how.result), []).append(index)
+    kinds: dict[Reduction, list[int]] = {}
+    if all([how is hows[0] for how in hows]):
+        kinds[hows[0]] = list(range(len(hows)))
+    else:
+        for index, how in enumerate(hows):
+            kinds.setdefault(how, []).append(index)
     results: list[Any] = [None] * len(arrays)
-    for places in kinds.values():
-        how = hows[places[0]]
+    for how, places in kinds.items():
         if len(places) == 1:
             index = places[0]
             results[index] = yield from _one(

@@ -79,6 +79,9 @@ def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[Piece, ...]:
 
 def fused_in(arrays: Sequence[NDArray[Any]], counts: tuple[int, ...], start: int, stop: int, into: NDArray[Any]) -> None:
     """Copy the elements [start, stop) of the concatenation of flat arrays into `into`."""
+    if stop - start == sum(counts) and into.dtype == arrays[0].dtype:
+        np.concatenate(arrays, out=into)
+        return
     for index, first, last, place in pieces(counts, start, stop):
         into[place : place + last - first] = arrays[index][first:last]
 
@@ -91,11 +94,17 @@ def fused_out(
     apply: np.ufunc | None,
 ) -> None:
     """Store `value` as the elements from `start` on of the concatenation of flat arrays."""
+    is_plain = apply is not None and arrays[0].dtype == value.dtype
     for index, first, last, place in pieces(counts, start, start + value.size):
-        target = arrays[index][first:last]
-        part = value[place : place + last - first]
+        target = arrays[index]
+        count = last - first
+        if count != target.size:
+            target = target[first:last]
+        part = value[place : place + count]
         if apply is None:
             target[...] = part
+        elif is_plain:
+            apply(target, part, out=target)
         else:
             apply(target, part, out=target, casting="same_kind")
 

@@ -14,8 +14,6 @@ from syncvar.variables.variable import Variable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-
     from syncvar.runtime.group import Request
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
@@ -78,35 +76,35 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
     _check_pairs(name, chosen)
     if not chosen:
         return
-    owner = chosen[0][0].strategy
-    actions: dict[Any, Action] = {}
+    owner = chosen[0][0]._owner  # noqa: SLF001  (variables are of this room)
+    actions: dict[str, tuple[Action, str]] = {}
     together: list[tuple[Variable, Any]] = []
     ops: list[str] = []
     apart: list[tuple[Variable, Any]] = []
     for pair in chosen:
         variable = pair[0]
-        if variable.strategy is not owner:
+        if variable._owner is not owner:  # noqa: SLF001
             raise UsageError(f"{name}: {variable.name!r} belongs to another strategy than {chosen[0][0].name!r}; call it for each")
-        key = (variable.synchronization, variable.aggregation)
-        action = actions.get(key)
-        if action is None:
-            action = actions[key] = variable._decide(operation)  # noqa: SLF001  (one of its own)
-        if action.travel in (Travel.SUM, Travel.MEAN) and action.effect is not Effect.SHARE:
+        kind = variable._kind  # noqa: SLF001
+        if kind not in actions:
+            action = variable._decide(operation)  # noqa: SLF001
+            is_combined = action.travel in (Travel.SUM, Travel.MEAN) and action.effect is not Effect.SHARE
+            actions[kind] = action, ("sum" if action.travel is Travel.SUM else "mean") if is_combined else ""
+        op = actions[kind][1]
+        if op:
             together.append(pair)
-            ops.append("sum" if action.travel is Travel.SUM else "mean")
+            ops.append(op)
         else:
             apart.append(pair)
     if together:
         apply = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}[operation]
 
         def check() -> Request:
-            arrays: list[NDArray[Any]] = []
-            for variable, x in together:
-                arrays.append(variable._operand(operation, x, reduced=True))  # noqa: SLF001
+            arrays = [variable._operand(operation, x, reduced=True) for variable, x in together]  # noqa: SLF001
             for variable, x in apart:
                 variable._operand(operation, x, reduced=False)  # noqa: SLF001
             targets = [variable._storage.writable() for variable, _ in together]  # noqa: SLF001
-            names = tuple([variable.name for variable, _ in together])
+            names = tuple([variable._name for variable, _ in together])  # noqa: SLF001
             return together_request(
                 owner.communicator, name, names, arrays, ops, targets, apply, reproducible=owner.reproducible
             )
@@ -121,7 +119,8 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
 def _check_pairs(name: str, pairs: list[Any]) -> None:
     seen: set[int] = set()
     for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Variable):
+        is_pair = (type(pair) is tuple or isinstance(pair, list | tuple)) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], Variable):
             raise ConfigError(f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pair!r:.100}")
         if id(pair[0]) in seen:
             raise ConfigError(f"{name}: the variable {pair[0].name!r} is named twice; combine its values first")

@@ -88,7 +88,7 @@ def together_request(
         reproducible: Sum by the tree.
     """
     hows = [reduction(op, array.dtype) for op, array in zip(ops, arrays, strict=True)]
-    kinds = tuple([(how.name, how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])
+    kinds = tuple([array.shape for array in arrays]), tuple([how.source for how in hows]), tuple(ops)
 
     def body() -> Generator[Stage, None, None]:
         yield from reduce_together(communicator, arrays, hows, targets, reproducible, apply)

@@ -88,6 +88,7 @@ class Variable(ArrayProtocol):
         self._requested = made.requested
         self._synchronization, self._rule = resolve(made.requested)
         self._aggregation = made.aggregation
+        self._kind = f"{self._synchronization.name} {self._aggregation.name}"  # all that decides, beside the context
         self._shape, self._dtype = made.value.shape, made.value.dtype
         self._reads = self._writes = self._collectives = 0
         self._pace: str | None = None
