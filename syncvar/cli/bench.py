@@ -147,6 +147,8 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         from syncvar.cli.bench_worker import work
 
         return work(chosen)
+    if chosen.workers.isdigit() and chosen.root.isdigit() and int(chosen.root) >= int(chosen.workers):
+        raise ConfigError(f"-r {chosen.root}: there is no such rank among {chosen.workers}")
     settings = {} if chosen.transport is None else {"SYNCVAR_TRANSPORT": chosen.transport}
     return start_workers(
         "syncvar.cli.bench_worker", arguments, workers=chosen.workers, timeout_s=chosen.timeout, settings=settings

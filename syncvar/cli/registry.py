@@ -66,7 +66,7 @@ class Collective:
     wanted: Callable[[Case], Any] = lambda _: None
     run: Callable[..., Any] | None = None
     in_place: bool = False
-    tests: str = "tests/process/test_collectives.py"
+    tests: str = "tests/process/every_collective.py"
 
     def shape(self, count: int, size: int) -> tuple[int, ...]:
         """Return the shape of what a rank passes, for `count` elements in all, rounded up to whole pieces."""

@@ -90,7 +90,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     print("\n".join([*lines, *(f"FAIL  {words}" for words in broken)]))
     is_good = is_good and not broken and bool(paths)
     print(
-        f"{'OK' if is_good else 'FAIL'}: {chosen.workers} workers over {' and '.join(paths) or 'nothing'}, "
+        f"{'OK' if is_good else 'FAIL'}: --workers {chosen.workers} over {' and '.join(paths) or 'nothing'}, "
         f"{time.monotonic() - begin:.1f} s"
     )
     return 0 if is_good else 1

@@ -49,7 +49,7 @@ def wanted(names: Sequence[str]) -> list[Collective]:
 
 def work(chosen: argparse.Namespace) -> int:
     """Test as one rank of a job; returns the exit code: 1 when something was wrong on any rank."""
-    path = current().transport.partition(":")[0]
+    path = current().transport.partition(":")[0] if sv.world_size() > 1 else "nothing: one process"
     mine: list[Outcome] = []
     broken: SyncvarError | None = None
     for one in wanted(chosen.collectives):
@@ -83,6 +83,8 @@ def _proves(one: Collective) -> str:
     size = sv.world_size()
     if one.name == "barrier":
         return "nobody leaves before the last has come"
+    if one.name == "send_recv" and size == 1:
+        return "not called: it needs two ranks"
     if one.layout == "none":
         return f"{one.gets}; {len(_objects(0))} kinds of plain data{', every root' if one.has_root else ''}"
     words = [one.gets, f"{len(dtypes())} dtypes"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -68,8 +67,3 @@ def start_workers(
     finally:
         for descriptor in (report, alive_read, alive_write):
             os.close(descriptor)
-
-
-def end_quietly_when_nobody_reads() -> None:
-    """Let `| head` end this process without a traceback."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)

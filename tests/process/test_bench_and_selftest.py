@@ -1,0 +1,164 @@
+"""`syncvar bench` and `syncvar test` as a user starts them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def syncvar(tmp_path):
+    """Run the command in an empty folder."""
+
+    def run(*arguments, limit_s=60, **env):
+        line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", *arguments]
+        return subprocess.run(
+            line, cwd=tmp_path, capture_output=True, text=True, timeout=limit_s, check=False, env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
+def test_a_benchmark_starts_its_own_workers(syncvar, tmp_path, transport):
+    ended = syncvar(
+        "bench", "all_reduce", "-b", "8", "-e", "4K", "-n", "5", "--workers", "2", "--json", "x.json", "--transport", transport
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    rows = [line.split() for line in ended.stdout.splitlines() if not line.startswith("#")]
+    sizes = [8 << power for power in range(10)]
+    assert [int(row[0]) for row in rows] == sizes
+    assert [int(row[1]) for row in rows] == [size // 4 for size in sizes]
+    assert {tuple(row[2:5]) for row in rows} == {("float32", "sum", "-1")}
+    assert {(row[8], row[12]) for row in rows} == {("0", "0")}, "no element is wrong"
+    assert re.search(r"^# Out of bounds values : 0 OK$", ended.stdout, re.MULTILINE)
+    assert re.search(r"^# Avg bus bandwidth    : [0-9.e-]+$", ended.stdout, re.MULTILINE)
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert record["ranks"] == 2
+    assert record["transport"].startswith("zmq" if transport == "zmq" else "arena")
+    assert record["out_of_bounds"] == {"count": 0, "okay": True}
+    assert [row["size"] for row in record["results"]] == sizes
+    for row in record["results"]:
+        for half in (row["out_of_place"], row["in_place"]):
+            assert half["nwrong"] == 0
+            assert half["iterations"] == 5
+            assert half["time_min"] <= half["time_avg"] <= half["time_max"]
+            assert half["alg_bw"] == pytest.approx(row["size"] / half["time"] / 1e3, rel=1e-3, abs=1e-6)
+            assert half["bus_bw"] == pytest.approx(half["alg_bw"], abs=1e-6), "the factor on two ranks is 1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["reduce", "-r", "all", "-o", "sum,max", "--resident"],
+        ["reduce_scatter", "-d", "int64,bfloat16"],
+        ["all_gather", "--async", "-m", "3"],
+        ["gather", "-r", "2", "-a", "0"],
+        ["scatter", "-a", "3", "--resident"],
+        ["all_to_all", "-a", "2"],
+        ["broadcast", "-i", "1K", "-c", "3"],
+        ["exscan", "-o", "prod"],
+        ["send_recv", "-m", "2"],
+        ["barrier", "-w", "0"],
+        ["all_reduce", "-o", "all", "-c", "0", "-d", "int32"],
+        ["all_reduce", "--reproducible", "--async"],
+    ],
+    ids=" ".join,
+)
+def test_a_benchmark_inside_a_job(launch, arguments):
+    job = launch(
+        None, workers=3, target=["-m", "syncvar.cli.bench_worker"],
+        arguments=[*arguments, "-b", "8", "-e", "2K", "-n", "2", *([] if "-i" in arguments else ["-f", "16"])],
+    )  # fmt: skip
+    assert job.wait(60) == 0, str(job)
+    rows = [line.split() for line in job.out.splitlines() if not line.startswith("[0] #")]
+    assert len(rows) >= (1 if arguments[0] == "barrier" else 2)
+    for row in rows:
+        assert row[0] == "[0]", "only rank 0 speaks"
+        assert {row[9], row[13]} <= {"0", "N/A"}, row
+
+
+PLANTED = """
+import sys
+import numpy as np, syncvar as sv
+real = sv.all_reduce
+
+def all_reduce(x, op="sum", **options):
+    made = real(x, op, **options)
+    if sv.rank() == 1 and getattr(made, "dtype", None) == np.int16 and made.size > 4:
+        made = made.copy()
+        made[4] += 1
+    return made
+
+sv.all_reduce = all_reduce
+"""
+
+
+def test_wrong_elements_are_counted(launch):
+    script = PLANTED + "from syncvar.cli.bench_worker import parsed, work\nsys.exit(work(parsed()))"
+    job = launch(script, arguments=["all_reduce", "-b", "8", "-e", "16", "-d", "int16", "-n", "2", "-c", "2"])
+    assert job.wait() == 1, str(job)
+    small, large = ([*line.split()][1:] for line in job.out.splitlines() if not line.startswith("[0] #"))
+    assert (small[8], small[12]) == ("0", "0")
+    assert (large[8], large[12]) == ("3", "2"), "two checks and the last timed call; in place two checks"
+    assert "Out of bounds values : 5 FAILED" in job.out
+
+
+def test_the_proof_of_a_few_collectives(syncvar):
+    ended = syncvar("test", "--workers", "2", "all_reduce", "gather", "send_recv", "barrier", "scatter_object")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    *lines, last = ended.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["all_reduce", "OK"], ["gather", "OK"], ["send_recv", "OK"], ["barrier", "OK"], ["scatter_object", "OK"],
+    ]  # fmt: skip
+    assert all(line.endswith(" calls over arena and zmq") for line in lines)
+    assert "15 dtypes" in lines[0]
+    assert "counts 0, 1, 2, 3, 10007" in lines[0]
+    assert re.fullmatch(r"OK: --workers 2 over arena and zmq, [0-9.]+ s", last)
+
+
+def test_what_a_failed_proof_says(launch):
+    script = PLANTED + "from syncvar.cli.selftest_worker import parsed, work\nsys.exit(work(parsed()))"
+    job = launch(script, arguments=["all_reduce", "broadcast"])
+    assert job.wait() == 1, str(job)
+    first, *failures, last = (line.removeprefix("[0] ") for line in job.out.splitlines())
+    assert first.startswith("all_reduce         FAIL  ")
+    assert re.match(r" +arena: rank 1: all_reduce: int16, sum, count 10007: index 4 is -?\d+ instead of -?\d+$", failures[0])
+    assert last.startswith("broadcast          OK  ")
+
+
+def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
+    # The module is found first in the folder of the workers' start; it ends rank 1 in the middle.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('SYNCVAR_RANK') == '1':\n"
+        "    import syncvar as sv\n"
+        "    sv.gather = lambda *_, **__: os._exit(3)\n"
+    )
+    ended = syncvar("test", "--workers", "2", "--transport", "zmq", "all_reduce", "gather", PYTHONPATH=str(tmp_path))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert re.search(r"^all_reduce +OK ", ended.stdout, re.MULTILINE)
+    assert re.search(r"^gather +FAIL ", ended.stdout, re.MULTILINE)
+    assert "rank 0: gather: bool, count 0, root 0: PeerLost" in ended.stdout
+    assert "FAIL  the job over zmq ended with exit code 3" in ended.stdout
+    assert "rank 1" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "all_reduc"], "did you mean all_reduce"),
+        (["bench", "reduce", "-r", "2", "--workers", "2"], "no such rank"),
+        (["test", "gater"], "did you mean gather"),
+    ],
+)
+def test_a_wrong_command_line(syncvar, arguments, words):
+    ended = syncvar(*arguments)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert ended.stdout == ""
