@@ -36,7 +36,7 @@ Example:
 
 from syncvar.plans.bruck import bruck_all_to_all
 from syncvar.plans.chain import chain_broadcast
-from syncvar.plans.chunks import consecutive_chunks, even_chunks, exchange_blocks
+from syncvar.plans.chunks import PIECES, consecutive_chunks, even_chunks, exchange_blocks
 from syncvar.plans.contracts import (
     Contract,
     Expression,
@@ -54,6 +54,7 @@ from syncvar.plans.contracts import (
     scatter_contract,
     tree_expression,
 )
+from syncvar.plans.cost import ARENA, LINKS, CostModel, predicted_seconds
 from syncvar.plans.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -92,11 +93,15 @@ from syncvar.plans.verify import Report, verify
 
 __all__ = [
     "ALGORITHMS",
+    "ARENA",
+    "LINKS",
+    "PIECES",
     "Buffer",
     "Choice",
     "Chunk",
     "Contract",
     "Copy",
+    "CostModel",
     "Expression",
     "Plan",
     "Publication",
@@ -156,6 +161,7 @@ __all__ = [
     "pairwise_reduce_scatter",
     "parse_forced",
     "plan_text",
+    "predicted_seconds",
     "publications",
     "reduce_contract",
     "reduce_scatter_contract",

@@ -1,0 +1,143 @@
+"""What plans cost in time: a second interpreter, which moves a clock instead of data.
+
+Over links a rank has one port to send and one to receive, both used at the same time. A message of b bytes takes
+latency + b * per_byte, and holds the sender's out-port and the receiver's in-port for all of it; a rank sends the
+messages of a round in the order of its plan. A transfer begins when both ends have come to its round. Reductions and
+copies follow when the transfers of the round are complete, at per_reduced_byte and per_copied_byte. This is the
+single-port, full-duplex alpha-beta-gamma model in which the papers of the algorithms count (Hockney 1994; Chan et al.
+2007, section 2), so their formulas are tests of this module.
+
+In memory that all ranks see, a round is a phase: all ranks publish, wait for each other, and take their parts. It
+costs the latency, what the slowest rank copies out and in, and its reductions.
+
+The constants are measured and rounded, for choices and for orientation; they promise nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING
+
+from syncvar.plans.model import Copy, Recv, RecvReduce, Reduce, Send
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar.plans.model import Plan, Step
+
+__all__ = ["ARENA", "LINKS", "CostModel", "predicted_seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The constants of a path.
+
+    Args:
+        latency: Seconds of a message, or of a phase in shared memory, whatever its size.
+        per_byte: Seconds per byte of a message; in shared memory per byte copied out or in.
+        per_reduced_byte: Seconds per byte of a reduction's result.
+        per_copied_byte: Seconds per byte of a local copy.
+        shared: Rounds are phases in memory that all ranks see.
+    """
+
+    latency: float
+    per_byte: float
+    per_reduced_byte: float
+    per_copied_byte: float
+    shared: bool = False
+
+    def text(self) -> str:
+        """Return the constants in words.
+
+        Example:
+            >>> LINKS.text()
+            '45 us per message, 0.40 ns per byte, 0.10 ns per byte reduced'
+        """
+        unit = "phase" if self.shared else "message"
+        return (
+            f"{self.latency * 1e6:.0f} us per {unit}, {self.per_byte * 1e9:.2f} ns per byte, "
+            f"{self.per_reduced_byte * 1e9:.2f} ns per byte reduced"
+        )
+
+
+LINKS = CostModel(latency=45e-6, per_byte=0.4e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9)
+"""Unix sockets between processes of one host: a message of Python and libzmq, 2.5 GB/s."""
+
+ARENA = CostModel(latency=10e-6, per_byte=0.1e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9, shared=True)
+"""Memory that the ranks of one host share: a wait for all, and copies at 10 GB/s."""
+
+
+def predicted_seconds(plans: Sequence[Plan], itemsize: int, model: CostModel = LINKS) -> float:
+    """Return how long the plans of a group take by the model, from a common start to the end of the last rank.
+
+    Args:
+        plans: The plans of all ranks, in rank order; correct ones, as `syncvar.plans.verify` accepts them.
+        itemsize: Bytes of an element.
+        model: The constants, and the kind of path.
+
+    Returns:
+        Seconds.
+
+    Cost: a heap operation per message; it does not depend on the counts.
+
+    Example:
+        >>> from syncvar.plans import build_all
+        >>> model = CostModel(1.0, 0.5, 0.25, 0.0)
+        >>> predicted_seconds(build_all("all_reduce", "ring", 4, count=8), 1, model)  # 6 + 2 * 3/4 * 4 + 3/4 * 2
+        13.5
+    """
+    one_round = _phase if model.shared else _round
+    now = [0.0] * len(plans)
+    for number in range(max(len(plan.rounds) for plan in plans)):
+        steps = [plan.rounds[number] if number < len(plan.rounds) else () for plan in plans]
+        now = one_round(steps, now, itemsize, model)
+    return max(now)
+
+
+def _round(steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel) -> list[float]:
+    """Return when each rank ends a round over links that it begins at `now`."""
+    queues = [[step for step in reversed(mine) if isinstance(step, Send)] for mine in steps]
+    out_free, in_free, ends = list(now), list(now), list(now)
+    heap = [(now[rank], rank) for rank, queue in enumerate(queues) if queue]
+    heapify(heap)
+    while heap:
+        start, rank = heap[0]
+        send = queues[rank][-1]
+        possible = max(out_free[rank], in_free[send.peer])
+        if possible > start:
+            heapreplace(heap, (possible, rank))
+            continue
+        queues[rank].pop()
+        end = start + model.latency + send.chunk.count * itemsize * model.per_byte
+        out_free[rank] = in_free[send.peer] = end
+        ends[rank], ends[send.peer] = max(ends[rank], end), max(ends[send.peer], end)
+        if queues[rank]:
+            heapreplace(heap, (end, rank))
+        else:
+            heappop(heap)
+    return [end + _local(mine, itemsize, model) for end, mine in zip(ends, steps, strict=True)]
+
+
+def _phase(steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel) -> list[float]:
+    """Return when each rank ends a phase in shared memory; none begins to take before all have published."""
+    published = [sum(chunk.count for chunk in {step.chunk for step in mine if isinstance(step, Send)}) for mine in steps]
+    taken = [sum(step.chunk.count for step in mine if isinstance(step, Recv)) for mine in steps]
+    per_element = itemsize * model.per_byte
+    ready = model.latency + max(begin + count * per_element for begin, count in zip(now, published, strict=True))
+    return [
+        ready + count * per_element + _local(mine, itemsize, model) for count, mine in zip(taken, steps, strict=True)
+    ]
+
+
+def _local(steps: tuple[Step, ...], itemsize: int, model: CostModel) -> float:
+    """Return the seconds of the reductions and copies of a round."""
+    seconds = 0.0
+    for step in steps:
+        if isinstance(step, RecvReduce):
+            seconds += step.chunk.count * itemsize * model.per_reduced_byte
+        elif isinstance(step, Reduce):
+            seconds += step.target.count * itemsize * model.per_reduced_byte
+        elif isinstance(step, Copy):
+            seconds += step.target.count * itemsize * model.per_copied_byte
+    return seconds
