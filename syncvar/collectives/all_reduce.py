@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.group import Communicator
+    from syncvar.runtime.shortcut import Shortcut
 
-__all__ = ["all_reduce", "reduce_request", "reduce_together", "tree_sum"]
+__all__ = ["all_reduce", "reduce_request", "reduce_together", "shortcut_of", "tree_sum"]
 
 
 def all_reduce(
@@ -92,7 +93,7 @@ def all_reduce(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and communicator.channel is not None and not async_op and timeout is None
     is_plain = is_plain and prescale is None and postscale is None and weight is None and algorithm is None
-    key = (op, x.dtype, x.shape, reproducible) if is_plain and type(op) is str and type(reproducible) is bool else None
+    key = ("all_reduce", op, x.dtype, x.shape, reproducible) if is_plain and type(op) is str and type(reproducible) is bool else None
     if key is not None:
         shortcut = communicator.shortcuts.get(key)
         if shortcut is not None:
@@ -105,10 +106,8 @@ def all_reduce(
         timeout,
         async_op=async_op,
     )
-    if key is not None and key not in communicator.shortcuts and x.dtype.isnative:
-        how, digest, what = _described(x, op, reproducible, "all_reduce")
-        if not how.is_locating and communicator.forced("all_reduce") is None:
-            communicator.add_shortcut(key, how, x.shape, digest, what)
+    if key is not None and key not in communicator.shortcuts:
+        shortcut_of(communicator, x, op, "all_reduce", reproducible)
     return result
 
 
@@ -243,7 +242,7 @@ def reduce_together(
         The results, in order.
     """
     kinds: dict[Reduction, list[int]] = {}
-    if all([how is hows[0] for how in hows]):
+    if len(set(hows)) == 1:
         kinds[hows[0]] = list(range(len(hows)))
     else:
         for index, how in enumerate(hows):
@@ -309,6 +308,18 @@ def _fused(
         else:
             made.append(outcome(how, part, size, array.shape, target))
     return made
+
+
+def shortcut_of(
+    communicator: Communicator, x: NDArray[Any], op: str, name: str, reproducible: bool, apply: np.ufunc | None = None
+) -> Shortcut | None:
+    """Prepare the short way of the all-reduce that `reduce_request` with these arguments has just made, if there is one."""
+    if communicator.channel is None or communicator.forced("all_reduce") is not None or not x.dtype.isnative:
+        return None
+    how, digest, what = _described(x, op, reproducible, name)
+    if how.is_locating:
+        return None
+    return communicator.add_shortcut((name, op, x.dtype, x.shape, reproducible), how, x.shape, digest, what, apply)
 
 
 def _described(

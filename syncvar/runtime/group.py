@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Generator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
@@ -232,15 +233,24 @@ class Communicator:
             self._plans[key] = found
         return found
 
-    def add_shortcut(self, key: Any, how: Reduction, shape: tuple[int, ...], digest: int, what: str) -> None:
+    def add_shortcut(
+        self,
+        key: Any,
+        how: Reduction,
+        shape: tuple[int, ...],
+        digest: int,
+        what: str,
+        apply: np.ufunc | None = None,
+    ) -> Shortcut | None:
         """Prepare the short way of an all-reduce that has just gone the long way."""
         from syncvar.runtime.shortcut import reduce_shortcut
 
         if len(self.shortcuts) >= _SHORTCUTS_MAX:
             self.shortcuts.clear()
-        made = reduce_shortcut(self, how, shape, digest, what)
+        made = reduce_shortcut(self, how, shape, digest, what, apply)
         if made is not None:
             self.shortcuts[key] = made
+        return made
 
     @property
     def is_shared(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
-from syncvar.runtime.kernels import finish
+from syncvar.runtime.kernels import divided, finish
 from syncvar.runtime.published import DISAGREE, SharedOperation
 from syncvar.runtime.recorder import Told
 from syncvar.runtime.shared_reduce import is_direct, reduce_shared
@@ -38,7 +38,12 @@ __all__ = ["Shortcut", "reduce_shortcut"]
 
 
 def reduce_shortcut(
-    communicator: Communicator, how: Reduction, shape: tuple[int, ...], digest: int, what: str
+    communicator: Communicator,
+    how: Reduction,
+    shape: tuple[int, ...],
+    digest: int,
+    what: str,
+    apply: np.ufunc | None = None,
 ) -> Shortcut | None:
     """Return the shortcut of an all-reduce, or None where there is none.
 
@@ -48,6 +53,7 @@ def reduce_shortcut(
         shape: Of the arrays.
         digest: Fingerprint of the call, as the long way makes it.
         what: The call in words.
+        apply: `out`, which must then be given, becomes apply(out, result).
 
     Returns:
         A function of (x, out): x a native array of this dtype and shape, out None or anything. It returns the result,
@@ -62,7 +68,7 @@ def reduce_shortcut(
     nbytes = count * how.accumulate.itemsize
     make, way = (_small, "arena small") if is_direct(nbytes, channel.size) else (_long, "arena")
     told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
-    return make(communicator, channel, engine, how, shape, told)
+    return make(communicator, channel, engine, how, shape, told, apply)
 
 
 def _small(
@@ -72,6 +78,7 @@ def _small(
     how: Reduction,
     shape: tuple[int, ...],
     told: Told,
+    apply: np.ufunc | None,
 ) -> Shortcut:
     words, entry, others, queue, wait = channel.words, channel.entry, channel.others, channel.queue, channel.wait
     size, rank, busy = channel.size, channel.rank, communicator.busy
@@ -86,7 +93,7 @@ def _small(
     ]
     mine = slots[rank]
     checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
-    straight = kind == accumulate and not how.is_mean
+    straight = kind == accumulate and not how.is_mean and apply is None
     levels = [_levels(channel, side, [one[side] for one in slots], shape, accumulate) for side in (0, 1)]
 
     def combined(steps: Levels, out: Any) -> NDArray[Any]:
@@ -95,6 +102,9 @@ def _small(
             ufunc(total if left is None else left, right, out=total if room is None else room)
         if straight:
             return total
+        if apply is not None:
+            apply(out, divided(how, total, size), out=out, casting="same_kind")
+            return out  # type: ignore[no-any-return]
         result = finish(how, total, size)
         if out is None:
             return result
@@ -102,6 +112,9 @@ def _small(
         return out  # type: ignore[no-any-return]
 
     def ended(steps: Levels, out: Any) -> NDArray[Any]:
+        if apply is not None:
+            with np.errstate(all="ignore"):
+                return combined(steps, out)
         try:
             return combined(steps, out)
         except (FloatingPointError, Warning):  # what overflows is infinite, on all ranks
@@ -196,6 +209,7 @@ def _long(
     how: Reduction,
     shape: tuple[int, ...],
     told: Told,
+    apply: np.ufunc | None,
 ) -> Shortcut:
     others, queue, busy = channel.others, channel.queue, communicator.busy
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
@@ -234,7 +248,7 @@ def _long(
             begin = monotonic_ns()
             check = (digest + number * SPREAD) & MASK
             steps = reduce_shared(
-                channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor
+                channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor, apply=apply
             )
             began = perf_counter() if crowd.is_there() else 0.0
             wait = channel.hold if began and crowd.holds() else channel.wait
