@@ -13,12 +13,10 @@ from syncvar.plans.table import REDUCTIONS, check_algorithm, sums_by_the_tree, u
 
 __all__ = ["Choice", "choose", "parse_forced"]
 
-DIRECT_ALL_REDUCE_NBYTES_MAX = 16 * 1024
-DIRECT_ALL_REDUCE_WORLD_SIZE_MAX = 4
-TREE_ALL_REDUCE_NBYTES_MAX = 64 * 1024
+SMALL = 64 * 1024  # bytes up to which rounds cost more than bytes
+LONG = 256 * 1024  # bytes from which a second copy of the vector costs more than some rounds
+HUGE = 4 * 1024 * 1024  # bytes from which pieces of a pipeline are worth their messages
 SHARED_DIRECT_LIMITS = ((64 * 1024, 4), (16 * 1024, 16), (4 * 1024, None))  # bytes, ranks
-DIRECT_ALL_GATHER_NBYTES_MAX = 32 * 1024
-DIRECT_ALL_GATHER_WORLD_SIZE_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,71 +34,107 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One row of the table of choices; None is no limit. `shared`: in memory that all ranks see, else over links."""
+    """One row of the table of choices: the first that fits is taken.
+
+    Args:
+        collective: Which collective.
+        algorithm: What is taken.
+        why: The reason, in words.
+        nbytes_max: Bytes up to which it fits; None is no limit.
+        ranks: Fewest and most ranks; None is no limit.
+        power_of_two: It fits only powers of two of ranks.
+        shared: For memory that all ranks see, else for links.
+    """
 
     collective: str
     algorithm: str
-    nbytes_max: int | None
-    world_size_max: int | None
     why: str
+    nbytes_max: int | None = None
+    ranks: tuple[int, int | None] = (1, None)
+    power_of_two: bool = False
     shared: bool = False
+
+    def fits(self, nbytes: int, world_size: int) -> bool:
+        fewest, most = self.ranks
+        return (
+            (self.nbytes_max is None or nbytes <= self.nbytes_max)
+            and fewest <= world_size
+            and (most is None or world_size <= most)
+            and not (self.power_of_two and world_size & (world_size - 1))
+        )
 
 
 _PUBLISHED = "in shared memory a rank publishes once what all others take"
+_ONE_ROUND = "few ranks exchange what is small in a single round"
+_FEWEST_ROUNDS = "what is small needs few rounds more than few bytes"
+_BALANCED = "a long vector needs few bytes more than few rounds"
+_PIPELINE = "a long vector goes in pieces, which all ranks pass on at once"
 
+# Over links the borders follow `syncvar.plans.cost.predicted_seconds` with its constants of LINKS, rounded to few
+# numbers; a test keeps the table near the best of the predictions. What the model does not know decides between equals:
+# fewer copies, less scratch, fewer bytes through one rank.
 _RULES = (
-    _Rule(
-        "all_reduce",
-        "direct",
-        DIRECT_ALL_REDUCE_NBYTES_MAX,
-        DIRECT_ALL_REDUCE_WORLD_SIZE_MAX,
-        "a small vector on few ranks is exchanged in a single round",
-    ),
-    _Rule(
-        "all_reduce",
-        "tree",
-        TREE_ALL_REDUCE_NBYTES_MAX,
-        None,
-        "a small vector needs few rounds more than few bytes",
-    ),
-    _Rule("all_reduce", "ring", None, None, "a long vector needs few bytes more than few rounds"),
-    _Rule("all_reduce", "reproducible", None, None, "a long vector moves as few bytes as on a ring"),
-    _Rule(
-        "all_gather",
-        "direct",
-        DIRECT_ALL_GATHER_NBYTES_MAX,
-        DIRECT_ALL_GATHER_WORLD_SIZE_MAX,
-        "small blocks on few ranks are exchanged in a single round",
-    ),
-    _Rule("all_gather", "ring", None, None, "long blocks or many ranks use two links per rank"),
-    _Rule("broadcast", "tree", None, None, "the tree reaches all ranks in the fewest rounds"),
+    _Rule("all_reduce", "direct", _ONE_ROUND, 16 * 1024, (1, 3)),
+    _Rule("all_reduce", "doubling", _FEWEST_ROUNDS, SMALL),
+    _Rule("all_reduce", "tree", _FEWEST_ROUNDS, SMALL),
+    _Rule("all_reduce", "halving", "halves are exchanged in few rounds, and no rank sends more than on a ring", power_of_two=True),
+    _Rule("all_reduce", "halving", "on many ranks the rounds of a ring cost more than the folding of some", 1024 * 1024, (9, None)),
+    _Rule("all_reduce", "ring", _BALANCED),
+    _Rule("all_reduce", "reproducible", "a long vector moves as few bytes as on a ring"),
+    _Rule("all_gather", "direct", _ONE_ROUND, 32 * 1024, (1, 3)),
+    _Rule("all_gather", "doubling", "what is known doubles in each round", HUGE, (4, None)),
+    _Rule("all_gather", "dissemination", "small equal blocks reach all ranks in the fewest rounds", 1024 * 1024, (4, None)),
+    _Rule("all_gather", "direct", _ONE_ROUND, 32 * 1024, (1, 8)),
+    _Rule("all_gather", "ring", "long blocks or many ranks use two links per rank"),
+    _Rule("broadcast", "tree", "the tree reaches all ranks in the fewest rounds", LONG),
+    _Rule("broadcast", "tree", "there is one message to send", None, (1, 2)),
+    _Rule("broadcast", "scatter_gather", "a long vector is cut, and all ranks pass on the parts", HUGE),
+    _Rule("broadcast", "double_tree", _PIPELINE),
+    _Rule("reduce", "tree", _FEWEST_ROUNDS, LONG),
+    _Rule("reduce", "double_tree", _PIPELINE, None, (16, None)),
+    _Rule("reduce", "owners", "a long vector is cut, and each rank sums a part", HUGE),
+    _Rule("reduce", "owners", "each rank sums a half", None, (1, 2)),
+    _Rule("reduce", "double_tree", _PIPELINE),
+    _Rule("reduce", "owners", "a long vector is cut, and each rank sums a part"),
     *(
-        _Rule(collective, "direct", None, None, "each block or vector is sent once, in a single round")
-        for collective in ("reduce", "gather", "scatter", "reduce_scatter", "all_to_all", "scan", "exscan")
-    ),
-    _Rule("barrier", "dissemination", None, None, "every rank hears of every rank in the fewest rounds"),
-    _Rule(
-        "header_exchange",
-        "dissemination",
-        None,
-        None,
-        "small equal blocks reach all ranks in the fewest rounds",
-    ),
-    *(
-        _Rule("all_reduce", "direct", nbytes, world_size, "a small vector is published once, and everyone sums", shared=True)
-        for nbytes, world_size in SHARED_DIRECT_LIMITS
-    ),
-    _Rule("all_reduce", "owners", None, None, "in shared memory each rank sums the chunk it owns, once for all", shared=True),
-    _Rule("all_gather", "direct", None, None, _PUBLISHED, shared=True),
-    *(
-        _Rule(collective, "direct", None, None, _PUBLISHED, shared=True)
-        for collective in (
-            "broadcast", "reduce", "gather", "scatter", "reduce_scatter", "all_to_all", "scan", "exscan",
+        rule
+        for collective in ("gather", "scatter")
+        for rule in (
+            _Rule(collective, "tree", "blocks that are small together travel together", 1024 * 1024, (4, None)),
+            _Rule(collective, "tree", "blocks that are small together travel together", HUGE, (16, None)),
+            _Rule(collective, "direct", "each block is sent once, by or to the root"),
         )
     ),
-    _Rule("barrier", "direct", None, None, "in shared memory each rank looks at the words of all", shared=True),
-    _Rule("header_exchange", "direct", None, None, _PUBLISHED, shared=True),
-)
+    _Rule("reduce_scatter", "direct", "each block is sent once, in a single round", LONG),
+    _Rule("reduce_scatter", "pairwise", "each block is sent once, to one rank at a time"),
+    _Rule("all_to_all", "bruck", "small equal blocks travel together in few rounds", SMALL, (4, None)),
+    _Rule("all_to_all", "bruck", "small equal blocks travel together in few rounds", LONG, (12, None)),
+    _Rule("all_to_all", "direct", "each block is sent once, in a single round", 1024 * 1024),
+    _Rule("all_to_all", "pairwise", "each block is sent once, to one rank at a time"),
+    *(
+        rule
+        for collective in ("scan", "exscan")
+        for rule in (
+            _Rule(collective, "direct", "each vector is sent once to each rank above", None, (1, 3)),
+            _Rule(collective, "doubling", "the sums of blocks of ranks double in each round"),
+        )
+    ),
+    _Rule("barrier", "dissemination", "every rank hears of every rank in the fewest rounds"),
+    _Rule("header_exchange", "dissemination", "small equal blocks reach all ranks in the fewest rounds"),
+    *(
+        _Rule("all_reduce", "direct", "a small vector is published once, and everyone sums", nbytes, (1, most), shared=True)
+        for nbytes, most in SHARED_DIRECT_LIMITS
+    ),
+    _Rule("all_reduce", "owners", "in shared memory each rank sums the chunk it owns, once for all", shared=True),
+    _Rule("reduce_scatter", "direct", "in shared memory each rank sums the block it owns, once for all", shared=True),
+    _Rule("barrier", "direct", "in shared memory each rank looks at the words of all", shared=True),
+    *(
+        _Rule(collective, "direct", _PUBLISHED, shared=True)
+        for collective in (
+            "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "scan", "exscan", "header_exchange",
+        )
+    ),
+)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -112,29 +146,32 @@ def choose(
     reproducible: bool = False,
     forced: str | None = None,
     shared: bool = False,
+    even: bool = False,
 ) -> Choice:
     """Choose the algorithm of a call.
 
     Args:
         collective: A key of `ALGORITHMS`.
-        nbytes: Bytes of the vector, or of all blocks together; of an all-to-all, of the blocks of all ranks together.
+        nbytes: Bytes of the vector, or of all blocks together; of an all-to-all, what a rank sends on the average.
         world_size: Ranks of the group.
         reproducible: Whether a reduction must sum by the tree T(0, world_size). A scan always sums by trees, and the
             other collectives sum nothing.
         forced: An algorithm that the user demands, or None.
         shared: All ranks see the same memory (the arena of one host); else frames travel over links.
+        even: All blocks have the same count, which some algorithms need.
 
     Returns:
         The algorithm and a sentence with the reason.
 
     Raises:
-        ConfigError: There is no such collective or algorithm, or `forced` contradicts `reproducible`.
+        ConfigError: There is no such collective or algorithm, or `forced` contradicts `reproducible`
+            or cannot be done on so many ranks.
 
     Example:
-        >>> choose("all_reduce", 1 << 20, 8).algorithm
+        >>> choose("all_reduce", 1 << 20, 6).algorithm
         'ring'
         >>> choose("all_reduce", 512, 2).reason
-        'direct: 512 bytes on 2 ranks: a small vector on few ranks is exchanged in a single round'
+        'direct: 512 bytes on 2 ranks: few ranks exchange what is small in a single round'
     """
     check_algorithm(collective, forced)
     by_tree = reproducible and collective in REDUCTIONS
@@ -149,9 +186,9 @@ def choose(
         if (
             rule.collective == collective
             and rule.shared == shared
+            and rule.fits(nbytes, world_size)
             and (not by_tree or sums_by_the_tree(collective, rule.algorithm, world_size))
-            and (rule.nbytes_max is None or nbytes <= rule.nbytes_max)
-            and (rule.world_size_max is None or world_size <= rule.world_size_max)
+            and unsuited(collective, rule.algorithm, world_size, even=even or collective == "header_exchange") is None
         ):
             why = rule.why + ("; it sums by the tree, as the caller demands" if by_tree else "")
             return Choice(rule.algorithm, f"{rule.algorithm}: {nbytes} bytes on {world_size} ranks: {why}")

@@ -180,7 +180,7 @@ def unsuited(collective: str, algorithm: str, world_size: int, *, even: bool) ->
     """
     if collective == "all_gather" and algorithm == "doubling" and world_size & (world_size - 1):
         return f"all_gather by 'doubling' needs a power of two of ranks, not {world_size}"
-    if algorithm in _EQUAL_BLOCKS and not even:
+    if algorithm in _EQUAL_BLOCKS and collective != "barrier" and not even:
         return f"{collective} by {algorithm!r} needs blocks of equal count"
     return None
 

@@ -3,7 +3,17 @@
 import pytest
 
 from syncvar.errors import ConfigError
-from syncvar.plans import ALGORITHMS, build, build_all, choose, contract_of, parse_forced, verify
+from syncvar.plans import (
+    ALGORITHMS,
+    build,
+    build_all,
+    choose,
+    contract_of,
+    parse_forced,
+    predicted_seconds,
+    unsuited,
+    verify,
+)
 
 KIB = 1024
 
@@ -12,18 +22,46 @@ KIB = 1024
     ("collective", "nbytes", "world_size", "algorithm"),
     [
         ("all_reduce", 0, 1, "direct"),
-        ("all_reduce", 16 * KIB, 4, "direct"),
-        ("all_reduce", 16 * KIB + 1, 4, "tree"),
-        ("all_reduce", 16 * KIB, 5, "tree"),
-        ("all_reduce", 64 * KIB, 2, "tree"),
-        ("all_reduce", 64 * KIB, 64, "tree"),
-        ("all_reduce", 64 * KIB + 1, 2, "ring"),
-        ("all_reduce", 1 << 30, 64, "ring"),
-        ("all_gather", 32 * KIB, 8, "direct"),
-        ("all_gather", 32 * KIB + 1, 8, "ring"),
+        ("all_reduce", 16 * KIB, 3, "direct"),
+        ("all_reduce", 16 * KIB + 1, 3, "doubling"),
+        ("all_reduce", 0, 4, "doubling"),
+        ("all_reduce", 64 * KIB, 2, "doubling"),
+        ("all_reduce", 64 * KIB, 63, "doubling"),
+        ("all_reduce", 64 * KIB + 1, 2, "halving"),
+        ("all_reduce", 64 * KIB + 1, 6, "ring"),
+        ("all_reduce", 64 * KIB + 1, 17, "halving"),
+        ("all_reduce", 1 << 20, 17, "halving"),
+        ("all_reduce", (1 << 20) + 1, 17, "ring"),
+        ("all_reduce", 1 << 30, 64, "halving"),
+        ("all_gather", 32 * KIB, 3, "direct"),
+        ("all_gather", 32 * KIB, 4, "doubling"),
+        ("all_gather", 4 << 20, 4, "doubling"),
+        ("all_gather", (4 << 20) + 1, 4, "ring"),
+        ("all_gather", 32 * KIB, 7, "direct"),
+        ("all_gather", 32 * KIB + 1, 7, "ring"),
         ("all_gather", 32 * KIB, 9, "ring"),
         ("broadcast", 0, 2, "tree"),
-        ("broadcast", 1 << 30, 64, "tree"),
+        ("broadcast", 256 * KIB, 64, "tree"),
+        ("broadcast", 256 * KIB + 1, 2, "tree"),
+        ("broadcast", 256 * KIB + 1, 3, "scatter_gather"),
+        ("broadcast", (4 << 20) + 1, 3, "double_tree"),
+        ("reduce", 256 * KIB, 3, "tree"),
+        ("reduce", 256 * KIB + 1, 3, "owners"),
+        ("reduce", (4 << 20) + 1, 2, "owners"),
+        ("reduce", (4 << 20) + 1, 3, "double_tree"),
+        ("gather", 64, 3, "direct"),
+        ("gather", 1 << 20, 4, "tree"),
+        ("gather", (1 << 20) + 1, 4, "direct"),
+        ("scatter", 64, 3, "direct"),
+        ("scatter", 1 << 20, 4, "tree"),
+        ("reduce_scatter", 256 * KIB, 9, "direct"),
+        ("reduce_scatter", 256 * KIB + 1, 9, "pairwise"),
+        ("all_to_all", 1 << 20, 4, "direct"),
+        ("all_to_all", (1 << 20) + 1, 4, "pairwise"),
+        ("scan", 1 << 30, 3, "direct"),
+        ("scan", 0, 4, "doubling"),
+        ("exscan", 0, 3, "direct"),
+        ("exscan", 0, 4, "doubling"),
         ("barrier", 0, 3, "dissemination"),
         ("header_exchange", 64, 3, "dissemination"),
     ],
@@ -32,6 +70,46 @@ def test_the_table(collective, nbytes, world_size, algorithm):
     choice = choose(collective, nbytes, world_size)
     assert choice.algorithm == algorithm
     assert choice.reason.startswith(f"{algorithm}: {nbytes} bytes on {world_size} ranks: ")
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "world_size", "algorithm"),
+    [
+        ("all_gather", 32 * KIB, 9, "dissemination"),
+        ("all_gather", (1 << 20) + 1, 9, "ring"),
+        ("all_gather", 32 * KIB, 8, "doubling"),
+        ("all_to_all", 64 * KIB, 4, "bruck"),
+        ("all_to_all", 64, 3, "direct"),
+        ("all_to_all", 64 * KIB + 1, 4, "direct"),
+        ("header_exchange", 64, 3, "dissemination"),
+    ],
+)
+def test_equal_blocks_have_more_algorithms(collective, nbytes, world_size, algorithm):
+    assert choose(collective, nbytes, world_size, even=True).algorithm == algorithm
+
+
+@pytest.mark.parametrize("collective", [name for name in ALGORITHMS if name != "all_reduce"])
+def test_in_shared_memory_everything_is_direct(collective):
+    for nbytes in (0, 1 << 30):
+        for world_size in (1, 2, 64):
+            choice = choose(collective, nbytes, world_size, shared=True, reproducible=True)
+            assert choice.algorithm == "direct"
+            assert "in shared memory" in choice.reason
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 24, 32])
+@pytest.mark.parametrize("collective", [name for name in ALGORITHMS if name not in {"barrier", "header_exchange"}])
+def test_the_table_is_near_the_best_of_the_predictions(collective, world_size):
+    in_blocks = collective in {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
+    for size in (0, 6, 9, 12, 14, 16, 17, 18, 19, 20, 21, 22, 24, 26):
+        count = max(1, (1 << size) // world_size) if in_blocks else 1 << size
+        seconds = {
+            algorithm: predicted_seconds(build_all(collective, algorithm, world_size, count=count), 1)
+            for algorithm in ALGORITHMS[collective]
+            if unsuited(collective, algorithm, world_size, even=True) is None
+        }
+        chosen = choose(collective, count * world_size if in_blocks else count, world_size, even=True).algorithm
+        assert seconds[chosen] <= 1.75 * min(seconds.values()), (size, chosen, seconds)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +124,16 @@ def test_a_reproducible_all_reduce_takes_only_algorithms_that_sum_by_the_tree(nb
     )
     for forced in ("direct", "tree", "reproducible"):
         assert choose("all_reduce", nbytes, 3, reproducible=True, forced=forced).algorithm == forced
+
+
+def test_doubling_and_halving_sum_by_the_tree_in_powers_of_two():
+    assert choose("all_reduce", 64, 4, reproducible=True).algorithm == "doubling"
+    assert choose("all_reduce", 64, 5, reproducible=True).algorithm == "tree"
+    assert choose("all_reduce", 1 << 20, 4, reproducible=True).algorithm == "halving"
+    assert choose("all_reduce", 1 << 20, 5, reproducible=True).algorithm == "reproducible"
+    assert choose("reduce", 1 << 30, 5, reproducible=True).algorithm == "owners"
+    with pytest.raises(ConfigError, match="'halving' contradicts reproducible"):
+        choose("all_reduce", 8, 6, reproducible=True, forced="halving")
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "broadcast", "barrier", "header_exchange"])
