@@ -17,6 +17,7 @@ from syncvar.cli.registry import dtypes, find, ops_of
 from syncvar.cli.starting import is_launched, start_workers
 from syncvar.config import nearest
 from syncvar.errors import ConfigError
+from syncvar.plans import ALGORITHMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +100,9 @@ def planned(chosen: argparse.Namespace) -> Plan:
             raise ConfigError(f"{letter} must be at least {least}, not {value}")
     if chosen.reproducible and collective.name != "all_reduce":
         raise ConfigError(f"--reproducible is for all_reduce; {collective.name} has no such option")
+    if chosen.algorithm is not None and chosen.algorithm not in ALGORITHMS.get(collective.name, ()):
+        known = ", ".join(ALGORITHMS.get(collective.name, ())) or "none"
+        raise ConfigError(f"{collective.name} has no algorithm {chosen.algorithm!r}; it has {known}")
     if chosen.plot is not None:
         from syncvar.cli.bench_plot import require_matplotlib
 

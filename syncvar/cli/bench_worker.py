@@ -50,36 +50,41 @@ def work(chosen: argparse.Namespace) -> int:
     measuring = _Measuring(plan)
     with _report(chosen.report_to) as tell:
         tell(_preamble(plan, transport))
-        model = None if chosen.no_model else Model.of(plan.collective, chosen)
-        tell(header(predicted=model is not None))
+        no_model = Model.why_not(plan.collective, chosen, sv.world_size())
+        tell(header(predicted=not no_model))
         rows: list[Row] = []
+        models: list[tuple[Case, Model]] = []
         for cases in measuring.groups():
-            done = _ends_first(measuring, cases, model)
+            done: dict[Case, Row] = {}
+            if not no_model:
+                done = {case: measuring.row(case) for case in {cases[-1]: None, cases[0]: None}}  # the small one warm
+                models.append((cases[0], Model(plan.collective, chosen)))
+                models[-1][1].fit({case: row.out_of_place.time / 1e6 for case, row in done.items()})
             for case in cases:
                 row = done[case] if case in done else measuring.row(case)
-                if model is not None:
-                    row.model_us = model.microseconds(case)
-                tell(line(row, predicted=model is not None))
+                if not no_model:
+                    row.model_us = models[-1][1].microseconds(case)
+                tell(line(row, predicted=not no_model))
                 rows.append(row)
         wrong, average = summary(rows)
         if any(half.nwrong is not None for row in rows for half in (row.out_of_place, row.in_place) if half):
             tell(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
         tell(f"# {'Avg bus bandwidth':<20} : {average:g}")
-        if model is not None:
-            tell(f"# {'Model':<20} : {model.note}")
+        for case, model in models:
+            which = f", {_kind(plan, case)}" if len(models) > 1 else ""
+            tell(f"# {f'Model{which}':<20} : {model.note()}")
+        if no_model:
+            tell(f"# {'Model':<20} : none: {no_model}")
         if sv.rank() == 0:
-            _keep(plan, transport, rows, model)
+            _keep(plan, transport, rows, {_kind(plan, case): model.record() for case, model in models})
     sv.barrier()
     return 1 if wrong else 0
 
 
-def _ends_first(measuring: _Measuring, cases: list[Case], model: Model | None) -> dict[Case, Row]:
-    """Measure the smallest and the largest size first where a model is to be fitted to them."""
-    if model is None or not model.is_usable or not cases:
-        return {}
-    done = {case: measuring.row(case) for case in {cases[0]: None, cases[-1]: None}}
-    model.fit([(case, row.out_of_place.time / 1e6) for case, row in done.items()])
-    return done
+def _kind(plan: Plan, case: Case) -> str:
+    """Return what the cases of a group have in common, in words."""
+    op = f" {case.op}" if plan.collective.has_op else ""
+    return f"{case.dtype}{op}{f' root {case.root}' if plan.collective.has_root else ''}"
 
 
 class _Measuring:
@@ -187,13 +192,16 @@ class _Measuring:
         )
 
     def _enough(self, finished: Callable[[], Any]) -> int:
-        """Return how many calls take a while, the same on all ranks."""
-        sv.barrier()
-        begin = time.perf_counter()
-        for _ in range(_PROBES):
-            finished()
-        one = (time.perf_counter() - begin) / _PROBES
-        return int(sv.broadcast_object(max(_FEWEST, min(_MOST, int(_SECONDS / one / self.chosen.agg_iters)))))
+        """Return how many calls take a while, the same on all ranks; those that this takes are further warm-up."""
+        calls = _PROBES
+        for seconds, least, most in ((_SECONDS / 5, _PROBES, _MOST), (_SECONDS, _FEWEST, _MOST)):
+            sv.barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                finished()
+            one = (time.perf_counter() - begin) / calls
+            calls = int(sv.broadcast_object(max(least, min(most, int(seconds / one)))))
+        return max(_FEWEST, calls // int(self.chosen.agg_iters))
 
     def _timed(self, call: Callable[[], Any], iterations: int) -> tuple[float, Any]:
         """Return the seconds of all calls between two barriers, and what the last one gave."""
@@ -272,7 +280,7 @@ def _preamble(plan: Plan, transport: str) -> str:
     )
 
 
-def _keep(plan: Plan, transport: str, rows: list[Row], model: Model | None) -> None:
+def _keep(plan: Plan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
     """Write the files that were asked for."""
     chosen = plan.chosen
     wrong, average = summary(rows)
@@ -296,7 +304,7 @@ def _keep(plan: Plan, transport: str, rows: list[Row], model: Model | None) -> N
             "results": results,
             "out_of_bounds": {"count": wrong, "okay": not wrong},
             "average_bus_bandwidth": {"bandwidth": average},
-            "model": None if model is None else model.record(),
+            "models": models,
         }
         with open(chosen.json, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)

@@ -1,13 +1,17 @@
 import argparse
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 
 from syncvar.cli.bench import add_options, planned
+from syncvar.cli.bench_model import fitted
 from syncvar.cli.bench_record import Half, Row, rated
 from syncvar.cli.bench_table import fixed, header, line, parse_size, sizes, summary
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
 from syncvar.errors import ConfigError
+from syncvar.plans import build_all, choose
+from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
 
 
 def chosen(*arguments):
@@ -141,11 +145,37 @@ def test_names_of_dtypes_and_ops():
         (["all_reduce", "-b", "8Q"], "a size is"),
         (["all_reduce", "-b", "64", "-e", "8"], "larger"),
         (["broadcast", "--reproducible"], "for all_reduce"),
+        (["broadcast", "--algorithm", "owners"], "broadcast has no algorithm 'owners'; it has direct"),
     ],
 )
 def test_options_that_are_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         planned(chosen(*arguments))
+
+
+@pytest.mark.parametrize("start", [LINKS, ARENA])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "all_to_all", "scatter", "exscan"])
+def test_the_constants_behind_two_times_are_found(collective, size, start):
+    behind = replace(
+        start, latency=start.latency * 0.3, per_byte=start.per_byte * 4, per_reduced_byte=start.per_reduced_byte * 4,
+        per_copied_byte=start.per_copied_byte * 4,
+    )  # fmt: skip
+
+    def predictor(count):
+        chosen = choose(collective, count * 4, size, shared=start.shared).algorithm
+        plans = build_all(collective, chosen, size, count=count)
+        return lambda constants: predicted_seconds(plans, 4, constants)
+
+    points = [(predict, predict(behind)) for predict in (predictor(2), predictor(1_000_000))]
+    assert astuple(fitted(points, start)) == pytest.approx(astuple(behind), rel=1e-6)
+
+
+def test_times_that_no_constants_explain():
+    small, large = (lambda c: c.latency + 8 * c.per_byte), (lambda c: c.latency + 1e6 * c.per_byte)
+    assert fitted([(small, 5e-3), (large, 1e-3)], LINKS) is None, "the larger is faster"
+    assert fitted([(small, 5e-3), (small, 5e-3)], LINKS) is None, "the same twice"
+    assert fitted([(small, 5e-3)], LINKS) is None
 
 
 def test_a_picture_needs_a_package(monkeypatch):
