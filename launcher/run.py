@@ -22,6 +22,7 @@ from syncvar_launcher import exits, options
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
 from syncvar_launcher.directory import JobDirectory, runtime_directory
+from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.output import OutputForwarder, Sink
 from syncvar_launcher.report import Failure, Other, failure_block
 from syncvar_launcher.sharing import Sharing, why_no_arena
@@ -73,6 +74,8 @@ class Job:
         self.config = chosen.runtime
         self.job_id = secrets.token_hex(16)
         self.host = socket.gethostname()
+        self.flight_name = f"syncvar-flight-{self.job_id[:8]}"
+        self.flight_dir = chosen.log_dir or Path.cwd() / self.flight_name
         self.usable = options.usable_cores()
         self.core_count = options.core_count()
         why_no_arena(chosen, os.uname().machine)  # raises where the settings do not fit together
@@ -104,6 +107,7 @@ class Job:
             rendezvous=rendezvous,
             job_id=self.job_id,
             host=self.host,
+            flight_dir=str(self.flight_dir),
         )
         threads = blas_threads(chosen.workers, self.core_count, chosen.cores_per_worker)
         return {
@@ -117,8 +121,11 @@ class Job:
     def dry_run(self) -> str:
         """Return what a launch would do, as text."""
         torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"} if self.options.torch_env else {}
+        hidden = {"SYNCVAR_JOB_ID": "<random>"}
+        if self.options.log_dir is None:
+            hidden["SYNCVAR_FLIGHT_DIR"] = "syncvar-flight-<random>"
         environments = [
-            self.own_environment(rank, "ipc://<private directory>/store", torch) | {"SYNCVAR_JOB_ID": "<random>"}
+            self.own_environment(rank, "ipc://<private directory>/store", torch) | hidden
             for rank in range(self.options.workers)
         ]
         folder, _ = runtime_directory(self.environ)
@@ -158,6 +165,8 @@ class _Run:
         self.began = time.monotonic()
         self.signals: deque[int] = deque()
         self.positions: dict[int, str] = {}
+        self.has_said = False
+        FlightRecords(job.flight_dir).remove()  # of an earlier job with the same folder for its output
         umask = os.umask(0o077)
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
@@ -262,6 +271,7 @@ class _Run:
             self._look(now)
             self._do(self.supervisor.tick(now))
             for sentence in (*self.store.take_said(), *self.sharing.take_said()):
+                self.has_said = True
                 self.forwarder.say(f"syncvar: {sentence}\n")
             if self.store.failure is not None and self.supervisor.job_cause is None:
                 self._do(self.supervisor.did_not_meet(self.store.failure.reason, now))
@@ -343,7 +353,10 @@ class _Run:
         if outcome.interrupted:
             name = exits.signal_name(outcome.interrupted)
             self.forwarder.say(f"syncvar: interrupted by {name}; all ranks have ended\n")
+        flight_dir = self._flight_dir(outcome)
         if cause is None:
+            if flight_dir:
+                self.forwarder.say(f"syncvar: evidence: flight records in {flight_dir}\n")
             return
         log_dir = str(self.options.log_dir) if self.options.log_dir else ""
         failure = Failure(
@@ -359,12 +372,26 @@ class _Run:
         others = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if rank != cause.rank]
         outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
         arguments = [] if outcome_file else self.job.arguments  # `sv.run` has no command line to try again
-        text = failure_block(failure, others, arguments=arguments, log_dir=log_dir)
+        text = failure_block(failure, others, arguments=arguments, log_dir=log_dir, flight_dir=flight_dir)
         if outcome_file:
             told = {"rank": cause.rank, "host": self.job.host, "exit_code": outcome.exit_code, "text": text}
             Path(outcome_file).write_bytes(pack_object(told))
         else:
             self.forwarder.say(text)
+
+    def _flight_dir(self, outcome: Outcome) -> str:
+        """Return the folder of the flight records, or an empty text; who has no use for records is left none.
+
+        Ranks write theirs when something goes wrong, which the program may have dealt with. After an interruption they
+        are of use where something had been said, for instance that ranks wait for others.
+        """
+        records = FlightRecords(self.job.flight_dir)
+        if outcome.cause is None and self.options.log_dir is None and not (outcome.interrupted and self.has_said):
+            records.remove()
+            return ""
+        if not records.paths():
+            return ""
+        return str(self.job.flight_dir) if self.options.log_dir else self.job.flight_name
 
     def _call(self, cause: Cause) -> str:
         position = self.positions.get(cause.rank, "")

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import syncvar
-from syncvar.cli import bench, selftest
+from syncvar.cli import bench, flight, selftest
 from syncvar.cli.rules import rules_text
 from syncvar.cli.table_of_collectives import collectives_text
 from syncvar.config import RuntimeConfig
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_options(commands.add_parser("bench", help="time a collective by size, and check its results"))
     selftest.add_options(commands.add_parser("test", help="prove all collectives on real processes"))
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
+    flight.add_options(commands)
     arguments = sys.argv[1:] if argv is None else list(argv)
     chosen = parser.parse_args(arguments)
     try:
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":
             return selftest.run(chosen, arguments[1:])
+        elif chosen.command in flight.COMMANDS:
+            return flight.run(chosen)
         else:
             _settings()
     except ConfigError as error:

@@ -194,7 +194,7 @@ class Recorder:
     def closed(self) -> None:
         """Write the record where a trace of every run is asked for."""
         if self._trace:
-            self._write(self._trace, "the end of the run", self._written)
+            self._write(self._trace, "the run is over", self._written)
 
     # -- readers --------------------------------------------------------------------------------------------------
 
@@ -202,11 +202,12 @@ class Recorder:
         """Return what the ring holds, oldest first."""
         return [_event(entry) for entry in self._entries()]
 
-    def record(self, reason: str = "") -> dict[str, Any]:
+    def record(self, reason: str = "", *, is_final: bool = True) -> dict[str, Any]:
         """Return the ring and who this is, as plain data.
 
         Args:
             reason: Why the record is made.
+            is_final: This rank makes no calls any more.
         """
         entries = self._entries()
         events = [_event(entry) for entry in entries]
@@ -217,6 +218,7 @@ class Recorder:
             "boot": _boot(),
             "process": self._process,
             "reason": reason,
+            "is_final": is_final,
             "clock_offset_ns": 0,  # ranks of one host share their clock
             "written_ns": monotonic_ns(),
             "written_wall_ns": time.time_ns(),
@@ -243,7 +245,7 @@ class Recorder:
             draft = f"{path}.{os.getpid()}.tmp"
             try:
                 with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(_text(self.record(reason)))
+                    file.write(_text(self.record(reason, is_final=level != _REFUSED or folder == self._trace)))
                 os.replace(draft, path)
             except BaseException:
                 with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError
 
-ME = RankEnvironment(3, 8, 1, 2, 1, 4, 0, "ipc:///x/store", "job-1", "worker", "box")
+ME = RankEnvironment(3, 8, 1, 2, 1, 4, 0, "ipc:///x/store", "job-1", "worker", "box", "/logs")
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 
@@ -16,7 +16,7 @@ def environments(draw):
     world, local = draw(st.integers(1, 5000)), draw(st.integers(1, 300))
     return RankEnvironment(
         draw(st.integers(0, world - 1)), world, draw(st.integers(0, local - 1)), local, draw(st.integers(0, 99)),
-        draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(texts), draw(texts), draw(texts), draw(texts),
+        draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(texts), draw(texts), draw(texts), draw(texts), draw(texts),
     )  # fmt: skip
 
 

@@ -55,6 +55,11 @@ def test_block_names_the_whole_output_and_does_not_repeat_options():
     )
 
 
+def test_block_names_the_flight_records():
+    text = failure_block(Failure(rank=1, status=3), flight_dir="a b")
+    assert text.endswith("\nevidence: flight records in a b (syncvar explain 'a b')\n")
+
+
 def test_block_of_the_job_as_a_whole():
     text = failure_block(Failure(rank=-1, status=None, reason="ranks 3, 4 did not come within 300 s"))
     assert text == "syncvar: the job failed: ranks 3, 4 did not come within 300 s\n"

@@ -1,0 +1,339 @@
+"""Where ranks parted: the first call that they did not all make, told from their flight records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncvar.cli.records import Record, calls_of, duration, group_name, members_of, newest
+from syncvar.topology import rank_list
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping, Sequence
+
+    from syncvar.runtime.recorder import Event
+
+__all__ = ["Divergence", "divergences", "explained"]
+
+_BEFORE = 5
+_ELSEWHERE = 4
+_LINES = 16
+_REASON = 160
+_FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
+
+
+class Divergence(NamedTuple):
+    """A call that some ranks made, and others did not.
+
+    Args:
+        group: Identity of the group.
+        call: Number of the call.
+        made: By rank, what it did as this call.
+        absent: Ranks of which it is known that they did not enter the call.
+        began: When the first rank entered it.
+    """
+
+    group: int
+    call: int
+    made: Mapping[int, Event]
+    absent: tuple[int, ...]
+    began: int
+
+
+def divergences(records: Sequence[Record]) -> list[Divergence]:
+    """Return the first divergence of each group, the earliest first.
+
+    A call diverges when ranks made it with other fingerprints, or when a rank of which a record is there did not
+    enter it. What lies before the beginning of a full ring is not known, and neither is what a rank did after a record
+    that was made in the middle of its run.
+
+    Args:
+        records: Of one generation.
+    """
+    groups = members_of(records)
+    by_rank = {record.rank: record for record in records}
+    every: list[Divergence] = []
+    for group, calls in calls_of(records).items():
+        numbers = {
+            record.rank: [event.call for event in record.events if event.group == group] for record in records
+        }
+        for call, made in calls.items():
+            began = min(event.began_ns for event in made.values())
+            absent = tuple(
+                rank
+                for rank in groups.get(group, ())
+                if rank in by_rank and rank not in made and _would_know(by_rank[rank], numbers[rank], call, began)
+            )
+            every.append(Divergence(group, call, made, absent, began))
+    found: dict[int, Divergence] = {}
+    for one in _without_excuse(every):
+        found.setdefault(one.group, one)
+    return sorted(found.values(), key=lambda one: (one.began, one.group))
+
+
+def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
+    """Return the calls that diverge.
+
+    A rank may have missed a call because it was held up in another one. That is an excuse if nobody is to blame for
+    the other one: all whose records are there have made it, or were held up themselves in calls of this kind. Ranks
+    that hold each other up have no excuse.
+    """
+    suspects = [one for one in every if one.absent or _differs(one)]
+    held: dict[int, list[Event]] = {}  # by rank, the calls that hold it up for good, or did for a while
+    for one in every:
+        for rank, event in one.made.items():
+            if event.state != "done":
+                held.setdefault(rank, []).append(event)
+    blamed = {(one.group, one.call) for one in suspects}
+    while True:
+        excused = [
+            one
+            for one in suspects
+            if not _differs(one) and all(_held_up(held.get(rank, ()), one, blamed) for rank in one.absent)
+        ]
+        if not excused:
+            return suspects
+        suspects = [one for one in suspects if one not in excused]
+        blamed = {(one.group, one.call) for one in suspects}
+
+
+def _differs(one: Divergence) -> bool:
+    return len({event.fingerprint for event in one.made.values()}) > 1
+
+
+def _held_up(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int, int]]) -> bool:
+    return any(
+        (event.group, event.call) not in blamed
+        and (event.state == "started" or event.ended_ns > one.began or _kind(event.detail) in _FINAL)
+        for event in held
+    )
+
+
+def _would_know(record: Record, numbers: Sequence[int], call: int, began: int) -> bool:
+    """Return whether a call that is not in a record was not entered by its rank."""
+    if not record.is_final and not record.written > began and not any(number > call for number in numbers):
+        return False  # the record was made before
+    if record.is_whole:
+        return True
+    if numbers and min(numbers) < call:
+        return True
+    return bool(record.events) and record.events[0].began_ns < began and not numbers
+
+
+def explained(records: Sequence[Record]) -> tuple[str, bool]:
+    """Return in words what the records tell, and whether the ranks diverged.
+
+    Args:
+        records: At least one. Where a job had several generations, the last one is told.
+    """
+    records = newest(records)
+    zero = min((record.events[0].began_ns for record in records if record.events), default=0)
+    found = divergences(records)
+    lines = _head(records)
+    if found:
+        lines += _told(records, found[0], zero)
+        lines += [f"also: {_one_line(records, one, zero)}" for one in found[1 : 1 + _ELSEWHERE]]
+        if len(found) > 1 + _ELSEWHERE:
+            lines.append(f"also: {len(found) - 1 - _ELSEWHERE} more groups")
+    else:
+        lines += _agreed(records, zero)
+    lines += ["", "at the end", *(f"  {line}" for record in records for line in _last(record, zero))]
+    lines += _waiting(records)
+    return "".join(f"{line}\n" for line in lines), bool(found)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _head(records: Sequence[Record]) -> list[str]:
+    first = records[0]
+    ranks = [record.rank for record in records]
+    missing = sorted(set(range(first.world_size)) - set(ranks))
+    job = f" of job {first.job[:8]}" if first.job else ""
+    generation = f", generation {first.generation}" if first.generation else ""
+    lines = [f"flight records of {rank_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"]
+    if missing:
+        lines.append(f"{rank_list(missing)} left none: killed before there was time for it, or never joined")
+    boots = {record.boot: record.host for record in records}
+    if len(boots) > 1:
+        lines.append(f"times of hosts {', '.join(sorted(boots.values()))} are not known to be of one clock")
+    return [*lines, ""]
+
+
+def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
+    members = members_of(records).get(one.group, ())
+    group = group_name(one.group, members)
+    lines = [f"first divergence: call {one.call} of {group}, {duration(one.began - zero)} after the first event"]
+    does: dict[str, list[int]] = {}
+    for rank, event in sorted(one.made.items()):
+        does.setdefault(_did(event), []).append(rank)
+    by_rank = {record.rank: record for record in records}
+    texts = []
+    for text, ranks in does.items():
+        begins = [one.made[rank].began_ns - zero for rank in ranks]
+        when = f"at {duration(min(begins))}" + (f" to {duration(max(begins))}" if len(ranks) > 1 else "")
+        texts.append((ranks, f"{rank_list(ranks)}: {text}, begun {when}"))
+    texts += [([rank], f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero)}") for rank in one.absent]
+    unknown = sorted(set(members) - set(one.made) - set(one.absent))
+    texts = sorted(texts, key=lambda item: item[0])
+    lines += [f"  {text}" for _, text in texts[:_LINES]]
+    if len(texts) > _LINES:
+        lines.append(f"  {rank_list(rank for ranks, _ in texts[_LINES:] for rank in ranks)}: otherwise")
+    if unknown:
+        lines.append(f"  {rank_list(unknown)}: not known")
+    lines += _verdict(one)
+    return [*lines, "", f"before it, in {group}", *_before(records, one.group, one.call, zero)]
+
+
+def _did(event: Event) -> str:
+    if event.state == "failed":
+        return f"{event.what}, failed with {_kind(event.detail)}" + (
+            f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
+        )
+    return f"{event.what}, " + ("not ended" if event.state == "started" else event.state)
+
+
+def _kind(detail: str) -> str:
+    return detail.split(":", 1)[0]
+
+
+def _first_line(detail: str) -> str:
+    return detail.split("\n", 1)[0].partition(": ")[2]
+
+
+def _instead(record: Record, one: Divergence, zero: int) -> str:
+    """Say what a rank did in place of a call."""
+    own = [event for event in record.events if event.group == one.group]
+    before = [event for event in own if event.call < one.call]
+    after = [event for event in own if event.call > one.call]
+    since = before[-1].began_ns if before else 0
+    if before:
+        text = f"its call {before[-1].call} was {before[-1].what}, {before[-1].state}"
+    else:
+        text = "it made no call of the group before" if record.is_whole else "what it did before is not known"
+    if after:
+        return f"{text}; it went on with call {after[0].call}, {after[0].what}, at {duration(after[0].began_ns - zero)}"
+    others = [event for event in record.events if event.group != one.group and event.state != "noted"]
+    later = [event for event in others if event.began_ns > since]
+    elsewhere = next((event for event in later if event.state != "done"), later[0] if before and later else None)
+    if elsewhere is not None:
+        where = group_name(elsewhere.group, record.groups.get(elsewhere.group, ())) if elsewhere.group >= 0 else ""
+        at = f"call {elsewhere.call} of {where}" if where else "a question"
+        return f"{text}; instead it made {at}, {elsewhere.what}, {_state(elsewhere)}, at {duration(elsewhere.began_ns - zero)}"
+    return f"{text}; it made no other call" + (f": {_first(record.reason)}" if record.reason else "")
+
+
+def _first(reason: str) -> str:
+    line = reason.split("\n", 1)[0]
+    return line if len(line) <= _REASON else f"{line[:_REASON]} …"
+
+
+def _state(event: Event) -> str:
+    return {"started": "not ended"}.get(event.state, event.state)
+
+
+def _verdict(one: Divergence) -> list[str]:
+    """Quote what a rank was told: it names file and line of those that were waiting."""
+    for event in one.made.values():
+        if _kind(event.detail) == "MismatchError":
+            quoted = event.detail.partition(": ")[2].split("\n")
+            return ["  the ranks were told:", *(f"    {line.strip()}" for line in quoted)]
+    return []
+
+
+def _before(records: Sequence[Record], group: int, call: int, zero: int) -> list[str]:
+    calls = calls_of(records).get(group, {})
+    numbers = [number for number in calls if number < call][-_BEFORE:]
+    if not numbers:
+        return ["  nothing"]
+    lines = []
+    for number in numbers:
+        events = calls[number]
+        what = next(iter(events.values())).what
+        states = {_state(event) for event in events.values()}
+        ended = max(event.ended_ns for event in events.values())
+        state = f"{', '.join(sorted(states))} at {duration(ended - zero)}" if ended else "not ended"
+        lines.append(f"  call {number}: {what}, {rank_list(events)}, {state}")
+    return lines
+
+
+def _one_line(records: Sequence[Record], one: Divergence, zero: int) -> str:
+    group = group_name(one.group, members_of(records).get(one.group, ()))
+    what = "; ".join(f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE])
+    absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
+    return f"call {one.call} of {group} at {duration(one.began - zero)}: {what}{absent}"
+
+
+def _agreed(records: Sequence[Record], zero: int) -> list[str]:
+    """Tell of ranks that made the same calls; some may have come to no end."""
+    lines = ["no divergence: the ranks that left a record made the same calls"]
+    groups = members_of(records)
+    for group, calls in calls_of(records).items():
+        for call, events in calls.items():
+            bad = {rank: event for rank, event in events.items() if event.state != "done"}
+            if not bad:
+                continue
+            states: dict[str, list[int]] = {}
+            for rank, event in sorted(bad.items()):
+                said = f"failed: {_first(event.detail)}" if event.state == "failed" else "not ended"
+                states.setdefault(said, []).append(rank)
+            what = next(iter(bad.values())).what
+            began = min(event.began_ns for event in events.values())
+            lines.append(f"first without an end in {group_name(group, groups.get(group, ()))}: call {call}, {what}, begun at {duration(began - zero)}")
+            lines += [f"  {rank_list(ranks)}: {said}" for said, ranks in states.items()]
+            lines += ["before it", *_before(records, group, call, zero)]
+            break
+    return lines
+
+
+def _last(record: Record, zero: int) -> list[str]:
+    """Tell what a rank did last."""
+    operations = [event for event in record.events if event.state != "noted"]
+    who = f"rank {record.rank}"
+    running = [event for event in operations if event.state == "started"]
+    last = (running or operations)[-1] if operations else None
+    if last is None:
+        text = f"{who}: no operation"
+    else:
+        where = f"call {last.call} of {group_name(last.group, record.groups.get(last.group, ()))}" if last.group >= 0 else "a question"
+        if last.state == "started":
+            text = f"{who}: in {where}, {last.what}, for {duration(record.written - last.began_ns)}"
+        else:
+            text = f"{who}: after {where}, {last.what}, {last.state} at {duration(last.ended_ns - zero)}"
+    site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
+    if site and site != "a place unknown" and "bootstrap.py:" not in site:
+        text += f"; it stood at {site}"
+    lines = [text]
+    if record.reason:
+        lines.append(f"  its record was made because: {_first(record.reason)}")
+    return lines
+
+
+def _waiting(records: Sequence[Record]) -> list[str]:
+    """Tell who waited, and for whom: for each call the rank that came last."""
+    waited = {record.rank: 0 for record in records}
+    caused = {record.rank: 0 for record in records}
+    last_in = {record.rank: 0 for record in records}
+    count = 0
+    groups = members_of(records)
+    for group, calls in calls_of(records).items():
+        for events in calls.values():
+            if set(events) != set(groups.get(group, ())) or len(events) < 2:
+                continue
+            if any(event.state != "done" for event in events.values()):
+                continue
+            count += 1
+            last = max(events, key=lambda rank: (events[rank].began_ns, rank))
+            for rank, event in events.items():
+                wait = max(0, min(events[last].began_ns, event.ended_ns) - event.began_ns)
+                waited[rank] += wait
+                caused[last] += wait
+            last_in[last] += any(event.began_ns < events[last].began_ns for event in events.values())
+    if not count:
+        return []
+    lines = ["", f"waiting in calls that all have made ({count} calls)"]
+    lines += [
+        f"  rank {rank}: waited {duration(waited[rank])}; came last in {last_in[rank]}, where the others waited "
+        f"{duration(caused[rank])} for it"
+        for rank in sorted(waited, key=lambda rank: -caused[rank])[:_LINES]
+    ]
+    return lines

@@ -1,0 +1,175 @@
+"""Flight records, read from their files and laid beside each other: data in, data out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.errors import ConfigError
+from syncvar.runtime.recorder import FORMAT, Event
+from syncvar.topology import rank_list
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["Record", "as_record", "calls_of", "duration", "group_name", "load", "members_of", "newest"]
+
+_LARGEST = 64 << 20
+_NUMBERED = 1 << 20  # groups are counted, or they have a digest as identity
+
+
+class Record(NamedTuple):
+    """The flight record of one rank. All times are those of rank 0's clock, in nanoseconds.
+
+    Args:
+        rank: Its rank.
+        world_size: Ranks of the world.
+        generation: Version of the membership.
+        job: Identity of the job.
+        host: Its host.
+        boot: Identity of the host's boot: ranks of one boot share their clock.
+        reason: Why the record was made.
+        is_final: The rank made no calls after that.
+        is_whole: The record begins with the rank's first event.
+        written: When it was made.
+        groups: Members of the groups in it.
+        threads: By number, name and place in the program of the threads that were alive then.
+        events: Oldest first.
+    """
+
+    rank: int
+    world_size: int
+    generation: int
+    job: str
+    host: str
+    boot: str
+    reason: str
+    is_final: bool
+    is_whole: bool
+    written: int
+    groups: Mapping[int, tuple[int, ...]]
+    threads: Mapping[int, Mapping[str, str]]
+    events: tuple[Event, ...]
+
+
+def as_record(data: Mapping[str, Any]) -> Record:
+    """Return the record that a file holds.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is none.
+    """
+    if data["format"] != FORMAT:
+        raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
+    offset = int(data["clock_offset_ns"])
+    places = [data["columns"].index(name) for name in Event._fields]
+    events = []
+    for row in data["events"]:
+        event = Event(*(row[place] for place in places))
+        ended = event.ended_ns + offset if event.ended_ns else 0
+        events.append(event._replace(began_ns=event.began_ns + offset, ended_ns=ended))
+    return Record(
+        rank=int(data["rank"]),
+        world_size=int(data["world_size"]),
+        generation=int(data["generation"]),
+        job=str(data["job"]),
+        host=str(data["host"]),
+        boot=str(data["boot"]),
+        reason=str(data["reason"]),
+        is_final=bool(data["is_final"]),
+        is_whole=bool(data["is_whole"]),
+        written=int(data["written_ns"]) + offset,
+        groups={int(group): tuple(members) for group, members in data["groups"].items()},
+        threads={int(ident): dict(about) for ident, about in data["threads"].items()},
+        events=tuple(sorted(events, key=lambda event: event.began_ns)),
+    )
+
+
+def load(names: Sequence[str]) -> list[Record]:
+    """Read the records of a job, in the order of generations and ranks.
+
+    Args:
+        names: Files, or folders with files of the name flight-rank<r>.json.
+
+    Raises:
+        ConfigError: There are none, one of them is damaged, or they are of several jobs.
+    """
+    paths: list[Path] = []
+    for name in names:
+        path = Path(name)
+        found = sorted(path.glob("flight-rank*.json")) if path.is_dir() else [path]
+        if not found:
+            raise ConfigError(f"{name}: there is no flight record (flight-rank0.json, …) in this folder")
+        paths += found
+    records: dict[tuple[int, int], Record] = {}
+    for path in paths:
+        record = _read(path)
+        other = records.get((record.generation, record.rank))
+        if other is None or other.written < record.written:
+            records[record.generation, record.rank] = record
+    jobs = sorted({record.job for record in records.values()})
+    if len(jobs) > 1:
+        raise ConfigError(f"the records are of {len(jobs)} jobs ({', '.join(job[:8] for job in jobs)}): name those of one")
+    return [records[key] for key in sorted(records)]
+
+
+def _read(path: Path) -> Record:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"{path} is too large for a flight record")
+        return as_record(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is no flight record: {type(error).__name__}: {error}") from error
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """Return the records of the last generation."""
+    records = list(records)
+    last = max(record.generation for record in records)
+    return [record for record in records if record.generation == last]
+
+
+def members_of(records: Iterable[Record]) -> dict[int, tuple[int, ...]]:
+    """Return the members of every group that any record names."""
+    groups: dict[int, tuple[int, ...]] = {}
+    for record in records:
+        groups |= record.groups
+    return dict(sorted(groups.items()))
+
+
+def calls_of(records: Iterable[Record]) -> dict[int, dict[int, dict[int, Event]]]:
+    """Return the events by group, call and rank."""
+    calls: dict[int, dict[int, dict[int, Event]]] = {}
+    for record in records:
+        for event in record.events:
+            if event.group >= 0 and event.call >= 0:
+                calls.setdefault(event.group, {}).setdefault(event.call, {})[record.rank] = event
+    return {group: dict(sorted(numbers.items())) for group, numbers in sorted(calls.items())}
+
+
+def group_name(group: int, members: tuple[int, ...]) -> str:
+    """Return a group in words.
+
+    Example:
+        >>> group_name(0, (0, 1)), group_name(3, (0, 2))
+        ('the world', 'group 3 (ranks 0, 2)')
+        >>> group_name(9552367009143471357, (0, 1))
+        'group 98fd (ranks 0, 1)'
+    """
+    if group == 0:
+        return "the world"
+    return f"group {group if group < _NUMBERED else f'{group & 0xFFFF:04x}'} ({rank_list(members)})"
+
+
+def duration(ns: float) -> str:
+    """Return a time in words.
+
+    Example:
+        >>> duration(1500), duration(2.5e6), duration(61e9)
+        ('1.5 us', '2.500 ms', '61.000 s')
+    """
+    if abs(ns) < 1e6:
+        return f"{ns / 1e3:.1f} us"
+    return f"{ns / 1e6:.3f} ms" if abs(ns) < 1e9 else f"{ns / 1e9:.3f} s"

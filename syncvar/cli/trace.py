@@ -1,0 +1,133 @@
+"""A trace of all ranks in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A process of the trace is a rank, a row is a group (with more rows where its calls overlap), a slice is an operation. In
+a slice lies another one where the rank waits for the last to come; an arrow leads from the beginning of that last
+rank's slice to the end of each slice that had to wait for it. Long arrows from one rank mean that it is late.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.cli.records import Record, calls_of, group_name, members_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncvar.runtime.recorder import Event
+
+__all__ = ["merged", "unaligned"]
+
+_EVENTS_ROW = 0
+
+
+def merged(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the trace of the records, ready to be written as JSON.
+
+    Args:
+        records: Of all ranks that left one.
+    """
+    zero = min((record.events[0].began_ns for record in records if record.events), default=0)
+    events: list[dict[str, Any]] = []
+    groups = members_of(records)
+    for record in records:
+        label = f"rank {record.rank}" + (f" generation {record.generation}" if record.generation else "")
+        pid = record.generation * 1_000_000 + record.rank
+        events.append(_about("process_name", pid, 0, label))
+        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        events.append(_about("process_labels", pid, 0, record.host, "labels"))
+        rows, names = _rows(record, groups)
+        events += [_about("thread_name", pid, row, name) for row, name in sorted(names.items())]
+        for event in record.events:
+            events += _drawn(record, event, pid, rows[event], zero)
+    for generation in sorted({record.generation for record in records}):
+        events += _arrows([record for record in records if record.generation == generation], zero)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"job": records[0].job if records else "", "begins_at_ns": zero},
+    }
+
+
+def unaligned(records: Iterable[Record]) -> list[str]:
+    """Return the hosts, if the clocks of the records are not known to be the same."""
+    hosts = {record.boot: record.host for record in records}
+    return sorted(hosts.values()) if len(hosts) > 1 else []
+
+
+def _about(what: str, pid: int, tid: int, name: str, key: str = "name") -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {key: name}}
+
+
+def _rows(record: Record, groups: dict[int, tuple[int, ...]]) -> tuple[dict[Event, int], dict[int, str]]:
+    """Return the row of each event, and the rows' names: calls of a group that overlap have rows of their own."""
+    rows: dict[Event, int] = {}
+    names: dict[int, str] = {}
+    lanes: dict[int, list[tuple[int, int]]] = {}  # group -> (row, end of its last slice)
+    for event in record.events:
+        if event.state == "noted":
+            rows[event], names[_EVENTS_ROW] = _EVENTS_ROW, "events"
+            continue
+        known = lanes.setdefault(event.group, [])
+        end = event.ended_ns or record.written
+        for index, (row, busy) in enumerate(known):
+            if busy <= event.began_ns:
+                known[index] = (row, end)
+                rows[event] = row
+                break
+        else:
+            row = 1 + sum(map(len, lanes.values()))
+            name = "questions" if event.group < 0 else group_name(event.group, groups.get(event.group, ()))
+            names[row] = name + (f", {len(known) + 1}" if known else "")
+            known.append((row, end))
+            rows[event] = row
+    return rows, names
+
+
+def _us(ns: int, zero: int) -> float:
+    return (ns - zero) / 1000
+
+
+def _drawn(record: Record, event: Event, pid: int, row: int, zero: int) -> list[dict[str, Any]]:
+    name = event.what.split("(", 1)[0]
+    at: dict[str, Any] = {"name": name, "pid": pid, "tid": row, "ts": _us(event.began_ns, zero)}
+    if event.state == "noted":
+        return [at | {"ph": "i", "s": "p", "cat": "event", "args": {"detail": event.detail}}]
+    arguments: dict[str, Any] = {
+        "what": event.what, "group": event.group, "call": event.call, "bytes": event.nbytes, "path": event.path,
+        "state": event.state, "thread": event.thread,
+    }  # fmt: skip
+    if event.detail:
+        arguments["detail"] = event.detail
+    end = max(event.ended_ns or record.written, event.began_ns)
+    return [at | {"ph": "X", "cat": "operation", "dur": (end - event.began_ns) / 1000, "args": arguments}]
+
+
+def _arrows(records: Sequence[Record], zero: int) -> list[dict[str, Any]]:
+    """Return the waits and the arrows of the calls of a generation."""
+    by_rank = {record.rank: record for record in records}
+    places = {record.rank: _rows(record, {})[0] for record in records}
+    drawn: list[dict[str, Any]] = []
+    for group, calls in calls_of(records).items():
+        for call, events in calls.items():
+            if len(events) < 2 or len({event.fingerprint for event in events.values()}) > 1:
+                continue
+            last = max(events, key=lambda rank: (events[rank].began_ns, rank))
+            came = events[last].began_ns
+            start = _place(by_rank[last], places[last][events[last]], came, zero)
+            for rank, event in sorted(events.items()):
+                end = event.ended_ns
+                if rank == last or not event.began_ns < came < end:
+                    continue  # it did not wait
+                place = _place(by_rank[rank], places[rank][event], event.began_ns, zero)
+                about = {"args": {"for_rank": last, "call": call}}
+                wait = {"ph": "X", "cat": "wait", "name": f"wait for rank {last}", "dur": (came - event.began_ns) / 1000}
+                drawn.append(place | wait | about)
+                arrow = {"cat": "waited for", "name": "came", "id": f"{by_rank[rank].generation}.{group}.{call}.{rank}"}
+                drawn.append(start | arrow | {"ph": "s"})
+                drawn.append(place | arrow | {"ph": "f", "bp": "e", "ts": _us(max(end - 1, came), zero)})
+    return drawn
+
+
+def _place(record: Record, row: int, ns: int, zero: int) -> dict[str, Any]:
+    return {"pid": record.generation * 1_000_000 + record.rank, "tid": row, "ts": _us(ns, zero)}

@@ -1,0 +1,153 @@
+"""Real jobs leave flight records when something goes wrong, and only then; the commands read them."""
+
+import json
+import subprocess
+import sys
+
+COMMAND = "import sys; from syncvar.cli import main; sys.exit(main())"
+
+
+def syncvar(*arguments):
+    done = subprocess.run([sys.executable, "-c", COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout
+
+
+def records(job):
+    """Return the folder of a job's records, which the report names; None where there is none."""
+    folders = list(job.folder.glob("syncvar-flight-*"))
+    assert len(folders) <= 1
+    said = [line for line in job.report.split("\n") if "flight records in" in line]
+    assert len(said) == len(folders), str(job)
+    if not folders:
+        return None
+    name = folders[0].name
+    assert said == [f"evidence: flight records in {name} (syncvar explain {name})"], str(job)
+    return folders[0]
+
+
+BEGIN = """
+import numpy as np
+import os, signal, time
+import probe, syncvar as sv
+
+rank = sv.rank()
+x = np.arange(12, dtype=np.float32)
+for _ in range(3):
+    sv.all_reduce(x)
+sv.barrier()
+"""
+
+
+def test_a_mismatch_is_explained(launch):
+    job = launch(BEGIN + "if rank == 1:\n    sv.broadcast(x)\nelse:\n    sv.all_reduce(x, 'max')\n", workers=3)
+    assert job.wait() == 76, str(job)
+    folder = records(job)
+    assert sorted(path.name for path in folder.iterdir()) == [f"flight-rank{rank}.json" for rank in range(3)]
+    code, text = syncvar("explain", folder)
+    assert code == 1, text
+    assert "first divergence: call 4 of the world" in text
+    assert "ranks 0, 2: all_reduce(max, float32[12]), failed with" in text
+    assert "rank 1: broadcast(" in text
+    assert "call 3: barrier, ranks 0-2, done" in text
+
+
+def test_an_exception_between_calls_is_explained(launch):
+    job = launch(BEGIN + "if rank == 2:\n    raise ValueError('planted')\nsv.all_reduce(x)\n", workers=3)
+    assert job.wait() == 1, str(job)
+    code, text = syncvar("explain", records(job))
+    assert code == 1, text
+    assert "first divergence: call 4 of the world" in text
+    assert "rank 2: never entered it; its call 3 was barrier, done" in text
+    assert "uncaught ValueError: planted" in text
+
+
+def test_a_killed_rank_leaves_none_and_is_named(launch):
+    job = launch(BEGIN + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nsv.all_reduce(x)\n", workers=3)
+    assert job.wait() == 137, str(job)
+    folder = records(job)
+    assert sorted(path.name for path in folder.iterdir()) == ["flight-rank0.json", "flight-rank2.json"]
+    code, text = syncvar("explain", folder)
+    assert code == 0, text
+    assert "rank 1 left none" in text
+    assert "ranks 0, 2: failed: PeerLost: rank 1" in text
+
+
+def test_a_deadline_is_explained(launch):
+    ending = "if rank == 1:\n    time.sleep(30)\nsv.all_reduce(x, timeout=0.5)\n"
+    job = launch(BEGIN + ending, workers=2)
+    assert job.wait() == 70, str(job)
+    code, text = syncvar("explain", records(job))
+    assert code == 1, text
+    assert "rank 1: never entered it; its call 3 was barrier, done" in text
+    assert "script.py" in text.split("at the end")[1], "the place where rank 1 stood"
+
+
+def test_with_a_folder_for_output_records_go_there_and_old_ones_go(launch):
+    ending = "if rank == 1:\n    raise ValueError('planted')\nsv.all_reduce(x)\n"
+    job = launch(BEGIN + ending, workers=2, options=["--log-dir", "logs"])
+    (job.folder / "logs").mkdir(exist_ok=True)
+    assert job.wait() == 1, str(job)
+    logs = job.folder / "logs"
+    assert f"evidence: flight records in {logs}" in job.report
+    assert {path.name for path in logs.glob("*.json")} == {"flight-rank0.json", "flight-rank1.json"}
+    assert not list(job.folder.glob("syncvar-flight-*"))
+    before = logs / "flight-rank7.json"
+    before.write_text("{}")
+    second = launch(BEGIN, workers=2, options=["--log-dir", str(logs)])
+    assert second.wait() == 0, str(second)
+    assert not list(logs.glob("*.json"))
+
+
+def test_what_the_program_deals_with_leaves_nothing(launch):
+    ending = """
+try:
+    sv.all_reduce(x, "max" if rank else "min")
+except sv.MismatchError:
+    probe.note("told")
+assert sv.all_reduce(1) == 2
+"""
+    job = launch(BEGIN + ending, workers=2)
+    assert job.wait() == 0, str(job)
+    assert len(job.events("told")) == 2
+    assert records(job) is None
+
+
+def test_a_script_that_fails_before_it_joins_leaves_nothing(launch):
+    job = launch("raise SystemExit(3)", workers=2)
+    assert job.wait() == 3
+    assert records(job) is None
+
+
+def test_a_trace_of_a_job_that_went_well(launch):
+    script = BEGIN + """
+strategy = sv.MirroredStrategy()
+with strategy.scope():
+    v = sv.Variable(0.0, aggregation=sv.VariableAggregation.SUM)
+for _ in range(5):
+    strategy.run(lambda: v.assign_add(1.0))
+    if rank == 1:
+        time.sleep(0.002)
+work = [sv.all_reduce(x, async_op=True) for _ in range(3)]
+for one in work:
+    one.wait()
+"""
+    job = launch(script, workers=3, env={"SYNCVAR_TRACE": "traces"})
+    assert job.wait() == 0, str(job)
+    assert records(job) is None
+    target = job.folder / "trace.json"
+    code, text = syncvar("trace", "merge", job.folder / "traces", "-o", target)
+    assert code == 0, text
+    events = json.loads(target.read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    operations = [e for e in events if e.get("cat") == "operation"]
+    by_rank = [sorted((e["args"]["group"], e["args"]["call"], e["args"]["what"]) for e in operations if e["pid"] == rank) for rank in range(3)]
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    assert any("assign_add" in what for _, _, what in by_rank[0])
+    for group, call, _ in by_rank[0]:  # one clock: nobody ends before the last has come
+        same = [e for e in operations if (e["args"]["group"], e["args"]["call"]) == (group, call)]
+        if "broadcast" not in same[0]["name"]:
+            assert max(e["ts"] for e in same) <= min(e["ts"] + e["dur"] for e in same)
+    assert [e for e in events if e["ph"] == "s"]
+    code, text = syncvar("explain", job.folder / "traces")
+    assert code == 0, text
+    assert "no divergence" in text

@@ -1,0 +1,285 @@
+"""Flight records of several ranks, by hand: what `syncvar explain` and `syncvar trace merge` make of them."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from syncvar.cli.explain import divergences, explained
+from syncvar.cli.main import main
+from syncvar.cli.records import as_record, calls_of, load
+from syncvar.cli.trace import merged, unaligned
+from syncvar.errors import ConfigError
+from syncvar.runtime.recorder import FORMAT, Event, record_name
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+MS = 1_000_000
+SUM, MAX, BARRIER = ("all_reduce(sum, float32[12])", 11), ("all_reduce(max, float32[12])", 12), ("barrier", 13)
+LOST = "PeerLost: rank 1 on box was lost: signal 9"
+
+
+def call(number, what, began, ended, state="done", *, group=0, detail="", thread=1):
+    """Make an event; times in milliseconds."""
+    words, digest = what
+    return Event(
+        words, group, number, digest, 48, "arena direct", int(began * MS), int(ended * MS), state, thread, detail
+    )
+
+
+def data(rank, events, *, world=3, groups=None, reason="", boot="b", **changes):
+    return {
+        "format": FORMAT, "rank": rank, "world_size": world, "generation": 0, "job": "0123456789abcdef", "host": "box",
+        "boot": boot, "process": 100 + rank, "reason": reason, "is_final": True, "clock_offset_ns": 0,
+        "written_ns": 200 * MS, "written_wall_ns": 0, "is_whole": True,
+        "groups": {str(group): members for group, members in ({0: list(range(world))} | (groups or {})).items()},
+        "threads": {"1": {"name": "MainThread", "site": f"train.py:{10 + rank} in main"}},
+        "columns": list(Event._fields), "events": [list(event) for event in events],
+    } | changes  # fmt: skip
+
+
+def records(*each):
+    return [as_record(one) for one in each]
+
+
+def same(rank, count, first=0):
+    """Return calls that every rank makes; rank r comes r ms late."""
+    return [call(n, SUM, 10 * n + rank, 10 * n + 5) for n in range(first, count)]
+
+
+def told(error="MismatchError"):
+    return (
+        f"{error}: all_reduce(sum, float32[12]) (call 6): the ranks do not make the same call\n"
+        "  rank 0: all_reduce(sum, float32[12]) (call 6) at train.py:8 in <module>\n"
+        "  rank 1: barrier (call 6) at train.py:6 in <module>"
+    )
+
+
+def mismatch():
+    failed = {"state": "failed", "detail": told()}
+    return [
+        data(0, [*same(0, 6), call(6, SUM, 60, 65, **failed)], reason="uncaught MismatchError: no\nrank 0"),
+        data(1, [*same(1, 6), call(6, BARRIER, 61, 65, **failed)], reason="uncaught MismatchError: no\nrank 0"),
+        data(2, [*same(2, 6), call(6, SUM, 62, 65, **failed)], reason="uncaught MismatchError: no\nrank 0"),
+    ]
+
+
+def exception():
+    failed = {"state": "failed", "detail": "PeerLost: rank 1 was lost: uncaught ValueError: no"}
+    return [
+        data(0, [*same(0, 2), call(2, SUM, 20, 90, **failed)], reason="PeerLost: rank 1 was lost"),
+        data(1, same(1, 2), reason="uncaught ValueError: no"),
+        data(2, [*same(2, 2), call(2, SUM, 22, 90, **failed)], reason="PeerLost: rank 1 was lost"),
+    ]
+
+
+def killed():
+    """Rank 1 was killed in call 2: rank 0 was past it, rank 2 was not."""
+    failed = {"state": "failed", "detail": LOST}
+    return [
+        data(0, [*same(0, 3), call(3, SUM, 30, 90, **failed)], reason=LOST),
+        data(2, [*same(2, 2), call(2, SUM, 22, 91, **failed)], reason=LOST),
+    ]
+
+
+def crossed():
+    """Ranks 0 and 1 wait for each other in two groups."""
+    groups = {3: [0, 1], 4: [0, 1]}
+    return [
+        data(0, [*same(0, 1), call(0, SUM, 20, 0, "started", group=3)], world=2, groups=groups),
+        data(1, [*same(1, 1), call(0, BARRIER, 21, 0, "started", group=4)], world=2, groups=groups),
+    ]
+
+
+def skipped():
+    """Rank 1 left a block of calls early."""
+    first = [call(0, SUM, 1, 2), call(1000000, SUM, 10, 11)]
+    return [
+        data(0, [*first, call(1000001, MAX, 20, 90, "failed", detail="MismatchError: no")], world=2),
+        data(1, [*first, call(2000000, BARRIER, 30, 90, "failed", detail="MismatchError: no")], world=2),
+    ]
+
+
+def refused():
+    return [
+        data(0, [*same(0, 1), call(1, SUM, 10, 20, "failed", detail="MismatchError: rank 1 refused")], world=2),
+        data(1, [*same(1, 1), call(1, ("all_reduce", 0), 11, 11, "failed", detail="ConfigError: unknown op 'sun'")], world=2),
+    ]
+
+
+CASES = {
+    "mismatch": (mismatch, 1),
+    "exception": (exception, 1),
+    "killed": (killed, 0),
+    "crossed": (crossed, 1),
+    "skipped": (skipped, 1),
+    "refused": (refused, 1),
+    "agreed": (lambda: [data(rank, same(rank, 4)) for rank in range(3)], 0),
+}
+
+
+def write(folder, *each):
+    for one in each:
+        (folder / record_name(one["rank"], one["generation"])).write_text(json.dumps(one))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_explain_says_what_happened(name, tmp_path, capsys):
+    make, code = CASES[name]
+    write(tmp_path, *make())
+    assert main(["explain", str(tmp_path)]) == code
+    text = capsys.readouterr().out
+    golden = GOLDEN / f"explain_{name}.txt"
+    assert text == golden.read_text(), f"if this is right, write it to {golden}:\n{text}"
+    assert main(["explain", *map(str, sorted(tmp_path.glob("*.json"), reverse=True))]) == code
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("make", "group", "number", "absent"),
+    [(mismatch, 0, 6, ()), (exception, 0, 2, (1,)), (crossed, 3, 0, (1,)), (skipped, 0, 1000001, (1,)), (refused, 0, 1, ())],
+)
+def test_the_first_divergence(make, group, number, absent):
+    first = divergences(records(*make()))[0]
+    assert (first.group, first.call, first.absent) == (group, number, absent)
+
+
+def test_who_is_held_up_by_the_lost_rank_has_an_excuse():
+    assert divergences(records(*killed())) == []
+
+
+def test_who_is_held_up_in_another_group_has_an_excuse():
+    failed = {"state": "failed", "detail": LOST}
+    groups = {3: [1, 2]}
+    each = [
+        data(0, [*same(0, 1), call(1, SUM, 10, 90, **failed)], groups=groups),
+        data(2, [*same(2, 1), call(0, SUM, 11, 91, **failed, group=3)], groups=groups),
+    ]
+    assert divergences(records(*each)) == []
+
+
+def test_what_lies_before_a_full_ring_is_not_known():
+    each = [data(0, same(0, 9)), data(1, same(1, 9, 6), is_whole=False), data(2, same(2, 9, 8), is_whole=False)]
+    assert divergences(records(*each)) == []
+
+
+def test_a_call_after_a_full_ring_was_not_entered():
+    each = [data(0, [*same(0, 9), call(9, SUM, 95, 0, "started")], world=2), data(1, same(1, 9, 6), world=2, is_whole=False)]
+    assert [(one.call, one.absent) for one in divergences(records(*each))] == [(9, (1,))]
+
+
+def test_a_record_of_the_middle_of_a_run_says_nothing_of_later():
+    early = data(1, same(1, 2), world=2, is_final=False, written_ns=16 * MS)
+    assert divergences(records(data(0, same(0, 5), world=2), early)) == []
+    assert divergences(records(data(0, same(0, 5), world=2), early | {"is_final": True})) != []
+
+
+def test_the_last_generation_is_explained():
+    text, has_diverged = explained(records(*mismatch(), data(0, same(0, 1), generation=1)))
+    assert not has_diverged
+    assert "generation 1" in text
+
+
+# -- the trace --------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_has_every_rank_operation_and_name():
+    trace = json.loads(json.dumps(merged(records(*mismatch()))))
+    events = trace["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"the world"}
+    operations = [e for e in events if e.get("cat") == "operation"]
+    assert len(operations) == 21
+    first = min(operations, key=lambda e: e["ts"])
+    assert (first["ph"], first["pid"], first["ts"], first["dur"]) == ("X", 0, 0.0, 5000.0)
+    assert first["args"]["what"] == SUM[0]
+    assert first["args"]["bytes"] == 48
+
+
+def test_arrows_lead_from_the_last_to_come_to_the_ends_of_those_who_waited():
+    events = merged(records(*[data(rank, same(rank, 1)) for rank in range(3)]))["traceEvents"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert set(starts) == set(ends)
+    assert sorted((starts[key]["pid"], ends[key]["pid"]) for key in starts) == [(2, 0), (2, 1)]
+    slices = [e for e in events if e.get("cat") == "operation"]
+    for arrow in (*starts.values(), *ends.values()):
+        around = [e for e in slices if e["pid"] == arrow["pid"] and e["tid"] == arrow["tid"]]
+        assert any(e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"] for e in around)
+    assert all(starts[key]["ts"] <= ends[key]["ts"] for key in starts)
+    waits = {e["pid"]: e["dur"] for e in events if e.get("cat") == "wait"}
+    assert waits == {0: 2000.0, 1: 1000.0}
+
+
+def test_calls_that_overlap_have_rows_of_their_own():
+    overlapping = [call(0, SUM, 0, 10), call(1, SUM, 1, 9), call(2, SUM, 11, 12), call(0, SUM, 2, 3, group=5)]
+    events = merged(records(data(0, overlapping, groups={5: [0, 1]})))["traceEvents"]
+    rows = {}
+    for event in events:
+        if event["ph"] == "X":
+            rows.setdefault(event["tid"], []).append(event)
+    assert len(rows) == 3
+    for slices in rows.values():
+        assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(slices))
+
+
+def test_what_has_not_ended_lasts_until_the_record_was_made():
+    events = merged(records(*crossed()))["traceEvents"]
+    assert [e["dur"] for e in events if e.get("cat") == "operation" and e["args"]["state"] == "started"] == [180e3, 179e3]
+
+
+def test_clocks_of_other_hosts_are_moved_and_said():
+    far = data(1, same(1, 1), world=2, boot="c", host="far", clock_offset_ns=-5 * MS)
+    each = records(data(0, same(0, 1), world=2), far)
+    assert calls_of(each)[0][0][1].began_ns == -4 * MS
+    assert unaligned(each) == ["box", "far"]
+    assert "box, far are not known to be of one clock" in explained(each)[0]
+
+
+def test_merge_writes_a_file_at_once_or_none(tmp_path, capsys):
+    write(tmp_path, *mismatch())
+    assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "t.json")]) == 0
+    assert "21 events of 3 ranks" in capsys.readouterr().out
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["job"] == "0123456789abcdef"
+    assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "no" / "t.json")]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if "flight" not in path.name) == ["t.json"]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_records_are_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="there is no flight record"):
+        load([str(tmp_path)])
+    with pytest.raises(ConfigError, match="No such file"):
+        load([str(tmp_path / "x.json")])
+    for text in ("", "{", "[]", "3", "{}", json.dumps({"format": "another"}), json.dumps(data(0, []) | {"events": [[1]]})):
+        (tmp_path / "flight-rank0.json").write_text(text)
+        with pytest.raises(ConfigError, match="is no flight record"):
+            load([str(tmp_path)])
+
+
+def test_records_of_two_jobs_are_not_mixed(tmp_path):
+    write(tmp_path, data(0, []), data(1, [], job="f" * 32))
+    with pytest.raises(ConfigError, match="of 2 jobs"):
+        load([str(tmp_path)])
+
+
+def test_the_later_of_two_records_of_a_rank_counts(tmp_path):
+    (tmp_path / "a").mkdir()
+    write(tmp_path, data(0, same(0, 2)))
+    write(tmp_path / "a", data(0, same(0, 1), written_ns=1))
+    assert len(load([str(tmp_path), str(tmp_path / "a")])[0].events) == 2
+
+
+def test_columns_may_come_in_any_order_and_more_may_come():
+    plain = data(0, same(0, 1))
+    turned = plain | {"columns": ["new", *reversed(plain["columns"])], "events": [[0, *reversed(plain["events"][0])]]}
+    assert as_record(turned) == as_record(plain)
+
+
+def test_an_empty_record_is_explained():
+    text, has_diverged = explained(records(data(0, [], world=1)))
+    assert not has_diverged
+    assert "rank 0: no operation" in text
+    assert merged(records(data(0, [], world=1)))["traceEvents"]
