@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -58,11 +58,16 @@ def start_workers(
     environ |= {"SYNCVAR_PASS_FDS": str(report), "SYNCVAR_PARENT_FD": str(alive_read)}
     command = [sys.executable, "-m", "syncvar_launcher", *options, "-m", module, "--report-to", str(report), *arguments]
     try:
-        process = subprocess.Popen(command, env=environ, pass_fds=(report, alive_read))  # noqa: S603
+        # In a session of its own it gets no Ctrl-C but ours: what a terminal sends to all, and `kill` to one, is the same.
+        process = subprocess.Popen(  # noqa: S603
+            command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(report, alive_read), start_new_session=True
+        )
         while True:
-            # Ctrl-C reaches the launcher as well, which ends the job in order; we wait for it.
-            with contextlib.suppress(KeyboardInterrupt):
+            try:
                 code = process.wait()
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+            else:
                 return code if code >= 0 else 128 - code
     finally:
         for descriptor in (report, alive_read, alive_write):

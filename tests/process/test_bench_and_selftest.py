@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -147,6 +148,18 @@ def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
     assert "rank 0: gather: bool, count 0, root 0: PeerLost" in ended.stdout
     assert "FAIL  the job over zmq ended with exit code 3" in ended.stdout
     assert "rank 1" in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_workers_end_with_the_command(tmp_path, number):
+    line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())"]
+    line += ["bench", "barrier", "-n", "100000000", "--workers", "2"]
+    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "(GB/s)" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(20) == (128 + number if number == signal.SIGINT else -number)
+    # The fixture of all tests sees to it that the workers are gone.
 
 
 @pytest.mark.parametrize(
