@@ -3,9 +3,9 @@
 Goals, in order: a plan is correct, and proven so before it runs; a reader can see why; it is cheap to build.
 
 A **collective** is a contract (`contracts`): who holds what before, who must hold what after, who must have heard of
-whom. An **algorithm** is a generator of **rounds** for one rank (`ring`, `direct`, `owners`, `tree`, `dissemination`,
-`reproducible`), a pure function of rank, world size and count. A **plan** is those rounds, with the buffer sizes they
-need. The words are defined in `model`.
+whom. An **algorithm** is a generator of **rounds** for one rank (`ring`, `direct`, `owners`, `tree`, `double_tree`,
+`doubling`, `halving`, `pairwise`, `bruck`, `chain`, `dissemination`, `reproducible`), a pure function of rank, world
+size and count. A **plan** is those rounds, with the buffer sizes they need. The words are defined in `model`.
 
 The checker (`verify`) runs the plans of all ranks on symbols. It keeps the order of operands, so it proves not only
 that no contribution is lost or counted twice, but that every rank ends with the same bytes even if the operation is
@@ -24,8 +24,9 @@ Rules that shaped the algorithms:
 
 In memory that all ranks see, a plan is read as publications (`published`): what is sent to several is put there once.
 
-One table (`select`) names the algorithms, chooses among them with a reason in words, and builds them. `show` writes
-plans as text; the figures in tests/golden are made by it.
+One table (`table`) names the algorithms and builds them; an entry there is proven, mutated and timed by the tests. One
+more (`select`) chooses among them, with a reason in words. `cost` predicts times, by the model in which the papers
+count. `show` writes plans as text; the figures in tests/golden are made by it.
 
 Example:
     >>> from syncvar.plans import build_all, contract_of, verify
@@ -89,7 +90,7 @@ from syncvar.plans.tree import (
     binomial_scatter,
     scattered_broadcast,
 )
-from syncvar.plans.verify import Report, verify
+from syncvar.plans.verify import Report, traffic, verify
 
 __all__ = [
     "ALGORITHMS",
@@ -174,6 +175,7 @@ __all__ = [
     "scattered_broadcast",
     "step_text",
     "sums_by_the_tree",
+    "traffic",
     "tree_expression",
     "tree_order",
     "tree_steps",

@@ -3,6 +3,9 @@
 Over links every send is a message of its own. In shared memory the same bytes sent to several ranks are published
 once, one range after another; who receives needs to know where in the sender's publication its part begins. That
 follows from the plans of all ranks, which are pure data.
+
+Publishing copies. A plan that sends a copy, because what it copied will be overwritten, begins with a local round; here
+that round is left out, and the copied range itself is published.
 """
 
 from __future__ import annotations
@@ -10,12 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import PlanError
-from syncvar.plans.model import Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.plans.model import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from syncvar.plans.model import Chunk, Plan
+    from syncvar.plans.model import Chunk, Plan, Round, Step
 
 __all__ = ["Publication", "Take", "publications"]
 
@@ -64,7 +67,7 @@ def publications(plans: Sequence[Plan], rank: int) -> tuple[Publication, ...]:
     Raises:
         PlanError: A receive has no send.
 
-    Cost: one pass over the steps of all plans.
+    Cost: a pass over the steps of all plans.
 
     Example:
         >>> from syncvar.plans import build_all
@@ -72,13 +75,14 @@ def publications(plans: Sequence[Plan], rank: int) -> tuple[Publication, ...]:
         >>> [(chunk.start, chunk.stop) for chunk in first.ranges], first.takes[0].start
         ([(3, 6)], 0)
     """
+    all_rounds = _without_copies([plan.rounds for plan in plans])
     rounds = []
-    for number, steps in enumerate(plans[rank].rounds):
-        layouts = [_layout(plan, number) for plan in plans]
+    for number, steps in enumerate(all_rounds[rank]):
+        layouts = [_layout(rounds_of_one[number]) for rounds_of_one in all_rounds]
         takes = []
         for step in steps:
             if isinstance(step, Recv | RecvReduce):
-                sent = next((s for s in _sends(plans[step.peer], number) if s.peer == rank), None)
+                sent = next((send for send in _sends(all_rounds[step.peer][number]) if send.peer == rank), None)
                 if sent is None:
                     raise PlanError(f"round {number}: rank {step.peer} sends nothing to rank {rank}")
                 takes.append(Take(step.peer, layouts[step.peer][sent.chunk], step.chunk, step))
@@ -88,13 +92,50 @@ def publications(plans: Sequence[Plan], rank: int) -> tuple[Publication, ...]:
     return tuple(rounds)
 
 
-def _sends(plan: Plan, number: int) -> list[Send]:
-    return [step for step in plan.rounds[number] if isinstance(step, Send)]
+def _without_copies(all_rounds: Sequence[tuple[Round, ...]]) -> Sequence[tuple[Round, ...]]:
+    """Return the rounds of all ranks without a first round that only copies what the second sends.
+
+    The copies must be read by nothing but those sends, and the sends must be of whole copies. No transfer of the second
+    round may write to what was copied: a long publication is put and taken piece by piece.
+    """
+    shortened = []
+    for rounds in all_rounds:
+        if len(rounds) < 2:
+            return all_rounds
+        origins: dict[Chunk, Chunk] = {}
+        for step in rounds[0]:
+            if not isinstance(step, Copy) or step.target.buffer != Buffer.SCRATCH:
+                return all_rounds
+            origins[step.target] = step.source
+        second = tuple(
+            Send(step.peer, origins.get(step.chunk, step.chunk)) if isinstance(step, Send) else step for step in rounds[1]
+        )
+        used = [chunk for steps in (second, *rounds[2:]) for step in steps for chunk in _chunks(step)]
+        written = [step.chunk for step in second if isinstance(step, Recv | RecvReduce)]
+        if _meet(used, origins) or _meet(written, origins.values()):
+            return all_rounds
+        shortened.append((second, *rounds[2:]))
+    return shortened
 
 
-def _layout(plan: Plan, number: int) -> dict[Chunk, int]:
+def _chunks(step: Step) -> tuple[Chunk, ...]:
+    return (step.source, step.target) if isinstance(step, Copy | Reduce) else (step.chunk,)
+
+
+def _meet(some: Iterable[Chunk], others: Iterable[Chunk]) -> bool:
+    others = list(others)
+    return any(
+        one.buffer == other.buffer and one.start < other.stop and other.start < one.stop for one in some for other in others
+    )
+
+
+def _sends(steps: Round) -> list[Send]:
+    return [step for step in steps if isinstance(step, Send)]
+
+
+def _layout(steps: Round) -> dict[Chunk, int]:
     """Return where each distinct chunk that is sent begins in the publication, in order."""
-    chunks = sorted({step.chunk for step in _sends(plan, number)}, key=lambda c: (c.buffer, c.start, c.stop))
+    chunks = sorted({step.chunk for step in _sends(steps)}, key=lambda c: (c.buffer, c.start, c.stop))
     places: dict[Chunk, int] = {}
     start = 0
     for chunk in chunks:

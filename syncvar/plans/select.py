@@ -88,6 +88,7 @@ _RULES = (
     _Rule("all_gather", "ring", "long blocks or many ranks use two links per rank"),
     _Rule("broadcast", "tree", "the tree reaches all ranks in the fewest rounds", LONG),
     _Rule("broadcast", "tree", "there is one message to send", None, (1, 2)),
+    _Rule("broadcast", "double_tree", _PIPELINE, None, (32, None)),
     _Rule("broadcast", "scatter_gather", "a long vector is cut, and all ranks pass on the parts", HUGE),
     _Rule("broadcast", "double_tree", _PIPELINE),
     _Rule("reduce", "tree", _FEWEST_ROUNDS, LONG),

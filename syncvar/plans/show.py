@@ -6,7 +6,7 @@ of `+` stand in the order in which they are combined.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from syncvar.plans.model import Plan, Step
 
 __all__ = ["plan_text", "step_text"]
+
+_T = TypeVar("_T")
 
 
 def step_text(step: Step) -> str:
@@ -46,11 +48,12 @@ def step_text(step: Step) -> str:
             return _sum(target, _chunk(source), source_left)
 
 
-def plan_text(plans: Sequence[Plan]) -> str:
+def plan_text(plans: Sequence[Plan], *, most: int | None = None) -> str:
     """Return the plan of a whole group as text: one table per round, one row per rank.
 
     Args:
         plans: The plans of all ranks, in rank order, at least one.
+        most: Show as many ranks and rounds, and at most 3 steps of a kind; dots stand for those before the last.
 
     Returns:
         Lines, each ended; a group that has nothing to do gets the heading only.
@@ -58,20 +61,39 @@ def plan_text(plans: Sequence[Plan]) -> str:
     first = plans[0]
     scratch_count = max(plan.scratch_count for plan in plans)
     counts = [str(plan.work_count) for plan in plans]
-    elements = counts[0] if len(set(counts)) == 1 else " / ".join(counts)
+    elements = counts[0] if len(set(counts)) == 1 else " / ".join(text or _DOTS for text in _shortened(counts, most))
     sizes = f"world size {first.world_size}, {elements} elements, scratch {scratch_count}"
     lines = [f"{first.collective} by {first.algorithm}: {sizes}"]
-    for number in range(max(len(plan.rounds) for plan in plans)):
-        rows = [(f"round {number}", "send", "receive", "then")]
-        for plan in plans:
-            steps = plan.rounds[number] if number < len(plan.rounds) else ()
-            sends = [step_text(step) for step in steps if isinstance(step, Send)]
-            receives = [step_text(step) for step in steps if isinstance(step, Recv | RecvReduce)]
-            local = [step_text(step) for step in steps if isinstance(step, Copy | Reduce)]
-            rows.append((f"rank {plan.rank}", "; ".join(sends), "; ".join(receives), "; ".join(local)))
+    for number in _shortened(range(max(len(plan.rounds) for plan in plans)), most):
         lines.append("")
+        if number is None:
+            lines.append(_DOTS)
+            continue
+        rows: list[tuple[str, ...]] = [(f"round {number}", "send", "receive", "then")]
+        for plan in _shortened(plans, most):
+            if plan is None:
+                rows.append((_DOTS, "", "", ""))
+                continue
+            steps = plan.rounds[number] if number < len(plan.rounds) else ()
+            kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
+            for step in steps:
+                kinds[0 if isinstance(step, Send) else 1 if isinstance(step, Recv | RecvReduce) else 2].append(
+                    step_text(step)
+                )
+            cells = ["; ".join(text or _DOTS for text in _shortened(texts, most and 3)) for texts in kinds]
+            rows.append((f"rank {plan.rank}", *cells))
         lines += _table(rows)
     return "".join(f"{line}\n" for line in lines)
+
+
+_DOTS = "..."
+
+
+def _shortened(items: Sequence[_T], most: int | None) -> list[_T | None]:
+    """Return the items, or if they are more than `most` the first ones, None and the last one."""
+    if most is None or len(items) <= most:
+        return list(items)
+    return [*items[: most - 1], None, items[-1]]
 
 
 def _chunk(chunk: Chunk) -> str:

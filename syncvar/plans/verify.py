@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from syncvar.plans.contracts import Contract
     from syncvar.plans.model import Chunk, Plan, Step
 
-__all__ = ["Report", "verify"]
+__all__ = ["Report", "traffic", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What correct plans cost.
+    """What plans send.
 
     Args:
         rounds: Rounds in which some rank sends; purely local rounds are not counted.
@@ -67,6 +67,18 @@ def verify(plans: Sequence[Plan], contract: Contract) -> Report:
     run = _Run(plans, contract)
     run.to_the_end()
     run.check_contract(contract)
+    return traffic(plans)
+
+
+def traffic(plans: Sequence[Plan]) -> Report:
+    """Count what the plans of a group send, without proving anything.
+
+    Args:
+        plans: The plans of all ranks, in rank order.
+
+    Returns:
+        Counts of rounds, messages and elements.
+    """
     sends = [[step for steps in plan.rounds for step in steps if isinstance(step, Send)] for plan in plans]
     sending_rounds = {
         number

@@ -44,6 +44,8 @@ KIB = 1024
         ("broadcast", 256 * KIB, 64, "tree"),
         ("broadcast", 256 * KIB + 1, 2, "tree"),
         ("broadcast", 256 * KIB + 1, 3, "scatter_gather"),
+        ("broadcast", 4 << 20, 31, "scatter_gather"),
+        ("broadcast", 4 << 20, 32, "double_tree"),
         ("broadcast", (4 << 20) + 1, 3, "double_tree"),
         ("reduce", 256 * KIB, 3, "tree"),
         ("reduce", 256 * KIB + 1, 3, "owners"),

@@ -91,3 +91,21 @@ def test_no_line_ends_in_a_space():
     for collective, algorithm, world_size, arguments in FIGURES.values():
         for line in plan_text(build_all(collective, algorithm, world_size, **arguments)).splitlines():
             assert line == line.rstrip()
+
+
+def test_a_long_figure_is_shortened_by_dots():
+    text = plan_text(build_all("all_to_all", "direct", 9, matrix=[[(s + d) % 3 for d in range(9)] for s in range(9)]), most=4)
+    rows = text.splitlines()[2:]
+    assert [row.split("|")[0].strip() for row in rows] == ["round 0", "rank 0", "rank 1", "rank 2", "...", "rank 8"]
+    assert rows[1].split("|")[1].count(" to ") == 3
+    assert "; ...; " in rows[1]
+    assert text.splitlines()[0] == "all_to_all by direct: world size 9, 18 / 18 / 18 / ... / 18 elements, scratch 0" or (
+        "world size 9, 18 elements" in text
+    )
+    rounds = [line for line in plan_text(build_all("all_reduce", "ring", 6, count=6), most=4).splitlines() if line[:3] in ("rou", "...")]
+    assert [line.split("|")[0].strip() for line in rounds if line.startswith("round")] == [f"round {k}" for k in (0, 1, 2, 9)]
+
+
+def test_what_is_short_is_shown_whole():
+    plans = build_all("all_reduce", "ring", 3, count=6)
+    assert plan_text(plans, most=4) == plan_text(plans)

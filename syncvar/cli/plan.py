@@ -1,0 +1,156 @@
+"""`syncvar plan`: a plan as a figure, what it sends, how long it would take, and why it would be chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.cli.bench_table import parse_size
+from syncvar.errors import ConfigError
+from syncvar.plans import (
+    ALGORITHMS,
+    ARENA,
+    LINKS,
+    build_all,
+    choose,
+    plan_text,
+    predicted_seconds,
+    sums_by_the_tree,
+    traffic,
+    unsuited,
+)
+from syncvar.wire import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    import argparse
+
+    from syncvar.plans import CostModel, Plan
+
+__all__ = ["add_options", "text"]
+
+_SHORT = 8  # ranks, rounds and steps of a figure
+_RANKS_MAX = 1024  # plans are built for all ranks and all algorithms
+_OF_BLOCKS = ("all_gather", "header_exchange", "gather", "scatter", "reduce_scatter", "all_to_all")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument("collective", choices=sorted(ALGORITHMS))
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the group (4)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--bytes", help="bytes of the vector, or of all blocks; of all_to_all, of what a rank sends; 64K, 1M")
+    size.add_argument("--count", type=int, default=8, help="elements of the vector, or of each block (8)")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="float32", metavar="DTYPE", help="of the elements (float32)")
+    parser.add_argument("--root", type=int, default=0, help="root of a broadcast, reduce, gather or scatter (0)")
+    parser.add_argument("--path", choices=("links", "arena"), default="links", help="sockets or shared memory (links)")
+    parser.add_argument("--algorithm", help="show this one instead of the one that would be chosen")
+    parser.add_argument("--reproducible", action="store_true", help="reduce by the fixed tree")
+    parser.add_argument("--full", action="store_true", help="show all ranks and rounds of a long plan")
+
+
+def text(chosen: argparse.Namespace) -> str:
+    """Return what the command prints.
+
+    Args:
+        chosen: The parsed options.
+
+    Raises:
+        ConfigError: An option is out of range.
+    """
+    n, collective = chosen.ranks, chosen.collective
+    if not 1 <= n <= _RANKS_MAX:
+        raise ConfigError(f"--ranks must be 1 to {_RANKS_MAX}, not {n}")
+    itemsize = _itemsize(chosen.dtype)
+    blocks = n if collective in _OF_BLOCKS else 1
+    count = chosen.count
+    if chosen.bytes is not None:
+        count = -(-parse_size(chosen.bytes) // (itemsize * blocks))
+    if count < 0:
+        raise ConfigError(f"--count must not be negative, not {count}")
+    is_shared = chosen.path == "arena"
+    nbytes = 0 if collective == "barrier" else count * blocks * itemsize
+    options: dict[str, Any] = {"reproducible": chosen.reproducible, "shared": is_shared, "even": True}
+    choice = choose(collective, nbytes, n, forced=chosen.algorithm, **options)
+    model = ARENA if is_shared else LINKS
+    plans = {
+        algorithm: build_all(collective, algorithm, n, count=count, root=chosen.root)
+        for algorithm in ALGORITHMS[collective]
+        if unsuited(collective, algorithm, n, even=True) is None
+    }
+    lines = [choice.reason]
+    usual = choose(collective, nbytes, n, **options)
+    if usual.algorithm != choice.algorithm:
+        lines.append(f"else {usual.reason}")
+    lines += ["", plan_text(plans[choice.algorithm], most=None if chosen.full else _SHORT).rstrip("\n"), ""]
+    lines += _table(collective, plans, itemsize, model, choice.algorithm)
+    lines.append("")
+    lines.append(f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for comparison, no promise.")
+    if any(sums_by_the_tree(collective, algorithm, n) for algorithm in plans):
+        lines.append("tree: sums by the fixed tree over the ranks, as reproducible=True demands.")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _table(collective: str, plans: dict[str, list[Plan]], itemsize: int, model: CostModel, chosen: str) -> list[str]:
+    """Return the algorithms by predicted time, and what they send."""
+    seconds = {algorithm: predicted_seconds(some, itemsize, model) for algorithm, some in plans.items()}
+    rows = [("", "algorithm", "predicted", "rounds", "messages", "sent by a rank", "scratch", "tree")]
+    for algorithm in sorted(plans, key=lambda name: (seconds[name], name != chosen)):
+        some = plans[algorithm]
+        sent = traffic(some)
+        rows.append(
+            (
+                "*" if algorithm == chosen else "",
+                algorithm,
+                _duration(seconds[algorithm]),
+                str(sent.rounds),
+                str(sum(sent.messages)),
+                _size(max(sent.elements) * itemsize),
+                _size(max(plan.scratch_count for plan in some) * itemsize),
+                "yes" if sums_by_the_tree(collective, algorithm, len(some)) else "",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """Return a time for people.
+
+    Example:
+        >>> _duration(0.0000451), _duration(0.00123), _duration(2.5)
+        ('45 us', '1.23 ms', '2.50 s')
+    """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _size(nbytes: int) -> str:
+    """Return bytes for people.
+
+    Example:
+        >>> _size(0), _size(1023), _size(1 << 20), _size(1677724)
+        ('0 B', '1023 B', '1.0 MiB', '1.6 MiB')
+    """
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def _itemsize(name: str) -> int:
+    """Return the bytes of an element, which its name says.
+
+    Example:
+        >>> _itemsize("float32"), _itemsize("bool"), _itemsize("complex128")
+        (4, 1, 16)
+    """
+    digits = "".join(character for character in name if character.isdigit())
+    return int(digits) // 8 if digits else 1

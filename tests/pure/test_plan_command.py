@@ -1,0 +1,81 @@
+"""`syncvar plan`: what it prints, and what it refuses."""
+
+import pytest
+
+from syncvar.cli.main import main
+from syncvar.plans import ALGORITHMS, build_all, plan_text
+
+
+def printed(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    assert main(["plan", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("collective", ALGORITHMS)
+@pytest.mark.parametrize("path", ["links", "arena"])
+def test_every_collective_has_a_figure_a_reason_and_a_table(capsys, collective, path):
+    text = printed(capsys, collective, "--ranks", "3", "--bytes", "3K", "--path", path)
+    first, *rest = text.splitlines()
+    algorithm = first.split(":")[0]
+    assert algorithm in ALGORITHMS[collective]
+    assert f"{collective} by {algorithm}: world size 3" in text
+    table = [line.replace("*", " ").split()[0] for line in rest if line.startswith((" ", "* ")) and line.split()[0] != "algorithm"]
+    assert set(table) <= set(ALGORITHMS[collective])
+    assert len(table) >= len(ALGORITHMS[collective]) - 1  # doubling needs a power of two
+    assert sum(line.startswith("* ") for line in rest) == 1
+    assert ("in shared memory with 10 us per phase" if path == "arena" else "over links with 45 us per message") in text
+
+
+def test_bytes_become_elements(capsys):
+    assert "world size 5, 262144 elements" in printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M")
+    assert "world size 5, 131072 elements" in printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--dtype", "float64")
+    assert "world size 4, 256 elements" in printed(capsys, "all_gather", "--ranks", "4", "--bytes", "1K")
+    assert "world size 4, 512 elements" in printed(capsys, "all_to_all", "--ranks", "4", "--bytes", "1K")
+    assert "world size 4, 8 elements" in printed(capsys, "all_reduce")
+    assert "world size 4, 12 elements" in printed(capsys, "scatter", "--count", "3")
+
+
+def test_a_demanded_algorithm_is_shown_with_what_would_be_chosen(capsys):
+    text = printed(capsys, "all_reduce", "--ranks", "3", "--algorithm", "ring")
+    assert text.startswith("ring: the caller demands it\nelse direct: 32 bytes on 3 ranks: ")
+    assert plan_text(build_all("all_reduce", "ring", 3, count=8)) in text
+
+
+def test_the_root_is_shown(capsys):
+    assert "rank 2  | w[0:8] to" in printed(capsys, "broadcast", "--root", "2")
+
+
+def test_a_reduction_by_the_tree(capsys):
+    text = printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--reproducible")
+    assert text.startswith("reproducible: 1048576 bytes on 5 ranks: ")
+    assert "tree: sums by the fixed tree over the ranks, as reproducible=True demands." in text
+
+
+def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
+    short = printed(capsys, "all_reduce", "--ranks", "32", "--algorithm", "ring")
+    full = printed(capsys, "all_reduce", "--ranks", "32", "--algorithm", "ring", "--full")
+    assert "\n...\n" in short
+    assert len(short) < 10_000 < len(full)
+    assert "round 60" in full
+    assert "round 61" in short
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("all_reduce", "--ranks", "0"), "--ranks must be 1 to 1024, not 0"),
+        (("all_reduce", "--ranks", "2000"), "--ranks must be 1 to 1024, not 2000"),
+        (("all_reduce", "--count", "-1"), "--count must not be negative"),
+        (("all_reduce", "--algorithm", "rign"), "did you mean 'ring'"),
+        (("all_gather", "--ranks", "3", "--algorithm", "doubling"), "needs a power of two of ranks, not 3"),
+        (("broadcast", "--root", "4"), "root 4 is not in a group of 4"),
+        (("all_reduce", "--bytes", "many"), "'many'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(capsys, arguments, words):
+    assert words in refused(capsys, *arguments)
