@@ -31,7 +31,7 @@ from syncvar.runtime.callbook import CallBook
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.operation import Operation, State
-from syncvar.runtime.published import DISAGREE, SharedOperation
+from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Recorder, Told
 from syncvar.runtime.sites import call_site
 from syncvar.topology import rank_list
@@ -54,6 +54,7 @@ _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
 _IDLE_SHARED_S = 0.002  # while started calls go through shared memory, where nothing tells of an arrival
+_LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
 _SLEEP_MIN_S = 0.001  # shorter waits are no business of the transport
 _LOAN_LOOK_S = 0.0005
 _APPEAR_S = 2.0  # how long a question for what is not there is repeated
@@ -238,9 +239,7 @@ class Engine:
                 if operation.is_over:
                     self._tell_accident(operation)
                     return True
-                if not channel.is_open or channel.queue[0] is not operation or operation.need == DISAGREE:
-                    return False
-                if not wait(channel.others, operation.need, channel.last + 2):
+                if not operation.may_look or not wait(channel.others, operation.need, channel.last + 2):
                     return False
         except BaseException as error:
             self.interrupted(operation, error)
@@ -384,7 +383,10 @@ class Engine:
                 continue
             pause = due - now
             if self._shared:
-                pause = min(pause, pause_after(now - self._moved))
+                waited = now - self._moved
+                if waited < _LOOK_S and isinstance(operation, SharedOperation) and operation.look():
+                    continue
+                pause = min(pause, pause_after(waited))
                 if pause < _SLEEP_MIN_S:
                     time.sleep(pause)
                     if now - self._heard > _HEAR_S:

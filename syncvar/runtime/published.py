@@ -129,6 +129,17 @@ class SharedOperation(Operation):
         return channel.missing(self._need)
 
     @property
+    def may_look(self) -> bool:
+        """Whether it is this call's turn, and looking at the others' words can end the wait."""
+        channel = self.channel
+        return channel.is_open and channel.queue[0] is self and self._need not in (DISAGREE, _START)
+
+    def look(self) -> bool:
+        """Look for a short while whether the others have come as far as this call needs."""
+        channel = self.channel
+        return not self.is_over and self.may_look and channel.wait(channel.others, self._need, channel.last + 2)
+
+    @property
     def is_published(self) -> bool:
         """Whether the others have seen this rank in this call."""
         return self.channel.last >= (self.call + 1) << 1
