@@ -413,6 +413,8 @@ class Engine:
                 self._lock.release()
         for event in list(self._followers):
             event.set()
+        if self.recorder.is_due:
+            self.recorder.ended()
 
     def _serve(self) -> None:
         transport = self._transport

@@ -89,7 +89,10 @@ def test_a_refused_call_is_written_once_and_the_end_replaces_it(tmp_path):
     recorder.failed(MismatchError("second"))
     assert (in_file(tmp_path / "new")["reason"], in_file(tmp_path / "new")["is_final"]) == ("MismatchError: first", False)
     recorder.broke(PeerLost(1))
+    assert recorder.is_due
     recorder.ended("uncaught PeerLost")
+    assert not recorder.is_due
+    recorder.ended("later")
     record = in_file(tmp_path / "new")
     assert (record["reason"], record["is_final"]) == ("PeerLost: rank 1 was lost", True)
     assert [event[0] for event in record["events"]] == ["broke"]
@@ -111,6 +114,7 @@ def test_what_goes_wrong_while_writing_is_not_told(tmp_path):
     recorder = Recorder(folder=str(tmp_path / "file" / "x"), trace=str(tmp_path / "file"))
     recorder.failed(MismatchError("x"))
     recorder.broke(PeerLost(1))
+    recorder.ended()
     recorder.closed()
     recorder = Recorder(folder=str(tmp_path))
     recorder.add("no entry")
@@ -125,6 +129,16 @@ def test_the_file_is_small_and_whatever_is_in_it_can_be_read(tmp_path):
     recorder.ended("x" * 10**6)
     assert (tmp_path / "flight-rank0.json").stat().st_size < 64 << 20
     assert len(load([str(tmp_path)])[0].events) == RING
+
+
+def test_a_writer_that_comes_again_in_a_signal_handler_does_not_wait_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr("syncvar.runtime.recorder._WRITING_S", 0.05)
+    recorder = Recorder(folder=str(tmp_path))
+    with recorder._writing:
+        recorder.ended("x")
+    assert os.listdir(tmp_path) == []
+    recorder.ended("y")
+    assert in_file(tmp_path)["reason"] == "y"
 
 
 def test_a_forked_copy_writes_nothing(tmp_path):
@@ -245,6 +259,26 @@ def test_a_world_of_one_records_as_well():
     with pytest.raises(sv.ConfigError):
         sv.all_reduce(1, "sun")
     assert current().recorder.events()[-1].state == "failed"
+
+
+def test_a_rank_that_computes_writes_when_the_others_break(tmp_path):
+    folder = str(tmp_path)
+
+    def compute():
+        current().recorder._folder = folder
+        sv.barrier()
+        if sv.rank() == 1:
+            time.sleep(0.3)  # the others shall be out of the barrier
+            raise ValueError("no")
+        until = time.monotonic() + 10
+        while not (tmp_path / f"flight-rank{sv.rank()}.json").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    assert run_ranks(3, compute)[0] is None
+    assert {record.rank: record.reason.split(":")[0] for record in load([folder])} == {
+        0: "PeerLost", 1: "it did not leave in order", 2: "PeerLost",
+    }  # fmt: skip
 
 
 def test_an_interrupted_call_has_failed():

@@ -1,8 +1,11 @@
 """Real jobs leave flight records when something goes wrong, and only then; the commands read them."""
 
 import json
+import signal
 import subprocess
 import sys
+
+from launching import await_true
 
 COMMAND = "import sys; from syncvar.cli import main; sys.exit(main())"
 
@@ -109,6 +112,27 @@ assert sv.all_reduce(1) == 2
     job = launch(BEGIN + ending, workers=2)
     assert job.wait() == 0, str(job)
     assert len(job.events("told")) == 2
+    assert records(job) is None
+
+
+def test_after_an_interruption_records_stay_where_ranks_were_said_to_wait(launch):
+    ending = "probe.note('here')\nif rank == 1:\n    time.sleep(60)\nsv.all_reduce(x)\n"
+    job = launch(BEGIN + ending, workers=2, env={"SYNCVAR_STALL_WARNING_S": "0.3"})
+    await_true(lambda: "wait" in job.report, what="the sentence about the wait")
+    job.send(signal.SIGINT)
+    assert job.wait() == 130, str(job)
+    folder = next(job.folder.glob("syncvar-flight-*"))
+    assert f"syncvar: evidence: flight records in {folder.name}" in job.report
+    code, text = syncvar("explain", folder)
+    assert code == 1, text
+    assert "rank 1: never entered it; its call 3 was barrier, done" in text
+
+
+def test_after_an_interruption_of_a_healthy_job_nothing_stays(launch):
+    job = launch(BEGIN + "probe.note('here')\ntime.sleep(60)\n", workers=2)
+    job.await_events("here", 2)
+    job.send(signal.SIGINT)
+    assert job.wait() == 130, str(job)
     assert records(job) is None
 
 
