@@ -59,6 +59,7 @@ class RuntimeConfig:
     window_bytes: int = _knob(64 << 20, "B", "unconsumed bytes allowed on a link for each group", 4096)
     segment_bytes: int = _knob(1 << 20, "B", "largest payload of one frame", 1024)
     arena_bytes: int = _knob(1 << 40, "B", "virtual size of the memory that the processes of one host share", 16 << 20)
+    algorithm: str = _knob("", "", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree")
     eager_bytes: int = _knob(65536, "B", "longest message of send that does not wait for its receiver", 0)
     log_level: str = _knob("warning", "", "what workers log on standard error", choices=("warning", "info", "debug"))
     trace: str = _knob("", "path", "folder for the flight record of every rank, written at the end of every run")
@@ -67,7 +68,10 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value, low, choices = getattr(self, item.name), item.metadata["low"], item.metadata["choices"]
-            if choices:
+            if isinstance(item.default, str) and not choices:
+                if not isinstance(value, str):
+                    raise ConfigError(f"{item.name} must be a text, not {value!r}")
+            elif choices:
                 if value not in choices:
                     raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
             elif isinstance(item.default, str):

@@ -29,6 +29,7 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
+from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
 from syncvar.runtime.recorder import Recorder
@@ -96,6 +97,7 @@ class Context:
         )
         self.arena: Arena | None = None if isinstance(arena, str) else arena
         self.without_arena = arena if isinstance(arena, str) else ""
+        self._forced = parse_forced(config.algorithm)
         self._channels = None if self.arena is None else Channels(self.arena, self.local_ranks)
         if environment is not None and transport is not None and control is not None:
             hosts, without = _meet(environment, config, transport, control, generation, self.without_arena)
