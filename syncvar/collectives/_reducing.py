@@ -107,5 +107,7 @@ def run_plan(
     from syncvar.runtime.operation import Stage
 
     counts = options.pop("counts", work.size)
+    if how is not None and not how.commutes and collective not in ("scan", "exscan"):
+        options["reproducible"] = True  # by the tree, which keeps the ranks in order
     plan = communicator.plan(collective, counts, work.itemsize, **options)
     yield Stage(plan, work, None if how is None else how.ufunc)

@@ -276,7 +276,7 @@ def _fused(
     size = communicator.size
     count = sum([array.size for array in arrays])
     plan = communicator.plan(
-        "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible, algorithm=algorithm
+        "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
     )
     if isinstance(plan, Published) and plan.reduces and not how.is_locating:
         results = [
@@ -340,7 +340,7 @@ def _one(
 ) -> Generator[Stage, None, Any]:
     size = communicator.size
     plan = communicator.plan(
-        "all_reduce", array.size, how.accumulate.itemsize, reproducible=reproducible, algorithm=algorithm
+        "all_reduce", array.size, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
     )
     if isinstance(plan, Published) and plan.reduces and not how.is_locating:
         made = np.empty(array.shape, how.result) if target is None else target

@@ -67,6 +67,8 @@ def send(
         PeerLost: The receiver is gone.
         DeadlineExceeded: A long message was not received in time.
 
+    Cost: two frames over a unix socket or tcp; a long message waits for one more from the receiver.
+
     Example:
         >>> import numpy as np, syncvar as sv
         >>> sv.send(np.arange(3), 0)
@@ -126,6 +128,8 @@ def recv(
         MismatchError: A cycle of ranks that wait for one another.
         PeerLost: The sender is gone.
         DeadlineExceeded: Nothing came in time.
+
+    Cost: that of `send`.
 
     Example:
         >>> import syncvar as sv

@@ -51,6 +51,7 @@ def scan(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
+    Cost: ceil(log2 n) rounds over links, one in shared memory; the whole array each.
     Order: lower ranks are left operands.
 
     Example:
@@ -90,6 +91,8 @@ def exscan(
         MismatchError: The ranks do not make the same call.
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
+
+    Cost: that of `scan`.
 
     Example:
         >>> import syncvar as sv

@@ -45,6 +45,7 @@ class Reduction(NamedTuple):
         result: dtype of the result.
         is_mean: The sum is divided by the number of ranks at the end.
         is_locating: Elements are pairs of a value and the rank that brings it.
+        commutes: The order of the contributions does not matter; else only trees over the ranks in order are right.
     """
 
     name: str
@@ -54,20 +55,29 @@ class Reduction(NamedTuple):
     result: np.dtype[Any]
     is_mean: bool
     is_locating: bool = False
+    commutes: bool = True
 
 
-_registered: dict[str, Combiner] = {}
+_registered: dict[str, tuple[Combiner, bool]] = {}
 
 
-def register_op(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any], *, replace: bool = False) -> None:
+def register_op(
+    name: str,
+    function: Callable[[NDArray[Any], NDArray[Any]], Any],
+    *,
+    commutative: bool = False,
+    replace: bool = False,
+) -> None:
     """Make a function of two arrays an op, under the same name on every rank.
 
-    It must be associative; it need not be commutative: the operand of the lower ranks is always the left one.
+    It must be associative; it need not be commutative: the left operand is what some ranks have together, the right one
+    what the ranks after them have.
 
     Args:
         name: Letters, digits and underscores; none of the built-in ops.
         function: Takes two arrays of equal shape and dtype and returns one of the same shape; a NumPy ufunc is called
             with `out=`. It must not change its operands, and return the same on every rank.
+        commutative: The operands may change places, which allows more algorithms; the same on every rank.
         replace: An op of this name may exist already.
 
     Raises:
@@ -88,7 +98,7 @@ def register_op(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]
         raise ConfigError(f"an op must be a function of two arrays, not {type(function).__name__}")
     if name in _registered and not replace:
         raise ConfigError(f"the op {name!r} is registered already; pass replace=True to put another in its place")
-    _registered[name] = function if isinstance(function, np.ufunc) else _wrapped(name, function)
+    _registered[name] = (function if isinstance(function, np.ufunc) else _wrapped(name, function)), bool(commutative)
     reduction.cache_clear()
 
 
@@ -104,17 +114,21 @@ def _wrapped(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]) -
 
 
 def _take_smaller(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
-    return _take(left, right, out, right["value"] < left["value"])
+    return _take(left, right, out, np.less)
 
 
 def _take_larger(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
-    return _take(left, right, out, right["value"] > left["value"])
+    return _take(left, right, out, np.greater)
 
 
-def _take(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], better: NDArray[Any]) -> NDArray[Any]:
-    """Take the right pair where it is better, or the first that is no number; of equal ones the left, of lower rank."""
-    if left["value"].dtype.kind in "fV":
-        better = better | ((right["value"] != right["value"]) & (left["value"] == left["value"]))
+def _take(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], is_better: np.ufunc) -> NDArray[Any]:
+    """Take the better pair, or the one that is no number; of equal ones that of the lower rank."""
+    ours, theirs = left["value"], right["value"]
+    is_lower = right["rank"] < left["rank"]
+    better = is_better(theirs, ours) | ((theirs == ours) & is_lower)
+    if ours.dtype.kind in "fV":
+        odd, other = np.isnan(ours), np.isnan(theirs)
+        better = np.where(odd | other, other & (~odd | is_lower), better)
     made = np.where(better, right, left)
     out[...] = made
     return out
@@ -142,7 +156,8 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     dtype_index(dtype)
     kind = dtype.kind
     if name in _registered:
-        return Reduction(name, dtype.name, _registered[name], dtype, dtype, is_mean=False)
+        function, commutes = _registered[name]
+        return Reduction(name, dtype.name, function, dtype, dtype, is_mean=False, commutes=commutes)
     if kind == "b" and name in ("sum", "mean", "prod"):
         raise ConfigError(f"{name} of bool has no meaning: write x.astype('int64'), or use and (min) or or (max)")
     if kind == "c" and name in ("min", "max", *_LOCATING):

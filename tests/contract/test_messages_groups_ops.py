@@ -191,6 +191,22 @@ def test_a_registered_op_gets_the_lower_ranks_on_the_left(ranks):
     assert ranks(2, fn) == [([1], True, 5.0)] * 2
 
 
+@pytest.mark.parametrize("size", [3, 4, 5])
+@pytest.mark.parametrize("count", [1, 5, 20_000, 300_000])
+def test_the_ranks_keep_their_order_at_every_size(ranks, size, count):
+    sv.register_op("rightmost", lambda left, right: right, replace=True)
+
+    def fn():
+        mine = np.full(count, sv.rank())
+        same = np.zeros(count)
+        right = [sv.all_reduce(mine, "rightmost"), sv.reduce_scatter(np.full(size, sv.rank()), "rightmost")]
+        rooted = sv.reduce(mine, "rightmost", root=1)
+        right += [] if rooted is None else [rooted]
+        return all(bool((one == size - 1).all()) for one in right), int(sv.all_reduce(same, "minloc")[1].max())
+
+    assert ranks(size, fn) == [(True, 0)] * size
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
