@@ -145,18 +145,20 @@ def doubling_exscan(rank: int, world_size: int, count: int) -> Iterator[Round]:
 
 
 def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iterator[Round]:
-    room = iter(consecutive_chunks([work.count] * (world_size.bit_length() + 1), Buffer.SCRATCH))
-    # The sum of the aligned block of 2**level ranks around this one, in a place that is not written while it is sent:
-    # WORK will be, except at rank 0.
+    levels = (world_size - 1).bit_length()
+    room = consecutive_chunks([work.count] * (levels + 1), Buffer.SCRATCH)
+    # The sum of the aligned block of 2**level ranks around this one, in a place that is not written after it was sent.
+    # WORK is such a place when the prefix is complete, at rank 0 from the start.
     block = work
     if world_size > 2:
         if rank and _is_needed(rank, 0, world_size):
-            block = next(room)
+            later = [level for level in range(1, levels) if not (inclusive and rank + 1 == 1 << level)]
+            block = room.pop(any(_is_needed(rank, level, world_size) for level in later))
             yield (Copy(work, block),)
         else:
             yield ()
     is_empty = not inclusive
-    for level in range((world_size - 1).bit_length()):
+    for level in range(levels):
         span = 1 << level
         peer = rank ^ span
         widens = _is_needed(rank, level + 1, world_size)
@@ -164,14 +166,17 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
         if rank < peer < world_size:
             steps.append(Send(peer, block))
             if widens:
-                wider = next(room)
+                wider = room.pop(0)
                 steps += [Recv(peer, wider), Reduce(block, wider, source_left=True)]
                 block = wider
         elif peer < rank:
             if _is_needed(peer, level + 1, world_size):
                 steps.append(Send(peer, block))
-            if widens:
-                wider = next(room)
+            if widens and inclusive and rank + 1 == 2 * span:
+                steps.append(RecvReduce(peer, work, incoming_left=True))
+                block = work
+            elif widens:
+                wider = room.pop(0)
                 prefix = Copy(wider, work) if is_empty else Reduce(wider, work, source_left=True)
                 steps += [Recv(peer, wider), prefix, Reduce(block, wider, source_left=False)]
                 block = wider

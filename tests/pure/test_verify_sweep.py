@@ -5,6 +5,7 @@ A new row of the table is covered by being there.
 
 import pytest
 
+from syncvar.errors import PlanError
 from syncvar.plans import (
     ALGORITHMS,
     Chunk,
@@ -17,20 +18,15 @@ from syncvar.plans import (
     verify,
 )
 
-WORLD_SIZES = (*range(1, 18), 31, 32, 33, 64)
+BATCHES = {"1-9": range(1, 10), "10-17": range(10, 18), "31-33": (31, 32, 33), "64": (64,)}
 PAIRS = [(collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names]
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}
 
 
-def pairs_on(world_sizes):
-    """Each pair with each world size that it can do."""
-    return [
-        (collective, algorithm, n)
-        for collective, algorithm in PAIRS
-        for n in world_sizes
-        if unsuited(collective, algorithm, n, even=True) is None
-    ]
+def able(collective, algorithm, world_sizes):
+    """The world sizes that an algorithm can do."""
+    return [n for n in world_sizes if unsuited(collective, algorithm, n, even=True) is None]
 
 
 def sizes(collective, algorithm, world_size, *, thorough):
@@ -57,6 +53,8 @@ def cases(collective, algorithm, world_size, *, thorough):
     """The arguments to try: all sizes with one root, and all roots with one size."""
     n = world_size
     every = sizes(collective, algorithm, n, thorough=thorough)
+    if n > 32:
+        every = every[-1:]
     if collective not in ROOTED:
         return every
     roots = range(n) if thorough else {0, 1 % n, n // 2, n - 1}
@@ -67,18 +65,25 @@ def prove(collective, algorithm, world_size, *, thorough):
     tree = sums_by_the_tree(collective, algorithm, world_size)
     for case in cases(collective, algorithm, world_size, thorough=thorough):
         plans = build_all(collective, algorithm, world_size, **case)
-        verify(plans, contract_of(collective, world_size, tree=tree, **case))
+        try:
+            verify(plans, contract_of(collective, world_size, tree=tree, **case))
+        except PlanError as error:
+            pytest.fail(f"{collective} by {algorithm} on {world_size} ranks with {case}: {error}")
 
 
-@pytest.mark.parametrize(("collective", "algorithm", "world_size"), pairs_on(WORLD_SIZES))
-def test_the_plan_fulfils_its_contract(collective, algorithm, world_size):
-    prove(collective, algorithm, world_size, thorough=world_size <= 9)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_the_plan_fulfils_its_contract(collective, algorithm, batch):
+    for world_size in able(collective, algorithm, BATCHES[batch]):
+        prove(collective, algorithm, world_size, thorough=world_size <= 9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("collective", "algorithm", "world_size"), pairs_on(range(1, 65)))
+@pytest.mark.parametrize("world_size", range(1, 65))
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 def test_the_plan_fulfils_its_contract_for_every_world_size_and_count(collective, algorithm, world_size):
-    prove(collective, algorithm, world_size, thorough=True)
+    for n in able(collective, algorithm, [world_size]):
+        prove(collective, algorithm, n, thorough=True)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
@@ -89,9 +94,9 @@ def test_a_group_of_one_has_nothing_to_do(collective, algorithm):
     assert plan.scratch_count == 0
 
 
-@pytest.mark.parametrize(("collective", "algorithm", "world_size"), pairs_on([2, 3, 5, 8]))
-def test_the_count_does_not_change_who_talks_to_whom(collective, algorithm, world_size):
-    def links(count):
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_the_count_does_not_change_who_talks_to_whom(collective, algorithm):
+    def links(world_size, count):
         plans = build_all(collective, algorithm, world_size, count=count)
         return [
             [
@@ -101,24 +106,26 @@ def test_the_count_does_not_change_who_talks_to_whom(collective, algorithm, worl
             for plan in plans
         ]
 
-    assert links(0) == links(1) == links(20)
+    for n in able(collective, algorithm, [2, 3, 5, 8]):
+        assert links(n, 0) == links(n, 1) == links(n, 20)
 
 
-@pytest.mark.parametrize(("collective", "algorithm", "world_size"), pairs_on([2, 3, 5, 8]))
-def test_every_rank_has_the_same_number_of_rounds(collective, algorithm, world_size):
-    plans = build_all(collective, algorithm, world_size, count=4)
-    assert len({len(plan.rounds) for plan in plans}) == 1
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_every_rank_has_the_same_number_of_rounds(collective, algorithm):
+    for n in able(collective, algorithm, [2, 3, 5, 8]):
+        assert len({len(plan.rounds) for plan in build_all(collective, algorithm, n, count=4)}) == 1
 
 
-@pytest.mark.parametrize(("collective", "algorithm", "world_size"), pairs_on([2, 3, 5, 8]))
-def test_in_shared_memory_every_receive_finds_its_part(collective, algorithm, world_size):
-    for case in cases(collective, algorithm, world_size, thorough=False):
-        plans = build_all(collective, algorithm, world_size, **case)
-        published = [publications(plans, rank) for rank in range(world_size)]
-        for rank, rounds in enumerate(published):
-            for number, publication in enumerate(rounds):
-                assert publication.length == sum(chunk.count for chunk in publication.ranges)
-                assert publication.length <= publication.longest
-                for take in publication.takes:
-                    assert take.start + take.target.count <= published[take.peer][number].length
-                    assert take.peer != rank
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_in_shared_memory_every_receive_finds_its_part(collective, algorithm):
+    for n in able(collective, algorithm, [2, 3, 5, 8]):
+        for case in cases(collective, algorithm, n, thorough=False):
+            plans = build_all(collective, algorithm, n, **case)
+            published = [publications(plans, rank) for rank in range(n)]
+            for rank, rounds in enumerate(published):
+                for number, publication in enumerate(rounds):
+                    assert publication.length == sum(chunk.count for chunk in publication.ranges)
+                    assert publication.length <= publication.longest
+                    for take in publication.takes:
+                        assert take.start + take.target.count <= published[take.peer][number].length
+                        assert take.peer != rank
