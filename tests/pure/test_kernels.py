@@ -7,10 +7,9 @@ import pytest
 from syncvar.errors import ConfigError
 from syncvar.runtime.kernels import OPS as ALL_OPS
 from syncvar.runtime.kernels import finish, reduction
-
-OPS = ALL_OPS[:5]  # those that every number has; the others are tested below
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 
+OPS = ALL_OPS[:5]  # those that every number has; the others are tested with the messages and groups
 HALVES = {"float16", "bfloat16"}
 INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 
