@@ -40,7 +40,7 @@ class Divergence(NamedTuple):
 
 
 def divergences(records: Sequence[Record]) -> list[Divergence]:
-    """Return the first divergence of each group, the earliest first.
+    """Return the first divergence of each group: the earliest first, but those behind which nobody was held up last.
 
     A call diverges when ranks made it with other fingerprints, or when a rank of which a record is there did not
     enter it. What lies before the beginning of a full ring is not known, and neither is what a rank did after a record
@@ -67,7 +67,7 @@ def divergences(records: Sequence[Record]) -> list[Divergence]:
     found: dict[int, Divergence] = {}
     for one in _without_excuse(every):
         found.setdefault(one.group, one)
-    return sorted(found.values(), key=lambda one: (one.began, one.group))
+    return sorted(found.values(), key=lambda one: (_is_done(one), one.began, one.group))
 
 
 def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
@@ -94,6 +94,11 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
             return suspects
         suspects = [one for one in suspects if one not in excused]
         blamed = {(one.group, one.call) for one in suspects}
+
+
+def _is_done(one: Divergence) -> bool:
+    """Return whether nobody minds: a message may be sent, or a root be done, long before the others come."""
+    return all(event.state == "done" for event in one.made.values())
 
 
 def _differs(one: Divergence) -> bool:

@@ -156,7 +156,7 @@ def group_name(group: int, members: tuple[int, ...]) -> str:
         >>> group_name(0, (0, 1)), group_name(3, (0, 2))
         ('the world', 'group 3 (ranks 0, 2)')
         >>> group_name(9552367009143471357, (0, 1))
-        'group 98fd (ranks 0, 1)'
+        'group 3cfd (ranks 0, 1)'
     """
     if group == 0:
         return "the world"

@@ -158,6 +158,14 @@ def test_who_is_held_up_in_another_group_has_an_excuse():
     assert divergences(records(*each)) == []
 
 
+def test_a_message_that_nobody_has_fetched_comes_last():
+    each = mismatch()
+    each[0]["events"].insert(1, list(call(0, ("send to rank 1, tag 0", 9), 7, 8, group=5)))
+    for one in each[:2]:
+        one["groups"]["5"] = [0, 1]
+    assert [(one.group, one.call) for one in divergences(records(*each))] == [(0, 6), (5, 0)]
+
+
 def test_what_lies_before_a_full_ring_is_not_known():
     each = [data(0, same(0, 9)), data(1, same(1, 9, 6), is_whole=False), data(2, same(2, 9, 8), is_whole=False)]
     assert divergences(records(*each)) == []
