@@ -5,6 +5,8 @@ import itertools
 import pytest
 from launching import Job
 
+collect_ignore = ["soak.py", "every_collective.py"]  # scripts that run as ranks
+
 
 @pytest.fixture
 def launch(tmp_path):
