@@ -96,6 +96,20 @@ def _shared_memory():
     return {}
 
 
+def _used_by_others(names, own):
+    """Return those names of shared memory that processes outside the test have open or mapped, or that are gone."""
+    left = {name for name in names if os.path.lexists(f"{_SHARED_MEMORY}/{name}")}
+    used = set(names) - left
+    for pid in _processes() - own.keys() - {os.getpid()} if left else ():
+        held = _text(f"/proc/{pid}/maps")
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    held += os.readlink(f"/proc/{pid}/fd/{number}") + "\n"
+        used |= {name for name in left if f"{_SHARED_MEMORY}/{name}\n" in held or f"{_SHARED_MEMORY}/{name} (deleted)\n" in held}
+    return used
+
+
 def _processes():
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
@@ -119,8 +133,9 @@ class _Snapshot:
         self.runtime = runtime
         self.mark = uuid.uuid4().hex
         self.processes = _processes()
-        self.looks = [_children, _descriptors, _threads, lambda: _files(runtime), _shared_memory]
+        self.looks = [_children, _descriptors, _threads, lambda: _files(runtime)]
         self.before = [look() for look in self.looks]
+        self.names = _shared_memory()
 
     def own_processes(self):
         """Return the processes that the test has started, children of children included: pid -> words."""
@@ -131,8 +146,15 @@ class _Snapshot:
         found = {}
         for look, before in zip(self.looks, self.before, strict=True):
             found |= {words: key for key, words in look().items() if key not in before}
-        found |= {words: pid for pid, words in self.own_processes().items()}
-        return found
+        own = self.own_processes()
+        found |= {words: pid for pid, words in own.items()}
+        return found | {words: name for name, words in self.shared_memory(own).items()}
+
+    def shared_memory(self, own):
+        """Return the new names of shared memory, without those that other programs of this machine use."""
+        names = {name: words for name, words in _shared_memory().items() if name not in self.names}
+        used = _used_by_others(names, own) if names else ()
+        return {name: words for name, words in names.items() if name not in used}
 
     def left(self):
         """Return what stays after everything had time to end."""
@@ -148,8 +170,8 @@ class _Snapshot:
 
     def clear(self):
         """End the processes of the test and remove its files."""
-        before = self.before[0]
-        for pid in {*self.own_processes(), *(_children().keys() - before.keys())}:
+        before, own = self.before[0], self.own_processes()
+        for pid in {*own, *(_children().keys() - before.keys())}:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
@@ -158,7 +180,7 @@ class _Snapshot:
             shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        for name in _shared_memory().keys() - self.before[4].keys():
+        for name in self.shared_memory(own):
             with contextlib.suppress(OSError):
                 os.unlink(f"{_SHARED_MEMORY}/{name}")
 

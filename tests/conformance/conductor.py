@@ -49,7 +49,7 @@ class _Ended(Exception):
 class _Launch:
     """Ranks that wait for orders."""
 
-    def __init__(self, replicas, folder, case_s):
+    def __init__(self, replicas, folder, case_s, transport):
         self.replicas, self.folder, self.case_s = replicas, folder, case_s
         self.lines, self.buffers = {}, {}
         path = os.path.join(folder, "s")
@@ -66,6 +66,7 @@ class _Launch:
         environment = os.environ | {
             "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(0.75 * case_s),
             "PYTHONDONTWRITEBYTECODE": "1",
+            "SYNCVAR_TRANSPORT": transport,
         }
         self.process = subprocess.Popen(
             line,
@@ -148,7 +149,7 @@ class _Launch:
         self.log.close()
 
 
-def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None):
+def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="auto"):
     """Run cases, all of the same number of replicas, over real processes; return their outcomes by id.
 
     Args:
@@ -156,6 +157,7 @@ def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None):
         case_s: Seconds allowed for one case.
         launches: A list that gets one entry for each launch: the id of the first case.
         sabotage: To test the conductor: id of a case -> (rank, "hang" or "exit").
+        transport: "auto": what this host offers, an arena; "zmq": links.
     """
     outcomes = {}
     left = list(cases)
@@ -164,16 +166,16 @@ def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None):
         while left:
             if launches is not None:
                 launches.append(left[0]["id"])
-            _conduct_launch(left, outcomes, folder, case_s, sabotage or {})
+            _conduct_launch(left, outcomes, folder, case_s, sabotage or {}, transport)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return outcomes
 
 
-def _conduct_launch(left, outcomes, folder, case_s, sabotage):
+def _conduct_launch(left, outcomes, folder, case_s, sabotage, transport):
     """Run cases from the front of `left` until none is left or the launch cannot go on."""
     try:
-        launch = _Launch(left[0]["replicas"], folder, case_s)
+        launch = _Launch(left[0]["replicas"], folder, case_s, transport)
     except _Ended as error:
         case = left.pop(0)
         outcomes[case["id"]] = Outcome(case, [f"no launch: {error}"])

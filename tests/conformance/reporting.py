@@ -8,7 +8,7 @@ import conductor
 
 
 class Launches:
-    """The outcomes of all cases by number of replicas, each from one launch over real processes; made when asked for.
+    """The outcomes of all cases by number of replicas and path, each from one launch over real processes; made when asked for.
 
     Registered with pytest as a plugin, to print its report at the end of the run.
     """
@@ -16,15 +16,16 @@ class Launches:
     def __init__(self):
         self._done = {}
 
-    def outcomes(self, replicas):
+    def outcomes(self, replicas, transport="auto"):
         """Return the outcomes by id of all cases of this number of replicas that do not wait for a feature."""
-        if replicas not in self._done:
+        key = replicas, transport
+        if key not in self._done:
             began = time.monotonic()
             launches = []
             cases = [case for case in collection.load() if case["replicas"] == replicas and not collection.waits(case)]
-            found = conductor.conduct(cases, launches=launches)
-            self._done[replicas] = found, time.monotonic() - began, len(launches)
-        return self._done[replicas][0]
+            found = conductor.conduct(cases, launches=launches, transport=transport)
+            self._done[key] = found, time.monotonic() - began, len(launches)
+        return self._done[key][0]
 
     def pytest_terminal_summary(self, terminalreporter):
         """Print passed and all cases by category, the launches, and what waits for a feature."""
@@ -38,8 +39,8 @@ class Launches:
         write = terminalreporter.write_line
         terminalreporter.section("conformance over real processes")
         write("  ".join(f"{name} {passed}/{every}" for name, (passed, every) in sorted(counts.items())))
-        for replicas, (found, seconds, launches) in sorted(self._done.items()):
-            write(f"{replicas} replicas: {len(found)} cases in {seconds:.1f} s, launches {launches}")
+        for (replicas, transport), (found, seconds, launches) in sorted(self._done.items()):
+            write(f"{replicas} replicas over {transport}: {len(found)} cases in {seconds:.1f} s, launches {launches}")
         waiting = sum(collection.waits(case) for case in collection.load())
         entries = ", ".join(f"{entry} ({needs})" for entry, needs in collection.NOT_YET.items())
         write(f"not yet ({waiting} cases): {entries}")

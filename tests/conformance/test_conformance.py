@@ -11,6 +11,7 @@ import reporting
 _CASES = collection.load()
 _NOW = [case for case in _CASES if not collection.waits(case)]
 _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
+_LINKS = [(replicas, category, "zmq") for replicas, category in _GRID if replicas in (2, 3)]
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +43,11 @@ def test_a_case_waits_exactly_while_its_feature_is_missing():
     assert not unused
 
 
-@pytest.mark.parametrize(("replicas", "category"), _GRID, ids=lambda value: str(value))
-def test_cases_over_processes(launches, replicas, category):
-    found = [one for one in launches.outcomes(replicas).values() if one.case["category"] == category]
+@pytest.mark.parametrize(
+    ("replicas", "category", "transport"), [*((*one, "auto") for one in _GRID), *_LINKS], ids=lambda value: str(value)
+)
+def test_cases_over_processes(launches, replicas, category, transport):
+    found = [one for one in launches.outcomes(replicas, transport).values() if one.case["category"] == category]
     assert len(found) == sum(case["category"] == category and case["replicas"] == replicas for case in _NOW)
     failed = [one for one in found if not one.passed]
     assert not failed, f"{len(failed)} of {len(found)} failed\n" + "\n".join(map(str, failed))

@@ -26,15 +26,11 @@ SEGMENT_BYTES = 96 << 10
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Segments are short, and threads let each other go on soon."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(2e-5)
+def short_segments(monkeypatch):
+    """Segments are short."""
     for name, module in list(sys.modules.items()):
         if name.startswith("syncvar.") and hasattr(module, "SEGMENT_BYTES"):
             monkeypatch.setattr(module, "SEGMENT_BYTES", SEGMENT_BYTES)
-    yield
-    sys.setswitchinterval(before)
 
 
 def results(size, fn, *, shared=True, **more):

@@ -23,15 +23,6 @@ SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.02, shutdown_tim
 COUNTS = (1, 50, 5_000, 20_000, 150_000)  # everybody sums, each its part, several segments
 
 
-@pytest.fixture(autouse=True)
-def quick():
-    """Threads let each other go on soon."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(2e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 def results(size, fn):
     """Run ranks of which none may fail."""
     out = run_ranks(size, fn, shared=True, config=SOON, timeout_s=40)

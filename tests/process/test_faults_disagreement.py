@@ -5,10 +5,19 @@ F09 a rank that is late, F30 the same call with other arguments, F31 other calls
 
 import re
 
+import pytest
 from launching import check_bound
 
 BOUND_S = 0.5
 ARBITER_S = 1.0
+
+
+
+@pytest.fixture(params=["auto", "zmq"], autouse=True)
+def path(request, monkeypatch):
+    """Each of these tests, in shared memory and over links."""
+    monkeypatch.setenv("SYNCVAR_TRANSPORT", request.param)
+
 
 ARGUMENTS = """
 import numpy as np

@@ -7,7 +7,7 @@ call back, so that the culprit is hit inside it; rank 0 then learns of the loss 
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from launching import check_bound, last_exception
@@ -115,6 +115,7 @@ class Row:
         exit_code: Of the launcher.
         reason: Words that every survivor's PeerLost has.
         bound_s: From the fault to the last survivor's exception, with the deadlines of the test profile.
+        transport: "auto": shared memory; "zmq": links.
     """
 
     fault: str
@@ -123,12 +124,13 @@ class Row:
     exit_code: int
     reason: str
     bound_s: float
+    transport: str = "auto"
 
     def __str__(self):
-        return f"{self.fault}-{self.how}-{self.phase}"
+        return f"{self.fault}-{self.how}-{self.phase}" + ("" if self.transport == "auto" else f"-{self.transport}")
 
 
-ROWS = (
+ARENA = (
     *(Row("F01", "raise", phase, 1, "ValueError", 0.5) for phase in "SRCXVE"),
     *(Row("F02", "leave", phase, 70, "left with status 0 before shutdown", 0.5) for phase in "CXVE"),
     *(Row("F03", "SIGKILL", phase, 137, "signal 9", 0.5) for phase in "SRCXVE"),
@@ -136,9 +138,12 @@ ROWS = (
 )
 
 
+ROWS = (*ARENA, *(replace(row, transport="zmq") for row in ARENA if row.phase == "X" or (row.how, row.phase) == ("SIGKILL", "V")))
+
+
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_lost_rank(launch, row):
-    job = launch(SCRIPT, workers=3, arguments=[row.how, row.phase])
+    job = launch(SCRIPT, workers=3, arguments=[row.how, row.phase], env={"SYNCVAR_TRANSPORT": row.transport})
     if row.how.startswith("SIG"):
         job.await_events("ready")
         if row.phase == "X":

@@ -54,9 +54,10 @@ for _ in range(20):
 """
 
 
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
 @pytest.mark.parametrize("phase", "CX")
-def test_f42_fork(launch, phase):
-    job = launch(FORK, workers=2, arguments=[phase])
+def test_f42_fork(launch, phase, transport):
+    job = launch(FORK, workers=2, arguments=[phase], env={"SYNCVAR_TRANSPORT": transport})
     assert job.wait() == 0, str(job)
     for event in job.events("child"):
         assert event["error"] == "UsageError", str(job)
@@ -125,8 +126,9 @@ probe.note("done")
 """
 
 
-def test_f43_threads(launch):
-    job = launch(THREADS, workers=2)
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
+def test_f43_threads(launch, transport):
+    job = launch(THREADS, workers=2, env={"SYNCVAR_TRANSPORT": transport})
     assert job.wait() == 0, str(job)
     assert len(job.events("done")) == 2, str(job)
 

@@ -12,12 +12,12 @@ PROFILE = HERE.parents[1] / "configs" / "ci.toml"
 PROGRAMS = 60
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_sample_on_real_processes(size):
+@pytest.mark.parametrize(("size", "transport"), [(2, "auto"), (3, "auto"), (4, "auto"), (3, "zmq")])
+def test_a_sample_on_real_processes(size, transport):
     line = [
         sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--workers", str(size),
         str(HERE / "sample.py"), str(size * 10_000), str(PROGRAMS),
     ]  # fmt: skip
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"SYNCVAR_TRANSPORT": transport})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.count(f"{PROGRAMS} programs") == size

@@ -18,9 +18,10 @@ CONFIG = RuntimeConfig(collective_timeout_s=DEADLINE_S, stall_warning_s=4.0, ren
 class World:
     """Replicas that wait for programs."""
 
-    def __init__(self, size, faults=None):
+    def __init__(self, size, faults=None, *, shared=False):
         self.size = size
         self.faults = faults
+        self.shared = shared
         self.names = itertools.count()
         self.inboxes = [queue.SimpleQueue() for _ in range(size)]
         self.done = queue.SimpleQueue()
@@ -28,7 +29,7 @@ class World:
         self.thread.start()
 
     def _live(self):
-        run_ranks(self.size, self._replica, faults=self.faults, config=CONFIG, timeout_s=600.0)
+        run_ranks(self.size, self._replica, faults=self.faults, shared=self.shared, config=CONFIG, timeout_s=600.0)
 
     def _replica(self):
         replica = Replica()
@@ -66,9 +67,10 @@ class World:
 class Worlds(contextlib.ExitStack):
     """Worlds of each size, made when they are needed."""
 
-    def __init__(self, faults=None):
+    def __init__(self, faults=None, *, shared=False):
         super().__init__()
         self.faults = faults
+        self.shared = shared
         self.living = {}
 
     def __enter__(self):
@@ -83,7 +85,7 @@ class Worlds(contextlib.ExitStack):
         """Execute a program and return where it differs from the model, in words; None where it does not."""
         world = self.living.get(program.size)
         if world is None:
-            world = self.living[program.size] = World(program.size, self.faults)
+            world = self.living[program.size] = World(program.size, self.faults, shared=self.shared)
         found = difference(predict(program), world.execute(program))
         if found is not None:
             self.living.pop(program.size).close()

@@ -15,6 +15,15 @@ import os, signal, socket, subprocess, sys, threading, time
 import pytest
 
 kept = []
+OTHER = """
+import os, sys
+sys.stdin.readline()
+file = open("/dev/shm/syncvar-test-of-others", "w")
+print("made", flush=True)
+sys.stdin.readline()
+os.unlink(file.name)
+"""
+other = subprocess.Popen([sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 def test_clean():
     kept.append([])
@@ -57,6 +66,13 @@ def test_shared_memory():
     with open("/dev/shm/syncvar-test-forgotten", "w"):
         pass
 
+def test_shared_memory_of_others():
+    # Started before this test, so it is no process of it; it makes a name, keeps it open, and removes it when it ends.
+    other.stdin.write(b"go\\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == b"made\\n"
+    assert "syncvar-test-of-others" in os.listdir("/dev/shm")
+
 def test_slow_end():
     thread = threading.Thread(target=time.sleep, args=(0.15,))
     thread.start()
@@ -65,7 +81,7 @@ def test_clean_again():
     assert not [name for name in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if name != "syncvar"]
 '''
 
-CLEAN = {"test_clean", "test_slow_end", "test_clean_again"}
+CLEAN = {"test_clean", "test_shared_memory_of_others", "test_slow_end", "test_clean_again"}
 
 
 @pytest.fixture(scope="module")
