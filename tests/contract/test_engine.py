@@ -397,7 +397,7 @@ def test_a_missed_deadline_names_the_missing_rank_on_all_and_breaks_every_group(
 def test_a_cut_link_is_told_to_both_ends_and_to_everybody():
     def fn():
         sv.barrier()
-        return caught(lambda: [sv.all_reduce(np.ones(50_000)) for _ in range(20)])
+        return caught(lambda: [sv.all_reduce(np.ones(50_000), algorithm="ring") for _ in range(20)])
 
     out = run_ranks(4, fn, config=SOON, faults=Faults(cut=(1, 2, 9)))
     assert all(isinstance(one, PeerLost) for one in out), out
