@@ -59,7 +59,7 @@ class RuntimeConfig:
     window_bytes: int = _knob(64 << 20, "B", "unconsumed bytes allowed on a link for each group", 4096)
     segment_bytes: int = _knob(1 << 20, "B", "largest payload of one frame", 1024)
     arena_bytes: int = _knob(1 << 40, "B", "virtual size of the memory that the processes of one host share", 16 << 20)
-    algorithm: str = _knob("", "", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree")
+    algorithm: str = _knob("", "list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree")
     eager_bytes: int = _knob(65536, "B", "longest message of send that does not wait for its receiver", 0)
     log_level: str = _knob("warning", "", "what workers log on standard error", choices=("warning", "info", "debug"))
     trace: str = _knob("", "path", "folder for the flight record of every rank, written at the end of every run")

@@ -194,7 +194,8 @@ class SharedOperation(Operation):
 def settled(channel: Channel) -> Iterator[int]:
     """Wait, where an earlier call was given up, until the others are past what this rank has published."""
     if not channel.is_settled:
-        yield -channel.phase if channel.phase else channel.last
+        if channel.last:  # else it has published nothing yet
+            yield -channel.phase if channel.phase else channel.last
         channel.is_settled = True
 
 

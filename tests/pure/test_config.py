@@ -20,8 +20,8 @@ def test_every_knob_has_words_a_unit_in_its_name_and_a_default_that_passes(name)
     item = KNOBS[name]
     assert len(item.metadata["text"]) > 10
     unit = item.metadata["unit"]
-    assert unit in ("s", "B", "path", "")
-    assert not unit or name.endswith({"s": "_s", "B": "_bytes", "path": "trace"}[unit])
+    assert unit in ("s", "B", "path", "list", "")
+    assert not unit or name.endswith({"s": "_s", "B": "_bytes", "path": "trace", "list": "algorithm"}[unit])
     assert bool(unit) != bool(item.metadata["choices"])
     RuntimeConfig(**{name: item.default})
 
