@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.plans import ALGORITHMS, Buffer, Chunk, Plan, Recv, Reduce, Send, build, contract_of, sums_by_the_tree
+from syncvar.plans import (
+    ALGORITHMS,
+    Buffer,
+    Chunk,
+    Plan,
+    Recv,
+    Reduce,
+    Send,
+    build,
+    contract_of,
+    sums_by_the_tree,
+)
 from syncvar.runtime.executor import prepare
 from syncvar.runtime.group import Request
 from syncvar.runtime.operation import Stage
