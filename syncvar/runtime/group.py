@@ -216,14 +216,18 @@ class Communicator:
                 self._plans.clear()
             sizes: Any = {"count": counts}
             total: Any = counts
+            is_even = True
             if isinstance(counts, tuple):
                 is_matrix = collective == "all_to_all"
                 sizes = {"matrix" if is_matrix else "counts": counts}
+                rows: Any = counts if is_matrix else (counts,)
+                is_even = len({count for row in rows for count in row}) == 1
                 total = sum(map(sum, counts)) // self.size if is_matrix else sum(counts)  # type: ignore[arg-type]
             wanted = algorithm or self.forced(collective)
             chosen = choose(
-                collective, total * itemsize, self.size, reproducible=reproducible, forced=wanted, shared=self.is_shared
-            ).algorithm
+                collective, total * itemsize, self.size,
+                reproducible=reproducible, forced=wanted, shared=self.is_shared, even=is_even,
+            ).algorithm  # fmt: skip
             if self.is_shared:
                 plans = build_all(collective, chosen, self.size, root=root, **sizes)
                 found = prepare_published(plans, self.member_rank)
