@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from syncvar.errors import ConfigError
 from syncvar.plans import tree_order
 from syncvar.runtime.fused import Fused
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import Reduction, divided, finish, reduction
+from syncvar.runtime.kernels import OPS, Reduction, divided, finish, reduction
 from syncvar.runtime.operation import Into, Stage
 from syncvar.runtime.published import Published
 
@@ -241,6 +243,7 @@ def reduce_together(
     Returns:
         The results, in order.
     """
+    arrays = _apart(arrays, targets)
     kinds: dict[Reduction, list[int]] = {}
     if len(set(hows)) == 1:
         kinds[hows[0]] = list(range(len(hows)))
@@ -262,6 +265,27 @@ def reduce_together(
         for index, result in zip(places, made, strict=True):
             results[index] = result
     return results
+
+
+def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
+    """Return the arrays, with a copy of each that lies where the result of another one goes."""
+    written = sorted(
+        (*np.lib.array_utils.byte_bounds(target), index) for index, target in enumerate(targets) if target is not None
+    )
+    if not written:
+        return arrays
+    starts = [low for low, _, _ in written]
+    reach = list(accumulate((high for _, high, _ in written), max))
+    made = []
+    for index, array in enumerate(arrays):
+        low, high = np.lib.array_utils.byte_bounds(array)
+        last = bisect_left(starts, high)
+        first = bisect_right(reach, low, 0, last)
+        others = any(
+            written[place][2] != index and written[place][1] > low and array.size for place in range(first, last)
+        )
+        made.append(array.copy() if others else array)
+    return made
 
 
 def _fused(
@@ -317,7 +341,7 @@ def shortcut_of(
     if communicator.channel is None or communicator.forced("all_reduce") is not None or not x.dtype.isnative:
         return None
     how, digest, what = _described(x, op, reproducible, name)
-    if how.is_locating:
+    if how.is_locating or how.name not in OPS:  # a registered op may be replaced
         return None
     return communicator.add_shortcut((name, op, x.dtype, x.shape, reproducible), how, x.shape, digest, what, apply)
 

@@ -78,6 +78,7 @@ class Context:
         self.host_count = environment.host_count if environment else 1
         self.generation = generation
         self.is_closed = False
+        self.is_forked = False
         self.process = os.getpid()
         self.extras: dict[str, Any] = {}  # what upper rooms keep per context: default strategy, names of variables
         self._transport = transport
@@ -142,7 +143,7 @@ class Context:
         channel = None
         if shares and self._channels is not None and len(members) > 1 and self.rank in members and self._channels.serves(members):
             channel = self._channels.make(identity, members, members.index(self.rank))
-        made = Communicator(identity, members, self.rank, self.engine, channel, recorder=self.recorder)
+        made = Communicator(identity, members, self.rank, self.engine, channel, recorder=self.recorder, forced=self._forced)
         self._communicators.add(made)
         return made
 
@@ -204,6 +205,8 @@ class Context:
             self.engine.disown(failure)
         for communicator in self._communicators:
             communicator.disown(failure)
+        self.is_forked = True
+        self.arena = None  # the memory is the parent's; what lies in it is copied when it is written
         self.is_closed = True
         _state.forked = failure
 

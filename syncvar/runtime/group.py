@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
-from syncvar.plans import build, build_all, choose
+from syncvar.plans import build, build_all, choose, sums_by_the_tree, unsuited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
 from syncvar.runtime.recorder import Recorder, Told
@@ -223,7 +223,14 @@ class Communicator:
                 rows: Any = counts if is_matrix else (counts,)
                 is_even = len({count for row in rows for count in row}) == 1
                 total = sum(map(sum, counts)) // self.size if is_matrix else sum(counts)  # type: ignore[arg-type]
-            wanted = algorithm or self.forced(collective)
+            wanted = algorithm
+            if wanted is None:  # the job's demand holds where it can: not for calls that need another order or evenness
+                wanted = self.forced(collective)
+                if wanted and (
+                    unsuited(collective, wanted, self.size, even=is_even)
+                    or (reproducible and not sums_by_the_tree(collective, wanted, self.size))
+                ):
+                    wanted = None
             chosen = choose(
                 collective, total * itemsize, self.size,
                 reproducible=reproducible, forced=wanted, shared=self.is_shared, even=is_even,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
-from syncvar.errors import InternalError
+from syncvar.errors import InternalError, SyncvarError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.operation import Into, Operation, State
@@ -221,7 +221,7 @@ def staged(
                 if is_first:
                     yield from agreed(channel, check, channel.begin(call, check))
                 return end.value
-            except Exception as error:
+            except SyncvarError as error:
                 if is_first:
                     raise
                 raise BodyError(error) from error

@@ -42,10 +42,11 @@ class Storage:
         (array([0., 0., 0.]), array([1., 0., 0.]))
     """
 
-    __slots__ = ("_bytes", "_context", "_references", "array", "lock", "view")
+    __slots__ = ("_bytes", "_context", "_references", "array", "is_being_written", "lock", "view")
 
     def __init__(self, context: Context, value: NDArray[Any]) -> None:
         self._context = context
+        self.is_being_written = False  # by a call that other replicas take part in
         self.lock = threading.Lock()  # held while the array is written by this process alone
         self._take(value.shape, value.dtype)
         self.array[...] = value
@@ -81,9 +82,18 @@ class Storage:
 
     def expose(self) -> NDArray[Any]:
         """Return a read-only view that never changes; nobody can make it writable."""
+        if self.is_being_written:  # another thread reads: what it gets must not change under it
+            copy = self.array.copy()
+            copy.flags.writeable = False
+            return copy
         # By way of frombuffer: np.ndarray itself looks through a read-only memoryview.
         ground = np.frombuffer(memoryview(self._bytes).toreadonly(), np.uint8)
         return np.ndarray(self.array.shape, self.array.dtype, ground)
+
+    @property
+    def _is_parents(self) -> bool:
+        """Whether this process is a forked copy, and the array lies in memory that it shares with its parent."""
+        return self._context.is_forked and not (type(self._bytes) is np.ndarray and self._bytes.base is None)
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
         """Return the array to write to: no view of it is alive.
@@ -91,7 +101,7 @@ class Storage:
         Args:
             keep: It has to hold what the array held; else anything.
         """
-        if self.is_exposed:
+        if self.is_exposed or self._is_parents:
             before = self.array
             self._take(before.shape, before.dtype)
             if keep:

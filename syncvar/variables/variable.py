@@ -415,9 +415,16 @@ class Variable(ArrayProtocol):
             context, shortcut = prepared
             stack = places(self._owner.context)
             is_there = stack and stack[-1].owner is self._owner and stack[-1].context is context
-            if is_there and shortcut(x, self._storage.writable()) is not None:
-                self._count_write()
-                return self
+            if is_there and self._owner.communicator.channel is not None:
+                storage = self._storage
+                storage.is_being_written = True
+                try:
+                    done = shortcut(x, storage.writable())
+                finally:
+                    storage.is_being_written = False
+                if done is not None:
+                    self._count_write()
+                    return self
         action = self._decide(operation)
         if isinstance(x, Variable):
             x = x.read_value(copy=False)
@@ -509,7 +516,11 @@ class Variable(ArrayProtocol):
         if action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW):
             together = mine()
         else:
-            together = self._travel(action, what, mine, request)
+            self._storage.is_being_written = True
+            try:
+                together = self._travel(action, what, mine, request)
+            finally:
+                self._storage.is_being_written = False
         store(together)
         self._writes += 1
         return self

@@ -121,3 +121,18 @@ def test_what_is_no_group_of_variables_is_refused():
         sv.assign_all([(v, 1.0), (other, 2.0)])
     sv.assign_all([])
     assert float(v) == 1.0
+
+
+def test_a_result_may_go_where_another_array_lies(ranks):
+    def fn():
+        a, b = np.full(400_000, 1.0, np.float32), np.full(400_000, 10.0, np.float32)
+        sv.all_reduce([a, b], out=[b, a])
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            v = sv.Variable(np.full(400_000, 1.0, np.float32), aggregation="SUM")
+            w = sv.Variable(np.full(400_000, 10.0, np.float32), aggregation="MEAN")
+        strategy.run(lambda: sv.assign_all([(v, w), (w, v)]))
+        swapped = [v.numpy()[-1].item(), w.numpy()[-1].item()]
+        return a[-1].item(), b[-1].item(), bool((a == 20).all() and (b == 2).all()), swapped
+
+    assert ranks(2, fn) == [(20.0, 2.0, True, [20.0, 1.0])] * 2

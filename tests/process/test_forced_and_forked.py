@@ -1,0 +1,50 @@
+"""A setting that demands algorithms for the whole job; a forked child and its parent's variables; an op that is replaced."""
+
+import pytest
+
+FORCED = """
+import numpy as np
+import syncvar as sv
+from syncvar.runtime.context import current
+
+world = current().world
+assert world.forced("all_reduce") == "ring" and world.forced("all_gather") == "dissemination"
+assert sv.all_reduce(np.ones(5)).tolist() == [3.0] * 5
+assert sv.all_reduce(np.ones(5), reproducible=True).tolist() == [3.0] * 5
+assert sv.all_gather(np.ones(sv.rank())).size == 3  # uneven: the demand cannot hold
+assert sv.all_gather_object(sv.rank()) == [0, 1, 2]
+print("forced")
+"""
+FORKED = """
+import os
+import numpy as np
+import syncvar as sv
+
+x = sv.Variable(np.zeros(4), synchronization="NONE")
+child = os.fork()
+if child == 0:
+    x.assign([7, 7, 7, 7])
+    os._exit(0 if x.numpy().tolist() == [7.0] * 4 else 3)
+assert os.waitpid(child, 0)[1] == 0
+assert x.numpy().tolist() == [0.0] * 4
+sv.barrier()
+y = np.array([sv.rank() + 1.0])
+for function, wanted in ((lambda left, right: left, 1.0), (lambda left, right: right, 2.0)):
+    sv.register_op("mine", function, replace=True)
+    assert [float(sv.all_reduce(y, "mine")[0]) for _ in range(3)] == [wanted] * 3
+print("apart")
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
+def test_a_demand_for_the_job_holds_where_it_can(launch, transport):
+    demand = "all_reduce:ring, all_gather:dissemination"
+    job = launch(FORCED, workers=3, env={"SYNCVAR_ALGORITHM": demand, "SYNCVAR_TRANSPORT": transport})
+    assert job.wait() == 0, str(job)
+    assert job.out.count("forced") == 3
+
+
+def test_a_forked_child_writes_to_its_own_memory(launch):
+    job = launch(FORKED, workers=2)
+    assert job.wait() == 0, str(job)
+    assert job.out.count("apart") == 2
