@@ -314,7 +314,7 @@ class Channel:
         return tuple(rank for rank, entry in enumerate(self._entries) if self.words[entry] >= self.last + 2)
 
     def side_of(self, rank: int) -> int:
-        """Return on which side a rank of the group has published phase 0 of this call."""
+        """Return on which side a rank of the group, this one too, has published phase 0 of this call."""
         word = self.words[self._entries[rank]]
         side = word & 1
         return side if word < self.last + 2 else side ^ 1
@@ -333,10 +333,14 @@ class Channel:
         words = self.words
         sources, targets = [], []
         for rank, entry in enumerate(self._entries):
-            side = self.side if rank == self.rank else self.side_of(rank)
+            side = self.side_of(rank)
             sources.append(words[entry + _SOURCE + side])
             targets.append(words[entry + _TARGET + side])
         return sources, targets
+
+    def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+        """Return the small slots of all ranks, in their order, as published in this call."""
+        return [self.small(rank, self.side_of(rank), count, dtype) for rank in range(self.size)]
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import numpy as np
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.kernels import Reduction, finish, reduction
+from syncvar.runtime.operation import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.group import Communicator
-    from syncvar.runtime.operation import Stage
 
 __all__ = ["checked_scale", "contribution", "described", "outcome", "run_plan"]
 
@@ -104,8 +104,6 @@ def run_plan(
     communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction | None, **options: Any
 ) -> Generator[Stage, None, None]:
     """Run the plan of a collective on a flat array."""
-    from syncvar.runtime.operation import Stage
-
     counts = options.pop("counts", work.size)
     if how is not None and not how.commutes and collective not in ("scan", "exscan"):
         options["reproducible"] = True  # by the tree, which keeps the ranks in order

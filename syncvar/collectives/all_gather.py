@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,9 +139,7 @@ def gathered(
     require_same(communicator, f"{name}: only lengths along axis {axis} may differ", same, records)
     moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
     lengths = [record.shape[axis] for record in records]
-    row = 1
-    for length in moved.shape[1:]:
-        row *= length
+    row = prod(moved.shape[1:])
     counts = tuple(length * row for length in lengths)
     flat = yield from gather_flat(communicator, moved.reshape(-1), counts, root, algorithm)
     whole = flat.reshape((sum(lengths), *moved.shape[1:]))

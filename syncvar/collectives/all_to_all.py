@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def _exchanged(
     communicator: Communicator, mine: list[NDArray[Any]], shapes: list[list[list[int]]], algorithm: str | None
 ) -> Generator[Stage, None, list[NDArray[Any]]]:
     size, rank = communicator.size, communicator.member_rank
-    matrix = tuple(tuple(_count(shape) for shape in row) for row in shapes)
+    matrix = tuple(tuple(prod(shape) for shape in row) for row in shapes)
     sent, received = matrix[rank], tuple(row[rank] for row in matrix)
     work = np.empty(sum(sent) + sum(received), mine[0].dtype)
     start = 0
@@ -104,10 +105,3 @@ def _exchanged(
         results.append(work[start:stop].reshape(shapes[source][rank]).copy())
         start = stop
     return results
-
-
-def _count(shape: list[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,9 +76,7 @@ def reduce_scatter(
         shape = (rows[rank], *array.shape[1:])
         into = None if out is None else checked_output(out, shape, how.result)
         work = contribution(array, how, rank)
-        width = 1
-        for length in array.shape[1:]:
-            width *= length
+        width = prod(array.shape[1:])
         counts = tuple(row * width for row in rows)
         start = list(accumulate(counts, initial=0))[rank]
 

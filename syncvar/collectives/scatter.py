@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def scatter(
         def body() -> Generator[Stage, None, Any]:
             index, shapes = unpack_object((yield from broadcast_bytes(communicator, skeleton, source)))
             dtype = dtype_from_index(index)
-            counts = tuple(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+            counts = tuple(prod(shape) for shape in shapes)
             shape = tuple(shapes[communicator.member_rank])
             flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else None
             mine = (yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)).reshape(shape)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
-from syncvar.runtime.shared_reduce import DISAGREE, bounds, combine, is_direct
+from syncvar.runtime.phases import agreed
+from syncvar.runtime.shared_reduce import bounds, combine, is_direct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -130,12 +131,9 @@ def reduce_fused(
     if opening is not None and is_direct(count * dtype.itemsize, size):
         fused_in(sources, counts, 0, count, channel.small(rank, channel.side ^ 1, count, dtype))
         call, check = opening
-        yield channel.begin(call, check)
-        if channel.disagreeing(check):
-            yield DISAGREE
-        sides = [channel.side if other == rank else channel.side_of(other) for other in range(size)]
+        yield from agreed(channel, check, channel.begin(call, check))
         total = np.empty(count, dtype)
-        combine([channel.small(other, side, count, dtype) for other, side in enumerate(sides)], ufunc, total)
+        combine(channel.smalls_now(count, dtype), ufunc, total)
         fused_out(targets, counts, 0, total / divisor if divisor else total, apply)
         return
     channel.reserve_segments()
@@ -145,9 +143,7 @@ def reduce_fused(
     fused_in(sources, counts, 0, first, channel.segment(rank, side, first, dtype))
     if opening is not None:
         call, check = opening
-        yield channel.begin(call, check, side)
-        if channel.disagreeing(check):
-            yield DISAGREE
+        yield from agreed(channel, check, channel.begin(call, check, side))
         sides, _ = channel.arrays()
     else:
         yield channel.publish()

@@ -18,6 +18,7 @@ from syncvar.errors import InternalError, SyncvarError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.operation import Into, Operation, State
+from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
 from syncvar.runtime.shared_reduce import reduce_shared
 
@@ -32,10 +33,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.operation import Outlet, Stage
     from syncvar.runtime.recorder import Entry
 
-__all__ = ["DISAGREE", "BodyError", "Published", "SharedOperation", "agreed", "prepare_published", "staged"]
-
-DISAGREE = 0
-"""Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
+__all__ = ["BodyError", "Published", "SharedOperation", "prepare_published", "staged"]
 
 
 _START = 1  # nothing: words begin at 2
@@ -189,21 +187,6 @@ class SharedOperation(Operation):
         self.channel.queue.remove(self)
         self.state = state
         self.entry.end(self.error)
-
-
-def settled(channel: Channel) -> Iterator[int]:
-    """Wait, where an earlier call was given up, until the others are past what this rank has published."""
-    if not channel.is_settled:
-        if channel.last:  # else it has published nothing yet
-            yield -channel.phase if channel.phase else channel.last
-        channel.is_settled = True
-
-
-def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
-    """Wait for phase 0 of all ranks, and compare."""
-    yield reached
-    if channel.disagreeing(check):
-        yield DISAGREE
 
 
 def staged(

@@ -20,6 +20,7 @@ import numpy as np
 from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.plans import choose, even_chunks, tree_order
 from syncvar.runtime.crowd import copy_holding, crowd, ufunc_holding
+from syncvar.runtime.phases import agreed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["bounds", "combine", "is_direct", "reduce_shared"]
 
-DISAGREE = 0
 _BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
 
 
@@ -122,9 +122,7 @@ def reduce_shared(
         source = side
     if opening is not None:
         call, check = opening
-        yield channel.begin(call, check, source, target)
-        if channel.disagreeing(check):
-            yield DISAGREE
+        yield from agreed(channel, check, channel.begin(call, check, source, target))
         sources, targets = channel.arrays()
         if all(targets) and sources == targets:
             _in_place(channel, sources, count, dtype, ufunc, divisor, hold=hold)
@@ -179,13 +177,9 @@ def _small(
     call, check = opening
     count = x.size
     channel.small(channel.rank, channel.side ^ 1, count, dtype)[...] = x
-    yield channel.begin(call, check)
-    if channel.disagreeing(check):
-        yield DISAGREE
-    sides = [channel.side if rank == channel.rank else channel.side_of(rank) for rank in range(channel.size)]
-    terms = [channel.small(rank, side, count, dtype) for rank, side in enumerate(sides)]
+    yield from agreed(channel, check, channel.begin(call, check))
     made = np.empty(count, dtype)
-    combine(terms, ufunc, made)
+    combine(channel.smalls_now(count, dtype), ufunc, made)
     if divisor:
         np.divide(made, divisor, out=made)
     _store(out, made, apply, np.copyto)

@@ -7,9 +7,10 @@ way, and so is a wait that takes long: the engine goes on from where the shortcu
 
 from __future__ import annotations
 
+from math import prod
 from threading import get_ident
 from time import monotonic_ns, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import divided, finish
-from syncvar.runtime.published import DISAGREE, SharedOperation
+from syncvar.runtime.phases import DISAGREE, agreed
+from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
 from syncvar.runtime.shared_reduce import is_direct, reduce_shared
 
@@ -62,32 +64,48 @@ def reduce_shortcut(
     channel, engine = communicator.channel, communicator.engine
     if channel is None or engine is None or not channel.is_open or channel.size == 1:
         return None
-    count = 1
-    for length in shape:
-        count *= length
-    nbytes = count * how.accumulate.itemsize
+    nbytes = prod(shape) * how.accumulate.itemsize
     make, way = (_small, "arena small") if is_direct(nbytes, channel.size) else (_long, "arena")
     told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
-    return make(communicator, channel, engine, how, shape, told, apply)
+    return make(_Ground(communicator, channel, engine, told), how, shape, apply)
 
 
-def _small(
-    communicator: Communicator,
-    channel: Channel,
-    engine: Engine,
-    how: Reduction,
-    shape: tuple[int, ...],
-    told: Told,
-    apply: np.ufunc | None,
-) -> Shortcut:
+class _Ground(NamedTuple):
+    """What a prepared call stands on, and how the engine takes over from it."""
+
+    communicator: Communicator
+    channel: Channel
+    engine: Engine
+    told: Told
+
+    def _operation(self, number: int, begin: int, steps: Any, need: int) -> SharedOperation:
+        communicator, told = self.communicator, self.told
+        entry = self.engine.recorder.begin(told, number, begin)
+        operation = SharedOperation(
+            self.channel, communicator.identity, communicator.members, number, told.fingerprint, told.what, steps, need
+        )
+        operation.entry = entry
+        return operation
+
+    def go_on(self, number: int, begin: int, steps: Any, need: int) -> Any:
+        """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
+        return self.engine.take_over(self._operation(number, begin, steps, need), None)
+
+    def interrupt(self, number: int, begin: int, error: BaseException) -> None:
+        """Break the generation: an exception has left a call that others take part in."""
+        operation = self._operation(number, begin, iter(()), 0)
+        self.channel.queue.clear()
+        self.engine.interrupted(operation, error)
+
+
+def _small(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
+    communicator, channel, engine, told = ground
     words, entry, others, queue, wait = channel.words, channel.entry, channel.others, channel.queue, channel.wait
     size, rank, busy = channel.size, channel.rank, communicator.busy
     ufunc, kind, empty, ndarray = how.ufunc, how.result, np.empty, np.ndarray
     accumulate = how.accumulate
     digest, add, clock = told.fingerprint, engine.recorder.add, monotonic_ns
-    count = 1
-    for length in shape:
-        count *= length
+    count = prod(shape)
     slots = [
         [channel.small(other, side, count, accumulate).reshape(shape) for side in (0, 1)] for other in range(size)
     ]
@@ -121,11 +139,9 @@ def _small(
             with np.errstate(all="ignore"):
                 return combined(steps, out)
 
-    def rest(check: int, out: Any) -> Generator[int, None, NDArray[Any]]:
-        if channel.disagreeing(check):
-            yield DISAGREE
-        sides = [channel.side if other == rank else channel.side_of(other) for other in range(size)]
-        terms = [slots[other][side] for other, side in enumerate(sides)]
+    def rest(check: int, target: int, out: Any) -> Generator[int, None, NDArray[Any]]:
+        yield from agreed(channel, check, target)
+        terms = [one.reshape(shape) for one in channel.smalls_now(count, accumulate)]
         return combined(_one_by_one(terms, shape, accumulate), out)
 
     def call(x: NDArray[Any], out: Any) -> NDArray[Any] | None:
@@ -163,9 +179,9 @@ def _small(
                         add((told, number, begin, clock(), get_ident()))
                         return result
             except BaseException as error:
-                _interrupt(communicator, channel, engine, told, number, begin, error)
+                ground.interrupt(number, begin, error)
                 raise
-            return _go_on(communicator, channel, engine, told, number, begin, rest(check, out), target)  # type: ignore[no-any-return]
+            return ground.go_on(number, begin, rest(check, target, out), target)  # type: ignore[no-any-return]
 
     return call
 
@@ -202,15 +218,8 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     return steps
 
 
-def _long(
-    communicator: Communicator,
-    channel: Channel,
-    engine: Engine,
-    how: Reduction,
-    shape: tuple[int, ...],
-    told: Told,
-    apply: np.ufunc | None,
-) -> Shortcut:
+def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
+    communicator, channel, engine, told = ground
     others, queue, busy = channel.others, channel.queue, communicator.busy
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
     digest, add = told.fingerprint, engine.recorder.add
@@ -262,9 +271,9 @@ def _long(
                         add((told, number, begin, monotonic_ns(), get_ident()))
                         return made
             except BaseException as error:
-                _interrupt(communicator, channel, engine, told, number, begin, error)
+                ground.interrupt(number, begin, error)
                 raise
-            _go_on(communicator, channel, engine, told, number, begin, _then(steps, made), need)
+            ground.go_on(number, begin, _then(steps, made), need)
             if began:
                 crowd.note(perf_counter() - began, made.nbytes)
             return made
@@ -275,51 +284,3 @@ def _long(
 def _then(steps: Any, made: NDArray[Any]) -> Generator[int, None, NDArray[Any]]:
     yield from steps
     return made
-
-
-def _operation(
-    communicator: Communicator,
-    channel: Channel,
-    engine: Engine,
-    told: Told,
-    number: int,
-    begin: int,
-    steps: Any,
-    need: int,
-) -> SharedOperation:
-    entry = engine.recorder.begin(told, number, begin)
-    operation = SharedOperation(
-        channel, communicator.identity, communicator.members, number, told.fingerprint, told.what, steps, need
-    )
-    operation.entry = entry
-    return operation
-
-
-def _go_on(
-    communicator: Communicator,
-    channel: Channel,
-    engine: Engine,
-    told: Told,
-    number: int,
-    begin: int,
-    steps: Any,
-    need: int,
-) -> Any:
-    """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
-    operation = _operation(communicator, channel, engine, told, number, begin, steps, need)
-    return engine.take_over(operation, None)
-
-
-def _interrupt(
-    communicator: Communicator,
-    channel: Channel,
-    engine: Engine,
-    told: Told,
-    number: int,
-    begin: int,
-    error: BaseException,
-) -> None:
-    """Break the generation: an exception has left a call that others take part in."""
-    operation = _operation(communicator, channel, engine, told, number, begin, iter(()), 0)
-    channel.queue.clear()
-    engine.interrupted(operation, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request
-from syncvar.runtime.kernels import reduction
+from syncvar.runtime.kernels import identity, reduction
 from syncvar.variables import DistributedValues, Variable
 from syncvar.variables.policy import as_member
 
@@ -44,7 +44,6 @@ class ReduceOp(Enum):
     PROD = "prod"
 
 
-_LOCAL = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _NO_AXIS = "axis must be an integer, a tuple of integers or None, not {!r}: write axis=0, axis=(0, 1) or axis=None"
 
 
@@ -194,20 +193,13 @@ def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
 
 def _along(op: str, array: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
     how = reduction(op, array.dtype)
+    ufunc = cast("np.ufunc", how.ufunc)  # the ops of a ReduceOp are
     if how.name in ("min", "max"):
         if _count(array, axes) == 0:
             shape = tuple(length for place, length in enumerate(array.shape) if place not in axes)
-            return np.full(shape, _identity(how.name, array.dtype), array.dtype)
-        return np.asarray(_LOCAL[how.name].reduce(array, axis=axes))
-    return np.asarray(_LOCAL[how.name].reduce(array, axis=axes, dtype=how.accumulate))
-
-
-def _identity(name: str, dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return name == "min"
-    if dtype.kind in "iu":
-        return np.iinfo(dtype).max if name == "min" else np.iinfo(dtype).min
-    return np.inf if name == "min" else -np.inf
+            return np.full(shape, identity(how), array.dtype)
+        return np.asarray(ufunc.reduce(array, axis=axes))
+    return np.asarray(ufunc.reduce(array, axis=axes, dtype=how.accumulate))
 
 
 def _count(array: NDArray[Any], axes: tuple[int, ...]) -> int:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
 from syncvar.variables.requests import together_request
-from syncvar.variables.variable import Variable
+from syncvar.variables.variable import UFUNCS, Variable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -97,7 +95,6 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         else:
             apart.append(pair)
     if together:
-        apply = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}[operation]
 
         def check() -> Request:
             arrays = [variable._operand(operation, x, reduced=True) for variable, x in together]  # noqa: SLF001
@@ -106,7 +103,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
             targets = [variable._storage.writable() for variable, _ in together]  # noqa: SLF001
             names = tuple([variable._name for variable, _ in together])  # noqa: SLF001
             return together_request(
-                owner.communicator, name, names, arrays, ops, targets, apply, reproducible=owner.reproducible
+                owner.communicator, name, names, arrays, ops, targets, UFUNCS[operation], reproducible=owner.reproducible
             )
 
         owner.communicator.perform(name, check, owner.timeout)

@@ -8,6 +8,7 @@ to these bytes count the views. If one is alive, the write goes to new memory an
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,7 @@ class Storage:
     def _take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         array = self._resident(shape, dtype)
         if array is None:
-            nbytes = dtype.itemsize
-            for length in shape:
-                nbytes *= length
-            array = np.ndarray(shape, dtype, np.empty(nbytes, np.uint8))
+            array = np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
         self.array: NDArray[Any] = array
         self._bytes: Any = array.base
         self.view = self.expose()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Variable"]
 
-_UFUNCS = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
+UFUNCS = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
 _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
@@ -431,7 +431,7 @@ class Variable(ArrayProtocol):
         what = f"{operation.value} of variable {self.name!r}"
         is_reduced = action.travel in (Travel.SUM, Travel.MEAN)
         is_in_place = is_reduced and action.effect is not Effect.SHARE
-        ufunc = _UFUNCS[operation]
+        ufunc = UFUNCS[operation]
 
         def mine() -> NDArray[Any]:
             if self._dtype.kind == "b" and action.effect is Effect.SHARE:
