@@ -22,6 +22,7 @@ from syncvar.arena.room import core_quota
 from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
+from syncvar.topology import divided
 from syncvar_launcher import binding, exits, output
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class LaunchOptions:
         target: The script, module or command to run.
         args: Its arguments, untouched.
         workers: How many ranks, at least 1 ("auto" is resolved).
+        fake_hosts: As how many hosts this machine poses, at least 1.
         env: Variables to set for every rank.
         cwd: The folder in which the ranks start, absolute.
         log_dir: The folder for one file for each rank and stream, absolute, or None.
@@ -92,6 +94,7 @@ class LaunchOptions:
     target: str
     args: tuple[str, ...]
     workers: int
+    fake_hosts: int
     env: Mapping[str, str]
     cwd: Path
     log_dir: Path | None
@@ -152,6 +155,9 @@ _OPTIONS = (
     _Option(
         "workers", ("-n", "-np", "--nproc-per-node", "--workers"), _WORKERS, "how many ranks; auto: one per usable core",
         "workers", "N|auto", 1, shown="-n, -np, --workers N|auto",
+    ),
+    _Option(
+        "fake_hosts", ("--fake-hosts",), _WORKERS, "pose as K hosts joined by tcp, for tests", "count", "K", 1,
     ),
     _Option("bind", ("--bind",), _WORKERS, "cores of its own for each", "choice", "MODE", "auto", binding.MODES),
     _Option("cores_per_worker", ("--cores-per-worker",), _WORKERS, "cores and BLAS threads of each worker", "count", "K"),
@@ -274,6 +280,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
             )
         runtime = _endless(runtime, origin)
 
+    try:
+        divided(values["workers"], values["fake_hosts"])
+    except ConfigError as error:
+        raise ConfigError(f"--fake-hosts {values['fake_hosts']}: {error}") from None
+
     folder = base / values["cwd"] if values["cwd"] is not None else base
     if not folder.is_dir():
         raise ConfigError(f"--cwd {folder}: there is no such folder")
@@ -292,6 +303,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         target=rest[0],
         args=tuple(rest[1:]),
         workers=values["workers"],
+        fake_hosts=values["fake_hosts"],
         env=env,
         cwd=folder,
         log_dir=base / values["log_dir"] if values["log_dir"] is not None else None,

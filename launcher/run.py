@@ -17,7 +17,8 @@ import zmq
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError
 from syncvar.runtime.store import Store
-from syncvar.wire import Health, pack_object
+from syncvar.topology import HostMap, divided
+from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits, options
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "main"]
 
+_LOOPBACK = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NEVER_PASSED = ("SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE")
+_KEY_FD = "SYNCVAR_KEY_FD"
+_NEVER_PASSED = (_KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +76,7 @@ class Job:
         self.environ = environ
         self.config = chosen.runtime
         self.job_id = secrets.token_hex(16)
+        self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
         self.host = socket.gethostname()
         self.flight_name = f"syncvar-flight-{self.job_id[:8]}"
         self.flight_dir = chosen.log_dir or Path.cwd() / self.flight_name
@@ -93,21 +97,28 @@ class Job:
         how = ["-m", chosen.target] if chosen.kind == "module" else [chosen.target]
         return [sys.executable, "-m", "syncvar.bootstrap", *how, *chosen.args]
 
-    def own_environment(self, rank: int, rendezvous: str, torch: Mapping[str, str]) -> dict[str, str]:
+    def host_name(self, rank: int) -> str:
+        """Return the name of a rank's host, for messages; a fake one has its number beside it."""
+        return f"{self.host}#{self.hosts.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
+
+    def own_environment(self, rank: int, rendezvous: str, directory: str, torch: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that the launcher sets for a rank."""
         chosen = self.options
+        host = self.hosts.host_of(rank)
         contract = RankEnvironment(
             rank=rank,
             world_size=chosen.workers,
-            local_rank=rank,
-            local_world_size=chosen.workers,
-            host_index=0,
-            host_count=1,
+            local_rank=self.hosts.local_rank(rank),
+            local_world_size=self.hosts.sizes[host],
+            host_index=host,
+            host_count=len(self.hosts.sizes),
             generation=0,
             rendezvous=rendezvous,
             job_id=self.job_id,
-            host=self.host,
+            host=self.host_name(rank),
             flight_dir=str(self.flight_dir),
+            host_directory=directory,
+            host_address=_LOOPBACK if len(self.hosts.sizes) > 1 else "",
         )
         threads = blas_threads(chosen.workers, self.core_count, chosen.cores_per_worker)
         return {
@@ -125,11 +136,12 @@ class Job:
         if self.options.log_dir is None:
             hidden["SYNCVAR_FLIGHT_DIR"] = "syncvar-flight-<random>"
         environments = [
-            self.own_environment(rank, "ipc://<private directory>/store", torch) | hidden
+            self.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch) | hidden
             for rank in range(self.options.workers)
         ]
         folder, _ = runtime_directory(self.environ)
-        _, transport = Sharing(self.options, self.job_id, self.core_count, folder, hands_over=False).describe()
+        folders = [folder] * len(self.hosts.sizes)
+        _, transport = Sharing(self.options, self.job_id, self.core_count, folders, hands_over=False).describe()
         return dry_run_text(
             self.options,
             self.binding.cores,
@@ -171,7 +183,12 @@ class _Run:
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
             self.store = Store(self.rendezvous, chosen.workers, job.job_id, job.config)
-            self.sharing = Sharing(chosen, job.job_id, job.core_count, directory.path)
+            self.host_directories = [directory.path]
+            if len(job.hosts.sizes) > 1:
+                self.host_directories = [directory.path / f"h{host}" for host in range(len(job.hosts.sizes))]
+                for folder in self.host_directories:
+                    folder.mkdir(mode=0o700)
+            self.sharing = Sharing(chosen, job.job_id, job.core_count, self.host_directories)
         finally:
             os.umask(umask)
         self.agent = Agent(directory.path, directory.lock)
@@ -214,6 +231,11 @@ class _Run:
         base = {name: value for name, value in self.job.environ.items() if name not in _NEVER_PASSED}
         argv = self.job.command()
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        key: int | None = None
+        if len(self.job.hosts.sizes) > 1:
+            key = _secret_descriptor(self.directory.path)
+            inherited.append(key)
+            base[_KEY_FD] = str(key)
         if sys.stderr.isatty() or chosen.verbose:
             self.forwarder.say(
                 f"syncvar {_version()} | {chosen.workers} rank{'s' * (chosen.workers > 1)} on {self.job.host} | "
@@ -226,7 +248,7 @@ class _Run:
                 self.agent.start(
                     rank,
                     argv,
-                    base | self.job.own_environment(rank, self.rendezvous, torch),
+                    base | self.job.own_environment(rank, self.rendezvous, self._directory_of(rank), torch),
                     chosen.cwd,
                     self.job.binding.cores[rank],
                     stdin=0 if has_input else null,
@@ -237,6 +259,11 @@ class _Run:
             raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
         finally:
             os.close(null)
+            if key is not None:
+                os.close(key)
+
+    def _directory_of(self, rank: int) -> str:
+        return str(self.host_directories[self.job.hosts.host_of(rank)])
 
     def _loop(self, wake_read: int) -> None:
         idle: float | None = None
@@ -335,7 +362,7 @@ class _Run:
             if opinion.is_lost:
                 self._do(self.supervisor.silent(rank, opinion.reason, now))
             else:
-                self.forwarder.say(f"syncvar: rank {rank} on {self.job.host}: {opinion.reason}\n")
+                self.forwarder.say(f"syncvar: rank {rank} on {self.job.host_name(rank)}: {opinion.reason}\n")
 
     def _signalled(self, number: int, _frame: object) -> None:
         self.signals.append(number)
@@ -362,7 +389,7 @@ class _Run:
         failure = Failure(
             rank=cause.rank,
             status=cause.status,
-            host=self.job.host if cause.rank >= 0 else "",
+            host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
             reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else "",
             call=self._call(cause),
             elapsed_s=time.monotonic() - self.began,
@@ -374,7 +401,7 @@ class _Run:
         arguments = [] if outcome_file else self.job.arguments  # `sv.run` has no command line to try again
         text = failure_block(failure, others, arguments=arguments, log_dir=log_dir, flight_dir=flight_dir)
         if outcome_file:
-            told = {"rank": cause.rank, "host": self.job.host, "exit_code": outcome.exit_code, "text": text}
+            told = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
             Path(outcome_file).write_bytes(pack_object(told))
         else:
             self.forwarder.say(text)
@@ -420,6 +447,18 @@ def _forwarder(chosen: LaunchOptions) -> OutputForwarder:
         log_dir=chosen.log_dir,
         ranks=tuple(range(chosen.workers)),
     )
+
+
+def _secret_descriptor(directory: Path) -> int:
+    """Return a descriptor of a fresh secret: nobody else can open what it refers to, and it is in no command line."""
+    try:
+        descriptor = os.memfd_create("syncvar-key", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        path = directory / "key"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        path.unlink()
+    os.write(descriptor, secrets.token_bytes(KEY_BYTES))
+    return descriptor
 
 
 def _torch_environment() -> dict[str, str]:

@@ -1,15 +1,18 @@
-"""How the ranks of this host exchange data, and why: through memory that they share, else through unix sockets."""
+"""How the ranks of each host exchange data, and why: through memory that they share, else through unix sockets."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from syncvar.arena.creating import CreatedArena, create, why_not_here
-from syncvar.arena.handing import Handing
+from syncvar.arena.handing import Handing, arena_path
 from syncvar.arena.layout import Layout, bytes_in_words
+from syncvar.topology import divided
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from syncvar_launcher.options import LaunchOptions
@@ -30,80 +33,99 @@ def why_no_arena(options: LaunchOptions, machine: str) -> str:
     if options.runtime.transport == "zmq":
         said = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}
         return f"{said.get(options.origin['transport'], 'the default')} asks for it"
+    most = divided(options.workers, options.fake_hosts)[0]
     if options.workers == 1:
         return "a single rank sends nothing"
+    if most == 1:
+        return "there is one rank on each host"
     reason = why_not_here(machine)
     if not reason:
-        Layout(options.runtime.arena_bytes, options.workers)
+        Layout(options.runtime.arena_bytes, most)
     return f"unix sockets; no arena because {reason}" if reason else ""
 
 
 class Sharing:
-    """The memory that the ranks of one job share: made when they ask, handed over, and marked when one of them is lost.
+    """The memory that the ranks of each host share: made when they ask, handed over, and marked when a rank is lost.
 
     Args:
         options: What was asked for.
         job_id: The job's identity.
         core_count: How many cores its ranks may use together.
-        directory: The job's private directory.
+        directories: The private folder of each host.
         hands_over: Workers will ask for it; not so where somebody only wants to know (`--dry-run`).
     """
 
     def __init__(
-        self, options: LaunchOptions, job_id: str, core_count: int, directory: Path, *, hands_over: bool = True
+        self,
+        options: LaunchOptions,
+        job_id: str,
+        core_count: int,
+        directories: Sequence[Path],
+        *,
+        hands_over: bool = True,
     ) -> None:
         self._arena_bytes = options.runtime.arena_bytes
-        self._workers = options.workers
-        self._core_count = core_count
-        self._directory = directory
+        self._sizes = divided(options.workers, options.fake_hosts)
+        self._cores = tuple(max(1, core_count * size // options.workers) for size in self._sizes)
+        self._directories = directories
         self._why_not = why_no_arena(options, os.uname().machine)
-        self._handing: Handing | None = None
+        self._handings: dict[int, Handing] = {}  # by host
         self._said: list[str] = []
         if hands_over and options.workers > 1 and options.runtime.transport != "zmq":
             try:
-                self._handing = Handing(f"{directory}/arena", job_id, options.workers, self._make)
+                for host, size in enumerate(self._sizes):
+                    if size > 1:
+                        path = arena_path(str(directories[host]))
+                        self._handings[host] = Handing(path, job_id, size, partial(self.make, host))
             except OSError as error:
+                self.close()
                 self._why_not = f"unix sockets; no arena because it cannot be handed over ({error.strerror})"
                 self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
 
     def describe(self) -> tuple[str, str]:
-        """Return what serves, in two words and as a whole line that says why. Makes the arena, to know."""
+        """Return what serves, in two words and as a whole line that says why. Makes an arena, to know."""
+        hosts = len(self._sizes)
+        between = f"; tcp on loopback between {hosts} fake hosts" if hosts > 1 else ""
         if self._why_not:
-            return "unix sockets", f"transport zmq: {self._why_not}"
-        arena, reason = self._make(0) if self._handing is None else self._handing.prepare(0)
+            return f"unix sockets{between}", f"transport zmq: {self._why_not}{between}"
+        arena, reason = self._handings[0].prepare(0) if 0 in self._handings else self.make(0, 0)
         if arena is None:
-            return "unix sockets", f"transport zmq: unix sockets; no arena because {reason}"
-        if self._handing is None:
+            return f"unix sockets{between}", f"transport zmq: unix sockets; no arena because {reason}{between}"
+        if not self._handings:
             arena.close()
         size = bytes_in_words(self._arena_bytes)
-        line = f"transport arena: shared memory ({arena.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off"
-        return f"shared memory ({arena.how})", line
+        line = f"transport arena: shared memory ({arena.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off{between}"
+        return f"shared memory ({arena.how}){between}", line
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return self._handing.descriptors() if self._handing is not None else []
+        return [descriptor for handing in self._handings.values() for descriptor in handing.descriptors()]
 
     def readable(self, descriptor: int) -> None:
         """Handle a descriptor that poll reported; others are not looked at."""
-        if self._handing is not None:
-            self._handing.readable(descriptor)
+        for handing in self._handings.values():
+            handing.readable(descriptor)
 
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""
         said, self._said = self._said, []
-        return said + (self._handing.take_said() if self._handing is not None else [])
+        for handing in self._handings.values():
+            said += [sentence for sentence in handing.take_said() if sentence not in said]
+        return said
 
     def abort(self, generation: int | None = None) -> None:
         """Let every rank that waits in shared memory look up: of one generation, or of all there are and will be."""
-        if self._handing is not None:
-            self._handing.abort(generation)
+        for handing in self._handings.values():
+            handing.abort(generation)
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
-        if self._handing is not None:
-            self._handing.close()
+        for handing in self._handings.values():
+            handing.close()
+        self._handings.clear()
 
-    def _make(self, generation: int) -> tuple[CreatedArena | None, str]:
+    def make(self, host: int, generation: int) -> tuple[CreatedArena | None, str]:
+        """Make the arena of a host for a generation: (arena, "") or (None, the reason why there is none)."""
         if self._why_not:
             return None, self._why_not
-        return create(self._arena_bytes, self._workers, self._core_count, generation, str(self._directory))
+        return create(self._arena_bytes, self._sizes[host], self._cores[host], generation, str(self._directories[host]))

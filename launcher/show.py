@@ -50,7 +50,7 @@ def dry_run_text(
     """
     table = [("rank", "host", "cores", "BLAS threads")]
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
-        table.append((str(rank), escape(host), "any" if own is None else _cores(own), _threads(environ)))
+        table.append((str(rank), escape(environ.get("SYNCVAR_HOST", host)), "any" if own is None else _cores(own), _threads(environ)))
     lines = _columns(table)
     lines += [line for line in (binding, transport) if line]
     lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]

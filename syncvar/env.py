@@ -27,7 +27,15 @@ _INTEGERS = {
     "host_count": "HOST_COUNT",
     "generation": "GENERATION",
 }
-_TEXTS = {"rendezvous": "RENDEZVOUS", "job_id": "JOB_ID", "role": "ROLE", "host": "HOST", "flight_dir": "FLIGHT_DIR"}
+_TEXTS = {
+    "rendezvous": "RENDEZVOUS",
+    "job_id": "JOB_ID",
+    "role": "ROLE",
+    "host": "HOST",
+    "flight_dir": "FLIGHT_DIR",
+    "host_directory": "HOST_DIRECTORY",
+    "host_address": "HOST_ADDRESS",
+}
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -48,6 +56,8 @@ class RankEnvironment:
         role: "worker" (servers come with the parameter server strategy).
         host: Name of this host, for messages.
         flight_dir: Folder for the flight record of a worker that fails; empty for none.
+        host_directory: Private folder of this host's sockets; empty for that of the rendezvous.
+        host_address: Where this host listens for the others, for instance "10.0.0.7"; empty for a job of one host.
     """
 
     rank: int
@@ -62,6 +72,13 @@ class RankEnvironment:
     role: str = "worker"
     host: str = "localhost"
     flight_dir: str = ""
+    host_directory: str = ""
+    host_address: str = ""
+
+    @property
+    def socket_directory(self) -> str:
+        """The folder of this host's sockets."""
+        return self.host_directory or self.rendezvous.removeprefix("ipc://").rpartition("/")[0]
 
     @classmethod
     def from_mapping(cls, environ: Mapping[str, str]) -> RankEnvironment | None:
@@ -105,6 +122,8 @@ class RankEnvironment:
             raise ConfigError(
                 f"{PREFIX}LOCAL_RANK={result.local_rank} is outside a host of {result.local_world_size} ranks"
             )
+        if PREFIX + "HOST_COUNT" in environ and result.host_index >= result.host_count:
+            raise ConfigError(f"{PREFIX}HOST_INDEX={result.host_index} is outside a job of {result.host_count} hosts")
         return result
 
     def to_mapping(self) -> dict[str, str]:

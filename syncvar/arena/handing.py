@@ -30,17 +30,17 @@ _FD = struct.Struct("=i")
 _PAUSE_S = 0.005
 
 
-def arena_path(rendezvous: str) -> str:
-    """Return where the arena of a job is handed over.
+def arena_path(directory: str) -> str:
+    """Return where the arena of a host is handed over.
 
     Args:
-        rendezvous: The endpoint of the job's store.
+        directory: The private folder of the host's sockets.
 
     Example:
-        >>> arena_path("ipc:///run/user/1000/syncvar/1a2b3c4d/store")
+        >>> arena_path("/run/user/1000/syncvar/1a2b3c4d")
         '/run/user/1000/syncvar/1a2b3c4d/arena'
     """
-    return rendezvous.removeprefix("ipc://").rpartition("/")[0] + "/arena"
+    return f"{directory}/arena"
 
 
 class Handing:

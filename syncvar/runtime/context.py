@@ -23,6 +23,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import (
     ArenaUnavailable,
+    ConfigError,
     PeerLost,
     RendezvousError,
     SyncvarError,
@@ -33,10 +34,12 @@ from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
 from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.secret import job_secret
+from syncvar.topology import HostMap, rank_list
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, MutableMapping
 
     import zmq
 
@@ -100,14 +103,22 @@ class Context:
         self.without_arena = arena if isinstance(arena, str) else ""
         self._forced = parse_forced(config.algorithm)
         self._channels = None if self.arena is None else Channels(self.arena, self.local_ranks)
+        self.hosts = HostMap((self.world_size,))
         if environment is not None and transport is not None and control is not None:
-            hosts, without = _meet(environment, config, transport, control, generation, self.without_arena)
-            if without and self.arena is not None:  # one rank that does not see it is enough
+            roll = _meet(environment, config, transport, control, generation, self.without_arena)
+            self.hosts = HostMap.of_places(roll["places"])
+            if self.hosts.ranks(self.host_index) != self.local_ranks:
+                raise RendezvousError(
+                    f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its environment, and "
+                    f"{rank_list(self.hosts.ranks(self.host_index))} by what the others say"
+                )
+            without = {rank: why for rank, why in roll["without_arena"].items() if rank in self.local_ranks}
+            if without and self.arena is not None:  # one rank of a host that does not see it is enough
                 self._let_go_of_arena()
                 rank, self.without_arena = next(iter(without.items()))
                 self.without_arena += f" (rank {rank})"
             self.engine = Engine(
-                self.rank, self.world_size, generation, transport, control, config, hosts, self.arena, self.recorder
+                self.rank, self.world_size, generation, transport, control, config, roll["hosts"], self.arena, self.recorder
             )
             self.recorder.note("joined", self.transport)
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
@@ -116,9 +127,10 @@ class Context:
     @property
     def transport(self) -> str:
         """The data path between processes of this host, and why."""
+        between = f"; tcp between {self.host_count} hosts" if self.host_count > 1 else ""
         if self.arena is not None:
-            return f"arena: {self.local_world_size} ranks of this host share memory"
-        return f"zmq: {self.without_arena}"
+            return f"arena: {self.local_world_size} ranks of this host share memory{between}"
+        return f"zmq: {self.without_arena}{between}"
 
     def _let_go_of_arena(self) -> None:
         self._channels = None
@@ -317,7 +329,7 @@ def _join() -> Context:
         return _state.default
 
 
-def _connect(environ: Mapping[str, str]) -> Context:
+def _connect(environ: MutableMapping[str, str]) -> Context:
     environment = RankEnvironment.from_mapping(environ)
     config = RuntimeConfig.from_mapping(environ).consistent()
     _log_at(config.log_level)
@@ -325,16 +337,29 @@ def _connect(environ: Mapping[str, str]) -> Context:
         return Context(environment, config)
     import zmq
 
+    from syncvar.transports.curve import link_keys
     from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport
 
+    keys = None
+    outside = ""
+    if environment.host_count > 1:
+        secret = job_secret(environ)
+        if secret is None:
+            raise ConfigError(
+                f"rank {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE "
+                f"or SYNCVAR_KEY): start the script with syncvar-launch"
+            )
+        keys, outside = link_keys(secret), f"tcp://{environment.host_address}"
     zeromq: zmq.Context[Any] = zmq.Context()
     control: ZeromqControl | None = None
     transport: ZeromqTransport | None = None
     arena: Arena | str = ""
     try:
         control = ZeromqControl(zeromq, environment.rendezvous, environment.rank)
-        place = environment.rendezvous.rpartition("/")[0]
-        transport = ZeromqTransport(zeromq, environment.rank, place, environment.job_id, config, control)
+        transport = ZeromqTransport(
+            zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
+            outside=outside, keys=keys,
+        )  # fmt: skip
         generation = environment.generation + _state.generations
         arena = _attach(environment, config, generation)
         context = Context(environment, config, transport, control, generation, arena)
@@ -367,7 +392,7 @@ def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int
         return "SYNCVAR_TRANSPORT=zmq asks for it"
     if environment.local_world_size == 1:
         return "there is one rank on this host"
-    path = arena_path(environment.rendezvous)
+    path = arena_path(environment.socket_directory)
     fd, reason = fetch(
         path, environment.job_id, generation, environment.local_rank, min(config.handshake_timeout_s, 3600.0)
     )
@@ -386,11 +411,11 @@ def _meet(
     control: Control,
     generation: int,
     without_arena: str,
-) -> tuple[dict[int, str], dict[int, str]]:
+) -> Message:
     """Join the roll call; open the transport when all have come.
 
     Returns:
-        (host of each rank, why those ranks that have no arena have none).
+        The roll: among others, host and place of each rank, and why those ranks that have no arena have none.
     """
     control.send(
         pack_message(
@@ -401,7 +426,13 @@ def _meet(
             address=transport.address,
             pid=os.getpid(),
             host=environment.host,
-            about={"protocol": PROTOCOL_VERSION, "byte_order": sys.byteorder, "arena": without_arena},
+            about={
+                "protocol": PROTOCOL_VERSION,
+                "byte_order": sys.byteorder,
+                "arena": without_arena,
+                "host_index": environment.host_index,
+                "outside": getattr(transport, "outside", ""),
+            },
         )
     )
     # The launcher decides when the roll call has failed; this limit only guards against a launcher that is stuck.
@@ -414,7 +445,7 @@ def _meet(
             transport.wait(min(1.0, deadline - time.monotonic()))
         elif message["kind"] == "roll":
             transport.open(message["addresses"], message["generation"])
-            return dict(message["hosts"]), dict(message["without_arena"])
+            return message
         elif message["kind"] == "refused":
             raise RendezvousError(f"rank {environment.rank} could not join: {message['reason']}", message["missing"])
         elif message["kind"] == "abort":

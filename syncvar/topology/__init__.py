@@ -1,7 +1,8 @@
-"""Who is where: ranks and groups as plain data, without any process."""
+"""Who is where: ranks, hosts and groups as plain data, without any process."""
 
 from __future__ import annotations
 
+from syncvar.topology.hosts import HostMap, divided
 from syncvar.topology.ranks import rank_list, rank_spans
 
-__all__ = ["rank_list", "rank_spans"]
+__all__ = ["HostMap", "divided", "rank_list", "rank_spans"]

@@ -2,7 +2,7 @@
 
 Each rank binds one ROUTER for everything that comes in, and opens one DEALER to each peer that it sends to. A link is
 fail-stop: it never reconnects (ZeroMQ loses messages silently when it does), and a DISCONNECTED event without a
-goodbye before it is a loss. The sender's routing identity names job, generation, rank and incarnation, so that a
+goodbye before it is a loss. Between hosts a link is encrypted, and both its ends prove that they know the job's secret. The sender's routing identity names job, generation, rank and incarnation, so that a
 process of another job, or an old one, is not taken for a member.
 """
 
@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from syncvar.errors import ConfigError, TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
+from syncvar.transports.curve import Gate, LinkKeys
 from syncvar.wire import (
     CARRIERS,
     CONTROL_NBYTES_MAX,
@@ -160,6 +161,8 @@ class ZeromqTransport:
         job_id: The job's random identity.
         config: Limits and intervals.
         control: Control channel to wait for beside the data.
+        outside: Where to listen for other hosts too: "tcp://<address>"; empty where there are none.
+        keys: What links between hosts are protected by; needed with `outside`.
     """
 
     def __init__(
@@ -170,6 +173,9 @@ class ZeromqTransport:
         job_id: str,
         config: RuntimeConfig,
         control: ZeromqControl | None = None,
+        *,
+        outside: str = "",
+        keys: LinkKeys | None = None,
     ) -> None:
         self._context = context
         self._rank = rank
@@ -193,12 +199,11 @@ class ZeromqTransport:
         self._wake_idle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._idle = select.poll()
         self._idle.register(self._wake_idle, select.POLLIN)
-        # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
-        # closes the connections of a process that ends, and the agent sees one that is stopped.
-        self._has_heartbeats = endpoint.startswith("tcp://")
+        self._keys = keys
+        self._gate: Gate | None = None
         self._router: Any = context.socket(zmq.ROUTER)
         try:
-            self._configure(self._router)
+            self._configure(self._router, endpoint)
             # The DEALERs ask for signs of life. A ROUTER answers and goes by the time to live that they name: its own
             # timer may fire on a connection that is just ending, and libzmq 4.3.5 aborts the process then ("Assertion
             # failed: !_io_error"; with heartbeats every 10 ms, once in a few hundred ends of a world).
@@ -206,6 +211,15 @@ class ZeromqTransport:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._router_monitor: Any = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self.address = self._bind(endpoint)
+            self.outside = ""
+            if outside:
+                if keys is None:
+                    raise ConfigError(f"rank {rank} may not listen on {outside} without the job's secret")
+                self._gate = Gate(context, keys)
+                keys.listen(self._router)  # addresses that are bound already stay as they were
+                self._configure(self._router, outside)
+                self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
+                self.outside = self._bind(outside)
         except BaseException:
             self.close(0)
             raise
@@ -341,20 +355,29 @@ class ZeromqTransport:
             self._router.disable_monitor()
         self._router_monitor.close(linger=0) if hasattr(self, "_router_monitor") else None
         self._router.close(linger=min(linger_ms, _GOODBYE_MS))  # it sends nothing but goodbyes
+        if self._gate is not None:
+            self._gate.close()
         os.close(self._wake)
         os.close(self._wake_idle)
         self._wake = self._wake_idle = -1
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _configure(self, socket: Any) -> None:
+    @property
+    def refused_peers(self) -> int:
+        """How many tried to connect over tcp and are no members of the job."""
+        return 0 if self._gate is None else self._gate.refused_peers
+
+    def _configure(self, socket: Any, address: str) -> None:
         config = self._config
         socket.set_hwm(0)  # bytes are bounded by credit above; messages need no second bound
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.MAXMSGSIZE, config.segment_bytes + 4096)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _milliseconds(config.handshake_timeout_s))
-        if self._has_heartbeats:
+        # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
+        # closes the connections of a process that ends, and the agent sees one that is stopped.
+        if address.startswith("tcp://"):
             socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(config.heartbeat_interval_s))
             silence = _milliseconds(config.lost_after_s)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
@@ -382,7 +405,9 @@ class ZeromqTransport:
         if address is None:
             raise TransportError(f"no address of rank {peer} is known")
         socket = self._context.socket(zmq.DEALER)
-        self._configure(socket)
+        self._configure(socket, address)
+        if self._keys is not None and address.startswith("tcp://"):
+            self._keys.connect(socket)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(
             zmq.ROUTING_ID, _IDENTITY.pack(b"s", self._nonce, self._generation, self._rank, self._incarnation)

@@ -3,6 +3,7 @@
 * `frame`: the header of a data frame.
 * `control`: messages between a worker and the launcher, checked against a schema.
 * `membership`, `arbiter`, `health`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
+* `keys`: the secret of a job, and what is derived from it.
 * `objects`, `dtypes`: plain Python objects and arrays as data; nothing is ever pickled.
 
 Nothing here opens a socket, starts a thread or reads a clock. NumPy is imported only when an array is met, so that
@@ -25,6 +26,7 @@ from syncvar.wire.frame import (
     parse_header,
 )
 from syncvar.wire.health import Health, Opinion
+from syncvar.wire.keys import KEY_BYTES, derive, parse_key
 from syncvar.wire.membership import Member, RollCall
 from syncvar.wire.objects import pack_object, unpack_object
 
@@ -33,6 +35,7 @@ __all__ = [
     "CONTROL_NBYTES_MAX",
     "DTYPE_NAMES",
     "HEADER_NBYTES",
+    "KEY_BYTES",
     "PROTOCOL_VERSION",
     "Action",
     "Coordinator",
@@ -48,12 +51,14 @@ __all__ = [
     "Say",
     "Tell",
     "Verdict",
+    "derive",
     "dtype_from_index",
     "dtype_index",
     "pack_header",
     "pack_message",
     "pack_object",
     "parse_header",
+    "parse_key",
     "parse_message",
     "unpack_object",
 ]

@@ -35,7 +35,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
     "leaving": {"entered": _Counts},
     # launcher -> worker
-    "roll": {"generation": int, "addresses": _Texts, "hosts": _Texts, "without_arena": _Texts},
+    "roll": {"generation": int, "addresses": _Texts, "hosts": _Texts, "places": _Counts, "without_arena": _Texts},
     "refused": {"error": str, "reason": str, "missing": _Ranks},
     "abort": {"rank": int, "host": str, "reason": str, "kind_of_break": str, "group": int, "call": int, "missing": _Ranks},
     "left": {"rank": int, "entered": _Counts},

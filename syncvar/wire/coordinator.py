@@ -98,14 +98,13 @@ class Coordinator:
             self.broken_by = None
             self._reports.clear()
             self._said.clear()
-        data = pack_message(
-            "roll",
-            generation=self.roll.generation,
-            addresses={rank: one.address for rank, one in self.roll.members.items()},
-            hosts={rank: one.host for rank, one in self.roll.members.items()},
-            without_arena={rank: one.about["arena"] for rank, one in self.roll.members.items() if one.about.get("arena")},
-        )
-        actions: list[Action] = [Tell(rank, data) for rank in range(self.world_size)]
+        actions: list[Action] = []
+        data: dict[int, bytes] = {}  # by host: whom it reaches where depends on it
+        for rank in range(self.world_size):
+            told = self.roll.members[rank]
+            if told.host_index not in data:
+                data[told.host_index] = self._roll_data(told)
+            actions.append(Tell(rank, data[told.host_index]))
         for rank, reason in self.gone.items():
             actions += self._abort(rank, reason)
         return "", actions
@@ -259,6 +258,17 @@ class Coordinator:
             "verdict", group=group, call=call, last_call=call, text=f"rank {rank} refused its own call", table=table
         )
         return self._tell(message["members"], data, but=rank)
+
+    def _roll_data(self, told: Member) -> bytes:
+        members = self.roll.members.items()
+        return pack_message(
+            "roll",
+            generation=self.roll.generation,
+            addresses={rank: one.address_for(told) for rank, one in members},
+            hosts={rank: one.host for rank, one in members},
+            places={rank: one.host_index for rank, one in members},
+            without_arena={rank: one.about["arena"] for rank, one in members if one.about.get("arena")},
+        )
 
     def _new_roll(self, generation: int) -> RollCall:
         return RollCall(self.world_size, generation, self.config.rendezvous_timeout_s, self.config.roll_call_s)

@@ -24,6 +24,21 @@ class Member:
     pid: int
     about: dict[str, Any]
 
+    @property
+    def host_index(self) -> int:
+        """Which host it is on."""
+        index = self.about.get("host_index", 0)
+        return index if isinstance(index, int) else -1
+
+    @property
+    def outside(self) -> str:
+        """Where other hosts reach it; empty where they do not."""
+        return str(self.about.get("outside", ""))
+
+    def address_for(self, other: Member) -> str:
+        """Return where another rank reaches this one."""
+        return self.address if other.host_index == self.host_index else self.outside
+
 
 @dataclass(slots=True)
 class RollCall:
@@ -69,6 +84,10 @@ class RollCall:
         if present is not None:
             return f"rank {member.rank} is already taken by process {present.pid} on {present.host}"
         for other in self.members.values():
+            if other.host_index != member.host_index:
+                for one in (member, other):
+                    if not one.outside:
+                        return f"rank {one.rank} listens to no other host, and there are several (SYNCVAR_HOST_ADDRESS)"
             for key in ("protocol", "byte_order"):
                 if other.about.get(key) != member.about.get(key):
                     return (

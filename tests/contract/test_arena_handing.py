@@ -324,4 +324,4 @@ def test_nothing_is_left_open(launcher):
 
 
 def test_where_it_is_handed_over():
-    assert arena_path("ipc:///tmp/a/b/store") == "/tmp/a/b/arena"
+    assert arena_path("/tmp/a/b") == "/tmp/a/b/arena"

@@ -18,6 +18,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports import Lost
+from syncvar.transports.curve import link_keys
 from syncvar.transports.memory import MemoryNetwork, MemoryTransport
 from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire import Kind, pack_header
@@ -82,7 +83,34 @@ def tcp(world_size, generation, **more):
         yield world
 
 
-FACTORIES = {name: TransportFactory(connect) for name, connect in (("memory", memory), ("ipc", ipc), ("tcp", tcp))}
+@contextlib.contextmanager
+def far(world_size, generation, config=CONFIG):
+    """A world whose ranks are on hosts of their own: encrypted tcp."""
+    directory = tempfile.mkdtemp(prefix="sv")
+    keys = link_keys(bytes(range(32)))
+    contexts = [zmq.Context() for _ in range(world_size)]
+    world = []
+    try:
+        for rank, context in enumerate(contexts):
+            made = ZeromqTransport(
+                context, rank, f"ipc://{directory}", "job", config, outside="tcp://127.0.0.1", keys=keys
+            )
+            world.append(made)
+        for transport in world:
+            transport.open({rank: one.outside for rank, one in enumerate(world)}, generation)
+        yield world
+    finally:
+        for transport in world:
+            transport.close(0)
+        for context in contexts:
+            context.term()
+        shutil.rmtree(directory)
+
+
+FACTORIES = {
+    name: TransportFactory(connect)
+    for name, connect in (("memory", memory), ("ipc", ipc), ("tcp", tcp), ("far", far))
+}
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)

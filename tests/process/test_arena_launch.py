@@ -22,7 +22,7 @@ me = RankEnvironment.from_mapping(os.environ)
 
 
 def attached(generation=0):
-    fd, reason = fetch(arena_path(me.rendezvous), me.job_id, generation, me.local_rank, 10)
+    fd, reason = fetch(arena_path(me.socket_directory), me.job_id, generation, me.local_rank, 10)
     probe.note("fetched", reason=reason)
     return Arena.attach(fd, me.local_rank) if fd is not None else None
 """

@@ -24,7 +24,7 @@ GOOD = {
     "left_run": {"group": 0, "members": [0, 1], "call": 1, "epoch_end": 9, "reason": "r"},
     "broke": {"kind_of_break": "deadline", "reason": "r", "group": 0, "call": 1, "missing": [1]},
     "leaving": {"entered": {0: 4}},
-    "roll": {"generation": 0, "addresses": {0: "a", 1: "b"}, "hosts": {0: "h", 1: "h"}, "without_arena": {1: "no memfd"}},
+    "roll": {"generation": 0, "addresses": {0: "a", 1: "b"}, "hosts": {0: "h", 1: "h"}, "places": {0: 0, 1: 0}, "without_arena": {1: "no memfd"}},
     "refused": {"error": "RendezvousError", "reason": "r", "missing": []},
     "abort": {
         "rank": 1, "host": "h", "reason": "signal 9", "kind_of_break": "lost", "group": -1, "call": -1, "missing": [],

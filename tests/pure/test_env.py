@@ -13,10 +13,10 @@ texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 
 @st.composite
 def environments(draw):
-    world, local = draw(st.integers(1, 5000)), draw(st.integers(1, 300))
+    world, local, hosts = draw(st.integers(1, 5000)), draw(st.integers(1, 300)), draw(st.integers(1, 99))
     return RankEnvironment(
-        draw(st.integers(0, world - 1)), world, draw(st.integers(0, local - 1)), local, draw(st.integers(0, 99)),
-        draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(texts), draw(texts), draw(texts), draw(texts), draw(texts),
+        draw(st.integers(0, world - 1)), world, draw(st.integers(0, local - 1)), local,
+        draw(st.integers(0, hosts - 1)), hosts, draw(st.integers(0, 99)), *(draw(texts) for _ in range(7)),
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_what_is_no_whole_number_is_refused_by_name(name, text):
         RankEnvironment.from_mapping(ME.to_mapping() | {"SYNCVAR_" + name: text})
 
 
-@pytest.mark.parametrize(("name", "text"), [("RANK", "8"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "0")])
+@pytest.mark.parametrize(("name", "text"), [("RANK", "8"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "0"), ("HOST_INDEX", "4")])
 def test_a_rank_outside_its_world_is_refused(name, text):
     with pytest.raises(ConfigError, match="is outside"):
         RankEnvironment.from_mapping(ME.to_mapping() | {"SYNCVAR_" + name: text})

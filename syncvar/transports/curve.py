@@ -1,0 +1,167 @@
+"""Who may connect over tcp: CURVE keys derived from the job's secret, and the gate that knows one key.
+
+CURVE encrypts and authenticates a link, but by itself only the listener's side of it: whoever knows the listener's
+public key is let in. The gate is ZeroMQ's way to decide about clients (ZAP, RFC 27): it lets the job's own key in, and
+nobody else. One pair of keys serves all members and one all listeners, because all members trust each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from syncvar.errors import HandshakeError
+from syncvar.wire import derive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Gate", "LinkKeys", "link_keys"]
+
+_log = logging.getLogger("syncvar")
+_ENDPOINT = "inproc://zeromq.zap.01"
+_DOMAIN = b"syncvar"
+_VERSION = b"1.0"
+_TEST_MS = 5000
+_SAY_EVERY_S = 60.0
+
+
+class LinkKeys(NamedTuple):
+    """The keys of a job's tcp links, in ZeroMQ's text form.
+
+    Args:
+        member: (public, secret) of whoever connects.
+        listener: (public, secret) of whoever listens.
+    """
+
+    member: tuple[bytes, bytes]
+    listener: tuple[bytes, bytes]
+
+    def listen(self, socket: Any) -> None:
+        """Make the tcp addresses that a socket binds from now on accept members only."""
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.listener[0])
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.listener[1])
+
+    def connect(self, socket: Any) -> None:
+        """Make a socket that will connect over tcp prove that it is a member, to a listener that is one too."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.listener[0])
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.member[0])
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.member[1])
+
+
+def link_keys(secret: bytes) -> LinkKeys:
+    """Return the keys that a job's secret stands for; the same in every process of the job.
+
+    Raises:
+        HandshakeError: This build of ZeroMQ has no CURVE.
+    """
+    if not zmq.has("curve"):
+        raise HandshakeError(
+            "links between hosts are encrypted with CURVE, which this build of ZeroMQ does not have: install the wheel "
+            "of pyzmq (pip install --force-reinstall pyzmq)"
+        )
+    pairs = []
+    for role in (b"syncvar link member", b"syncvar link listener"):
+        private = z85.encode(derive(secret, role))
+        pairs.append((zmq.curve_public(private), private))
+    return LinkKeys(pairs[0], pairs[1])
+
+
+class Gate:
+    """Decides who may connect to the listeners of a ZeroMQ context: members. One thread, ended by `close`.
+
+    Args:
+        context: Whose listeners.
+        keys: Of the job.
+        clock: Seconds, to say the same not too often.
+
+    Raises:
+        HandshakeError: It does not answer as it should, so that nothing may listen.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], keys: LinkKeys, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.refused_peers = 0
+        self._member = z85.decode(keys.member[0])
+        self._clock = clock
+        self._said = float("-inf")
+        place = f"inproc://end-{id(self)}"
+        self._socket: Any = context.socket(zmq.REP)
+        self._end: Any = context.socket(zmq.PAIR)
+        self._told: Any = context.socket(zmq.PAIR)
+        try:
+            self._socket.bind(_ENDPOINT)
+        except zmq.ZMQError as error:
+            for one in (self._socket, self._end, self._told):
+                one.close(0)
+            raise HandshakeError(f"no gate can be set up for links between hosts: {error}") from error
+        self._end.bind(place)
+        self._told.connect(place)
+        self._thread = threading.Thread(target=self._serve, name="syncvar-gate", daemon=True)
+        self._thread.start()
+        try:
+            self._test(context)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if not self._end.closed:
+            self._end.send(b"")
+            self._thread.join()
+            self._end.close(0)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._told, zmq.POLLIN)
+        try:
+            while self._told not in dict(poller.poll()):
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        finally:
+            self._socket.close(0)
+            self._told.close(0)
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        number = request[1] if len(request) > 1 else b""
+        is_member = (
+            len(request) == 7
+            and request[0] == _VERSION
+            and request[2] == _DOMAIN
+            and request[5] == b"CURVE"
+            and hmac.compare_digest(request[6], self._member)
+        )
+        if is_member:
+            return [_VERSION, number, b"200", b"OK", b"member", b""]
+        self.refused_peers += 1
+        now = self._clock()
+        if now - self._said >= _SAY_EVERY_S:
+            self._said = now
+            place = request[3].decode("ascii", "replace")[:64] if len(request) > 3 else "nowhere"
+            _log.warning("a stranger at %r was refused (%d so far)", place, self.refused_peers)
+        return [_VERSION, number, b"400", b"no member of this job", b"", b""]
+
+    def _test(self, context: zmq.Context[Any]) -> None:
+        with context.socket(zmq.REQ) as asks:
+            asks.setsockopt(zmq.LINGER, 0)
+            asks.setsockopt(zmq.RCVTIMEO, _TEST_MS)
+            asks.connect(_ENDPOINT)
+            asks.send_multipart([_VERSION, b"test", _DOMAIN, b"self", b"", b"CURVE", self._member])
+            try:
+                answer = asks.recv_multipart()
+            except zmq.Again:
+                answer = []
+        if answer[:3] != [_VERSION, b"test", b"200"]:
+            raise HandshakeError("the gate for links between hosts does not answer: nothing may listen")

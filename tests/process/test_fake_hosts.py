@@ -1,0 +1,176 @@
+"""One machine poses as several hosts: arenas of their own, encrypted tcp between them."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from launching import check_bound, last_exception
+
+ABOUT = """
+import os
+import numpy as np
+import syncvar as sv
+from probe import note
+from syncvar.runtime.context import current
+sv.init()
+total = sv.all_reduce(np.arange(1000.0) * (sv.rank() + 1))
+note("me", local=[sv.local_rank(), sv.local_world_size()], host=[sv.host_index(), sv.host_count()],
+     total=float(total[1]), transport=current().transport, inheritable=os.get_inheritable(int(os.environ["SYNCVAR_KEY_FD"])))
+"""
+
+
+@pytest.mark.parametrize(("workers", "hosts", "sizes"), [(4, 2, (2, 2)), (5, 2, (3, 2)), (2, 2, (1, 1))])
+def test_workers_are_divided_over_fake_hosts(launch, workers, hosts, sizes):
+    job = launch(ABOUT, workers=workers, options=["--fake-hosts", str(hosts)])
+    assert job.wait() == 0, str(job)
+    seen = {event["rank"]: event for event in job.events("me")}
+    expected = [(local, size, host) for host, size in enumerate(sizes) for local in range(size)]
+    for rank, (local, size, host) in enumerate(expected):
+        event = seen[rank]
+        assert event["local"] == [local, size]
+        assert event["host"] == [host, hosts]
+        assert event["total"] == workers * (workers + 1) / 2
+        assert f"tcp between {hosts} hosts" in event["transport"]
+        assert ("arena" in event["transport"]) == (size > 1)
+        assert not event["inheritable"], "programs that a rank starts must not have the secret"
+
+
+def test_more_hosts_than_workers_are_refused(launch):
+    job = launch(ABOUT, workers=2, options=["--fake-hosts", "3"])
+    assert job.wait() == 78
+    assert "--fake-hosts 3: 2 workers cannot be divided over 3 hosts" in job.err
+
+
+LISTEN = """
+import syncvar as sv
+from probe import gate, note
+sv.barrier()
+note("ready")
+gate("on")
+sv.barrier()
+"""
+
+
+def listeners(pids):
+    """Return the addresses on which processes listen, from /proc."""
+    found = set()
+    for pid in pids:
+        sockets = set()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(link)
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in sockets:
+                    found.add((pid, table, fields[1].split(":")[0]))
+    return found
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_only_loopback_is_listened_on_and_the_secret_is_nowhere(launch, hosts):
+    job = launch(LISTEN, workers=2, options=["--fake-hosts", str(hosts)])
+    job.await_events("ready", 2)
+    pids = job.pids().values()
+    found = listeners([*pids, job.process.pid])
+    if hosts == 1:
+        assert not found, "one host needs no tcp at all"
+    else:
+        assert found == {(pid, "tcp", "0100007F") for pid in pids}
+        for pid in pids:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            keys = [one for one in environ if one.startswith(b"SYNCVAR_KEY")]
+            assert len(keys) == 1
+            assert re.fullmatch(rb"SYNCVAR_KEY_FD=\d+", keys[0])
+    job.open_gate("on")
+    assert job.wait() == 0, str(job)
+
+
+FAULT = """
+import os, signal
+import numpy as np
+import syncvar as sv
+from probe import failure, note, gate
+sv.init()
+x = np.ones(1000)
+sv.all_reduce(x)
+note("ready")
+gate("on")
+if sv.rank() == {rank}:
+    {what}
+
+def many():
+    for _ in range(3):
+        sv.{call}
+failure(many)
+"""
+CALLS = ["all_reduce(x)", "barrier()", "all_gather(x)"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_killed_rank_is_told_on_every_host(launch, rank, call):
+    job = launch(
+        FAULT.format(rank=rank, what="os.kill(os.getpid(), signal.SIGKILL)", call=call), workers=4,
+        options=["--fake-hosts", "2"],
+    )  # fmt: skip
+    job.await_events("ready", 4)
+    job.open_gate("on")
+    assert job.wait() == 128 + signal.SIGKILL, str(job)
+    _, events = last_exception(job, set(range(4)) - {rank})
+    for event in events.values():
+        assert event["error"] == "PeerLost", str(job)
+        assert event["lost"] == rank, str(job)
+    assert f"rank {rank}" in job.report
+    assert f"#{rank // 2}" in job.report, "the report names the fake host"
+
+
+def test_a_stopped_rank_is_lost_on_every_host(launch):
+    job = launch(
+        FAULT.format(rank=3, what="os.kill(os.getpid(), signal.SIGSTOP)", call="all_reduce(x)"), workers=4,
+        options=["--fake-hosts", "2"],
+    )  # fmt: skip
+    job.await_events("ready", 4)
+    job.open_gate("on")
+    assert job.wait() != 0
+    last, events = last_exception(job, {0, 1, 2})
+    assert {event["error"] for event in events.values()} == {"PeerLost"}, str(job)
+    assert {event["lost"] for event in events.values()} == {3}, str(job)
+    check_bound("a stopped rank on another host", last - max(e["at"] for e in job.events("ready")), 5.0)
+
+
+MISMATCH = """
+import numpy as np
+import syncvar as sv
+from probe import failure, note
+sv.init()
+def wrong():
+    if sv.rank() in {odd}:
+        sv.{other}
+    else:
+        sv.{call}
+failure(wrong)
+note("after", total=float(sv.all_reduce(np.ones(3))[0]))
+"""
+
+
+@pytest.mark.parametrize("odd", [(0,), (3,), (2, 3)])
+@pytest.mark.parametrize(
+    ("call", "other"),
+    [
+        ("all_reduce(np.ones(4))", "all_reduce(np.ones(5))"),
+        ("all_reduce(np.ones(4))", "barrier()"),
+        ("all_reduce(np.ones(4))", "all_reduce(object())"),
+    ],
+)
+def test_ranks_that_disagree_are_told_and_go_on(launch, odd, call, other):
+    job = launch(MISMATCH.format(odd=odd, call=call, other=other), workers=4, options=["--fake-hosts", "2"])
+    assert job.wait() == 0, str(job)
+    for event in job.events("raised"):
+        is_refused = "object()" in other and event["rank"] in odd
+        assert event["error"] == ("ConfigError" if is_refused else "MismatchError"), str(job)
+    assert len(job.events("raised")) == 4
+    assert [event["total"] for event in job.events("after")] == [4.0] * 4
