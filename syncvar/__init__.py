@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from syncvar import data, partitioners
     from syncvar.collectives import (
         Group,
         Mesh,
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.context import init, is_initialized, shutdown
     from syncvar.runtime.group import Work
     from syncvar.strategies import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         ReduceOp,
@@ -109,14 +113,16 @@ _HOMES = {
     "syncvar.resident": ("empty", "zeros"),
     "syncvar.runtime.group": ("Work",),
     "syncvar.strategies": (
-        "MirroredStrategy", "MultiWorkerMirroredStrategy", "ReduceOp", "ReplicaContext", "Strategy", "ValueContext",
-        "Variable", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context",
+        "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy", "MultiWorkerMirroredStrategy",
+        "ReduceOp", "ReplicaContext", "Strategy", "ValueContext", "Variable", "get_replica_context", "get_strategy",
+        "has_strategy", "in_cross_replica_context",
     ),
     "syncvar.variables": (
         "DistributedValues", "Explanation", "Mirrored", "PerReplica", "VariableAggregation", "VariableSynchronization",
         "assign_add_all", "assign_all", "assign_sub_all",
     ),
 }  # fmt: skip
+_ROOMS = ("data", "partitioners")
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -126,12 +132,15 @@ __all__ = [
     "ConfigError",
     "Corrupt",
     "DeadlineExceeded",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "Explanation",
     "Group",
     "GroupBroken",
     "HandshakeError",
     "HostUnreachable",
+    "InputContext",
     "InternalError",
     "LaunchError",
     "Mesh",
@@ -168,6 +177,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "data",
     "empty",
     "exscan",
     "gather",
@@ -184,6 +194,7 @@ __all__ = [
     "local_world_size",
     "mesh",
     "new_group",
+    "partitioners",
     "rank",
     "recv",
     "reduce",
@@ -202,6 +213,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"syncvar.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'syncvar' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 * `base`: scope, run, reduce, gather. `mirrored`: the strategies with a copy on every replica.
 * `contexts`: asking where the program is; the replica context. `reducing`: values over replicas.
+* `inputs`: each replica's batches, and the agreement on steps (`offers`, pure).
 
 `Variable` is offered here too, because a variable needs the default strategy, which this room makes.
 """
@@ -17,11 +18,15 @@ from syncvar.strategies.contexts import (
     has_strategy,
     in_cross_replica_context,
 )
+from syncvar.strategies.inputs import DistributedDataset, DistributedIterator, InputContext
 from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from syncvar.strategies.reducing import ReduceOp
 from syncvar.variables import Variable
 
 __all__ = [
+    "DistributedDataset",
+    "DistributedIterator",
+    "InputContext",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "ReduceOp",

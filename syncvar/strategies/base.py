@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import ConfigError, UsageError
 from syncvar.runtime.context import current
 from syncvar.strategies.contexts import ValueContext
+from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
 from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places
@@ -197,6 +198,63 @@ class Strategy:
             fn: Called once with a ValueContext.
         """
         return PerReplica(fn(ValueContext(self._communicator.member_rank, self.num_replicas_in_sync)))
+
+    # -- input ----------------------------------------------------------------------------------------------------
+
+    def experimental_distribute_dataset(self, dataset: Any) -> DistributedDataset:
+        """Return a dataset of this replica's part of each batch: parts differ by one row at most, the first are longer.
+
+        Every row of every batch goes to one replica. A replica for which none is left gets arrays without rows, so all
+        take the same steps; `reduce` with an axis weighs by row. Collective, and so is every step of reading it.
+
+        Args:
+            dataset: Iterable of *global* batches, the same on every replica: `sv.data.Dataset`, or any other whose
+                elements are arrays, or structures of arrays, with a first axis.
+
+        Raises:
+            UsageError: In replica context.
+            ConfigError: It cannot be read; while reading: an element has no first axis. The others raise MismatchError.
+            MismatchError: While reading: replicas read different batches.
+
+        Cost: a barrier; then for each step one exchange of a small record, which no batch takes part in.
+
+        Example:
+            >>> import numpy as np, syncvar as sv
+            >>> strategy = sv.MirroredStrategy()
+            >>> batches = sv.data.from_arrays(np.arange(4), batch_size=3)
+            >>> [part.tolist() for part in strategy.experimental_distribute_dataset(batches)]
+            [[0, 1, 2], [3]]
+        """
+        self._require("experimental_distribute_dataset")
+        return distributed(self, dataset)
+
+    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any]) -> DistributedDataset:
+        """Return a dataset of the batches that a function makes for this replica.
+
+        The replicas' datasets may have different lengths: one that has ended gives arrays without rows until all have.
+        Collective, and so is every step of reading it.
+
+        Args:
+            fn: Called once in every process with its InputContext; returns an iterable of this replica's batches.
+
+        Raises:
+            UsageError: In replica context.
+            ConfigError: `fn` returns nothing that can be read; the others raise MismatchError.
+            MismatchError: While reading: the replicas' batches differ in structure, dtype or shape of a row.
+
+        Cost: a barrier; then for each step one exchange of a small record, which no batch takes part in.
+
+        Example:
+            >>> import numpy as np, syncvar as sv
+            >>> rows = sv.data.from_arrays(np.arange(4), batch_size=None)
+            >>> def mine(context):
+            ...     shard = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+            ...     return shard.batch(context.get_per_replica_batch_size(2))
+            >>> [batch.tolist() for batch in sv.get_strategy().distribute_datasets_from_function(mine)]
+            [[0, 1], [2, 3]]
+        """
+        self._require("distribute_datasets_from_function")
+        return distributed_from_function(self, fn)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import comparing
 import grammar
 import numpy as np
 from comparing import numbers
+from interpreter_data import DataOperations, dtype_of
 
 import syncvar as sv
 
@@ -41,7 +42,7 @@ def run_case(case, prefix, folder=None, bind=contextlib.nullcontext):
     return _Run(case, prefix, folder, bind).run()
 
 
-class _Run:
+class _Run(DataOperations):
     def __init__(self, case, prefix, folder, bind):
         self.case, self.prefix, self.folder, self.bind = case, prefix, folder, bind
         self.rank = sv.rank()
@@ -193,7 +194,7 @@ class _Run:
             made = np.asarray(given)
             kinds = {"i": np.int32, "u": np.int32, "f": np.float32, "c": np.complex64}
             return made.astype(kinds.get(made.dtype.kind, made.dtype))
-        return np.array(given, dtype=_dtype(dtype))
+        return np.array(given, dtype=dtype_of(dtype))
 
     def _rows(self, value, dtype):
         return np.array(value["indices"], np.int64), self._array(value["values"], dtype)
@@ -351,7 +352,7 @@ class _Run:
         variable = sv.Variable(
             value,
             name=f"{self.prefix}.{name}",
-            dtype=_dtype(dtype),
+            dtype=dtype_of(dtype),
             synchronization=spec["synchronization"],
             aggregation=spec["aggregation"],
             **options,
@@ -534,55 +535,6 @@ class _Run:
     def do_mirrored_plus_one(self, _step, x, _place):
         return (x if isinstance(x, sv.Mirrored) else sv.Mirrored(x)) + 1
 
-    # -- input ----------------------------------------------------------------------------------------------------
-
-    def do_distribute_dataset(self, step, _x, place):
-        dataset = place.strategy.experimental_distribute_dataset([_batch(one) for one in step["batches"]])
-        return [batch for _ in range(step.get("epochs", 1)) for batch in dataset]
-
-    def do_dataset_reduce(self, step, _x, place):
-        strategy = place.strategy
-        dataset = strategy.experimental_distribute_dataset([_batch(one) for one in step["batches"]])
-        return [
-            strategy.reduce(
-                step["reduce_op"], strategy.run(lambda b: np.asarray(b).astype(np.float32), (batch,)), axis=0
-            )
-            for batch in dataset
-        ]
-
-    def do_distribute_from_function(self, step, _x, place):
-        made = lambda about: [_batch(one) for one in step["per_rank_batches"][about.input_pipeline_id]]
-        return list(place.strategy.distribute_datasets_from_function(made))
-
-    def do_dataset_context(self, _step, _x, place):
-        seen = []
-
-        def fn(about):
-            seen.append(about)
-            return [np.zeros(1)]
-
-        list(place.strategy.distribute_datasets_from_function(fn))
-        names = ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync")
-        return {name: getattr(seen[0], name) for name in names} | {"calls": len(seen)}
-
-    def do_input_context(self, step, _x, _place):
-        about = sv.InputContext(*step["args"])
-        found = {}
-        for size in step["batches"]:
-            try:
-                found[str(size)] = about.get_per_replica_batch_size(size)
-            except sv.ConfigError:
-                found[str(size)] = "ConfigError"
-        return found
-
-    def do_partition(self, step, _x, _place):
-        return getattr(sv.partitioners, step["partitioner"])(**step["args"])(
-            tuple(step["shape"]), _dtype(step["dtype"])
-        )
-
-    def do_row_ranges(self, step, _x, _place):
-        return sv.partitioners.row_ranges(step["rows"], step["shards"])
-
 
 class _Place:
     """Where a step is run."""
@@ -642,23 +594,5 @@ def _has_container(spec):
     return isinstance(spec, list) and any(_has_container(item) for item in spec)
 
 
-def _dtype(name):
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
-
-
 def _axis(step):
     return tuple(step["axis"]) if isinstance(step["axis"], list) else step["axis"]
-
-
-def _batch(value):
-    """Return a batch: ints int64, floats float32, structures of these."""
-    if isinstance(value, dict) and set(value) == {"tuple"}:
-        return tuple(_batch(item) for item in value["tuple"])
-    if isinstance(value, dict):
-        return {key: _batch(item) for key, item in value.items()}
-    array = np.asarray(value)
-    return array.astype(np.int64 if array.dtype.kind in "iu" else np.float32)

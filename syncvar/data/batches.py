@@ -1,0 +1,243 @@
+"""Batches: arrays, or structures of arrays, with the same first axis. What they are, cutting and stacking them.
+
+A structure is a nested dict, list or (named) tuple; a list or tuple of numbers is an array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.collectives._arguments import Structure, as_array, describe, flatten, is_structure, unflatten
+from syncvar.collectives.broadcast import _plain as plain_structure
+from syncvar.collectives.broadcast import _restored as restored_structure
+from syncvar.errors import ConfigError
+from syncvar.plans import even_chunks
+from syncvar.wire import DTYPE_NAMES, dtype_from_index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "Kind", "as_batch", "as_leaf", "content_digest", "even_part", "kind_of", "leaves_of", "map_leaves", "no_rows", "rows_of",
+    "stacked",
+]  # fmt: skip
+
+_TEXTS = {"U": "str", "S": "bytes", "O": "object"}
+_TIMES = tuple(f"{kind}[{unit}]" for kind in ("datetime64", "timedelta64") for unit in ("D", "h", "m", "s", "ms", "us", "ns"))
+_DIGESTED_BYTES = 1 << 20
+
+
+class Kind(NamedTuple):
+    """What all batches of a step have in common: the structure, and of each array the dtype and the shape of a row.
+
+    Args:
+        structure: Without the arrays.
+        leaves: (name of the dtype, shape after the first axis) of each array.
+    """
+
+    structure: Structure
+    leaves: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def describe(self) -> str:
+        """Return it in words.
+
+        Example:
+            >>> kind_of({"x": np.zeros((4, 2)), "y": np.zeros(4, int)}).describe()
+            '{x: *, y: *} of float64[rows, 2], int64[rows]'
+        """
+        arrays = ", ".join(f"{name}[{', '.join(['rows', *map(str, shape)])}]" for name, shape in self.leaves)
+        return arrays if self.structure.kind == "leaf" else f"{describe(self.structure)} of {arrays}"
+
+    def plain(self) -> list[Any]:
+        """Return it as lists, numbers and texts, which can travel."""
+        return [plain_structure(self.structure), [[name, list(shape)] for name, shape in self.leaves]]
+
+    @staticmethod
+    def from_plain(plain: list[Any]) -> Kind:
+        """Return the kind that `plain` came from."""
+        structure, leaves = plain
+        return Kind(restored_structure(structure), tuple((name, tuple(shape)) for name, shape in leaves))
+
+    def no_rows(self) -> Any:
+        """Return a batch of this kind without rows; a named tuple becomes a tuple.
+
+        Example:
+            >>> kind_of((np.zeros((4, 2)), np.zeros(4, bool))).no_rows()
+            (array([], shape=(0, 2), dtype=float64), array([], dtype=bool))
+        """
+        return unflatten(self.structure, [np.empty((0, *shape), _dtype_of(name)) for name, shape in self.leaves])
+
+
+def as_leaf(value: Any) -> NDArray[Any]:
+    """Return a leaf of a structure as an array; NumPy arrays as they are, also those of texts.
+
+    Raises:
+        ConfigError: It cannot be an array.
+    """
+    return value if type(value) is np.ndarray else as_array(value, "a leaf of the batch")
+
+
+def map_leaves(fn: Callable[[NDArray[Any]], Any], value: Any) -> Any:
+    """Return the structure with `fn` of each array; dicts keep their order and named tuples their type.
+
+    Example:
+        >>> map_leaves(len, {"x": np.zeros(3), "y": [np.zeros(2), [1, 2, 3, 4]]})
+        {'x': 3, 'y': [2, 4]}
+    """
+    if isinstance(value, dict):
+        return {key: map_leaves(fn, item) for key, item in value.items()}
+    if is_structure(value):
+        return _rebuilt(value, [map_leaves(fn, item) for item in value])
+    return fn(as_leaf(value))
+
+
+def leaves_of(value: Any) -> list[NDArray[Any]]:
+    """Return the arrays of a structure, dicts in the order of their sorted keys."""
+    return [as_leaf(leaf) for leaf in flatten(value)[1]]
+
+
+def as_batch(value: Any) -> Any:
+    """Return a batch whose leaves are arrays.
+
+    Raises:
+        ConfigError: It is no batch.
+    """
+    rows_of(value)
+    return map_leaves(lambda array: array, value)
+
+
+def rows_of(batch: Any) -> int:
+    """Return the length of the first axis.
+
+    Raises:
+        ConfigError: There is no array, or one without a first axis, or their lengths differ.
+
+    Example:
+        >>> rows_of((np.zeros((3, 2)), np.zeros(3)))
+        3
+    """
+    leaves = leaves_of(batch)
+    if not leaves:
+        raise ConfigError("the batch is a structure without any array; every element must hold at least one")
+    for leaf in leaves:
+        if leaf.ndim == 0:
+            raise ConfigError(
+                f"an element of the dataset is {leaf[()]!r}, which has no first axis to count and cut rows along; make batches: "
+                f"sv.data.from_arrays(x, batch_size=32), or dataset.batch(32)"[:400]
+            )
+    lengths = sorted({len(leaf) for leaf in leaves})
+    if len(lengths) > 1:
+        raise ConfigError(f"the arrays of a batch must have first axes of one length, not {', '.join(map(str, lengths))}")
+    return lengths[0]
+
+
+def even_part(batch: Any, parts: int, index: int) -> Any:
+    """Return one of the parts of a batch that is cut evenly along its first axis.
+
+    Sizes differ by one at most, the first parts are longer, and trailing ones may have no row. Nothing is copied.
+
+    Args:
+        batch: Whole.
+        parts: At least 1.
+        index: 0 to `parts` - 1.
+
+    Example:
+        >>> [even_part(np.arange(4), 3, index).tolist() for index in range(3)]
+        [[0, 1], [2], [3]]
+    """
+    chunk = even_chunks(rows_of(batch), parts)[index]
+    return map_leaves(lambda array: array[chunk.start : chunk.stop], batch)
+
+
+def no_rows(batch: Any) -> Any:
+    """Return a batch like this one without rows."""
+    return map_leaves(lambda array: np.empty((0, *array.shape[1:]), array.dtype), batch)
+
+
+def kind_of(batch: Any) -> Kind:
+    """Return what a batch must have in common with those of other replicas.
+
+    Raises:
+        ConfigError: It is no batch, or an array has a dtype that no batch can have.
+    """
+    structure, leaves = flatten(batch)
+    arrays = [as_leaf(leaf) for leaf in leaves]
+    return Kind(structure, tuple((_dtype_name(array.dtype), tuple(map(int, array.shape[1:]))) for array in arrays))
+
+
+def content_digest(batch: Any) -> int:
+    """Return a number that batches with different bytes are unlikely to share; arrays of objects do not count.
+
+    Cost: reads at most the first MiB of each array.
+    """
+    made = hashlib.blake2b(digest_size=8)
+    for array in leaves_of(batch):
+        if array.dtype.kind != "O" and array.size:
+            rows = max(1, _DIGESTED_BYTES // max(1, array.nbytes // len(array)))
+            made.update(np.ascontiguousarray(array[:rows]).tobytes())
+    return int.from_bytes(made.digest(), "little")
+
+
+def stacked(elements: Sequence[Any]) -> Any:
+    """Return a batch of elements of one kind: each array gets a new first axis.
+
+    Raises:
+        ConfigError: Their structures or shapes differ.
+
+    Example:
+        >>> stacked([{"x": 1}, {"x": 2}])
+        {'x': array([1, 2])}
+    """
+    structures = [flatten(element)[0] for element in elements]
+    if any(structure != structures[0] for structure in structures):
+        shown = " and ".join(sorted({describe(structure) for structure in structures}))
+        raise ConfigError(f"elements of different structures cannot be one batch: {shown}")
+    return _stacked(elements)
+
+
+def _stacked(parts: Sequence[Any]) -> Any:
+    model = parts[0]
+    if isinstance(model, dict):
+        return {key: _stacked([part[key] for part in parts]) for key in model}
+    if is_structure(model):
+        return _rebuilt(model, [_stacked([part[place] for part in parts]) for place in range(len(model))])
+    arrays = [as_leaf(part) for part in parts]
+    try:
+        return np.stack(arrays)
+    except ValueError as error:
+        shapes = ", ".join(sorted({str(array.shape) for array in arrays}))
+        raise ConfigError(f"elements of shapes {shapes} cannot be one batch; pad them with dataset.map") from error
+
+
+def _rebuilt(model: Any, items: list[Any]) -> Any:
+    """Return a list or tuple of the type of `model`."""
+    if hasattr(model, "_fields"):
+        return type(model)(*items)
+    return items if isinstance(model, list) else tuple(items)
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    if dtype.name in DTYPE_NAMES or dtype.name in _TIMES:
+        return dtype.name
+    name = _TEXTS.get(dtype.kind)
+    if name is None:
+        known = ", ".join((*DTYPE_NAMES, *_TEXTS.values(), "datetime64[s]"))
+        raise ConfigError(f"a batch cannot have an array of dtype {dtype}; use one of {known}")
+    return name
+
+
+def _dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, out of the closed list: a text of another process is not given to NumPy."""
+    if name in DTYPE_NAMES:
+        return dtype_from_index(DTYPE_NAMES.index(name))
+    if name in _TIMES:
+        return np.dtype(_TIMES[_TIMES.index(name)])
+    letters = {text: letter for letter, text in _TEXTS.items()}
+    if name not in letters:
+        raise ConfigError(f"there is no dtype {name!r}")
+    return np.dtype(letters[name])

@@ -1,0 +1,110 @@
+"""Reading ahead in a thread: bounded, ended with its reader, and its exceptions reach the reader."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from syncvar.data.streams import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from syncvar.data.streams import Source
+
+__all__ = ["Prefetched"]
+
+_JOIN_S = 5.0  # the thread may be inside the user's function, which nothing can end
+
+
+class Prefetched(Stream):
+    """Elements that a thread reads ahead of the consumer.
+
+    The thread begins with the first element that is asked for. It ends when the elements do, when reading them raises,
+    and when the consumer lets go of its iterator.
+
+    Args:
+        inner: Read in the thread.
+        size: Elements that wait at most.
+    """
+
+    def __init__(self, inner: Source, size: int) -> None:
+        super().__init__(inner.count, inner.seeds)
+        self._inner = inner
+        self._size = size
+
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements."""
+        ahead = _Ahead(self._inner.read(epoch, start), self._size)
+        try:
+            while (element := ahead.next()) is not _END:
+                yield element
+        finally:
+            ahead.stop()
+
+
+_END = object()
+
+
+class _Ahead:
+    """What the thread and its consumer share."""
+
+    def __init__(self, elements: Generator[Any, None, None], size: int) -> None:
+        self._waiting: deque[Any] = deque()
+        self._size = size
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._is_stopped = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, args=(elements,), name="syncvar-prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Any:
+        """Return the next element, or _END; raises what reading it raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_over)
+            if self._waiting:
+                element = self._waiting.popleft()
+                self._changed.notify_all()
+                return element
+            error, self._error = self._error, None
+        if error is None:
+            return _END
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    def stop(self) -> None:
+        """End the thread, also in the middle."""
+        with self._changed:
+            self._is_stopped = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():  # a collection of garbage may run in it
+            self._thread.join(_JOIN_S)
+
+    def _work(self, elements: Generator[Any, None, None]) -> None:
+        error: BaseException | None = None
+        try:
+            with closing(elements):
+                for element in elements:
+                    if not self._offer(element):
+                        break
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            self._error, self._is_over = error, True
+            self._changed.notify_all()
+
+    def _offer(self, element: Any) -> bool:
+        """Give an element to the consumer when there is room; returns whether it wants more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or len(self._waiting) < self._size)
+            if self._is_stopped:
+                return False
+            self._waiting.append(element)
+            self._changed.notify_all()
+            return True

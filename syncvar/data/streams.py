@@ -1,0 +1,150 @@
+"""Sources whose elements come one after the other: to begin at a place, what is before it is read and dropped."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import closing
+from itertools import count as counted
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from syncvar.data.batches import stacked
+from syncvar.data.indexed import Indexed
+from syncvar.data.order import permutation
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+
+__all__ = ["Generated", "Source", "Stream", "StreamBatches", "StreamMap", "StreamRepeat", "StreamShard", "StreamShuffle"]
+
+
+class Stream(ABC):
+    """Elements of each epoch, one after the other.
+
+    Args:
+        count: Elements of an epoch; None where nobody knows before its end, or it has none.
+        seeds: Seeds of the shuffles, from the innermost.
+    """
+
+    def __init__(self, count: int | None, seeds: tuple[int, ...] = ()) -> None:
+        self.count = count
+        self.seeds = seeds
+
+    @abstractmethod
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements of an epoch from position `start` on."""
+
+
+Source = Indexed | Stream
+
+
+class Generated(Stream):
+    """What a function returns, called anew for each epoch."""
+
+    def __init__(self, fn: Callable[[], Iterable[Any]]) -> None:
+        super().__init__(None)
+        self._fn = fn
+
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements."""
+        made = self._fn()
+        try:
+            elements = iter(made)
+        except TypeError:
+            raise ConfigError(
+                f"the function of sv.data.from_generator must return an iterable of elements, not {type(made).__name__}"
+            ) from None
+        yield from islice(elements, start, None)
+
+
+class StreamShuffle(Stream):
+    """All elements of an epoch in the order of (seed, epoch); they are kept in memory."""
+
+    def __init__(self, inner: Source, seed: int) -> None:
+        super().__init__(inner.count, (*inner.seeds, seed))
+        self._inner = inner
+        self._seed = seed
+
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements."""
+        elements = list(self._inner.read(epoch, 0))
+        for place in permutation(len(elements), self._seed, epoch)[start:]:
+            yield elements[place]
+
+
+class StreamShard(Stream):
+    """Every n-th element, from element `index` on."""
+
+    def __init__(self, inner: Source, shards: int, index: int) -> None:
+        super().__init__(None if inner.count is None else len(range(index, inner.count, shards)), inner.seeds)
+        self._inner = inner
+        self._shards = shards
+        self._index = index
+
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements."""
+        with closing(self._inner.read(epoch, start * self._shards)) as elements:
+            yield from islice(elements, self._index, None, self._shards)
+
+
+class StreamBatches(Stream):
+    """Consecutive elements as batches; the last one may be short."""
+
+    def __init__(self, inner: Source, size: int, *, drop_remainder: bool) -> None:
+        rounded = None if inner.count is None else inner.count + (0 if drop_remainder else size - 1)
+        super().__init__(None if rounded is None else rounded // size, inner.seeds)
+        self._inner = inner
+        self._size = size
+        self._drop_remainder = drop_remainder
+
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the batches."""
+        with closing(self._inner.read(epoch, start * self._size)) as elements:
+            while len(found := list(islice(elements, self._size))) == self._size:
+                yield stacked(found)
+            if found and not self._drop_remainder:
+                yield stacked(found)
+
+
+class StreamMap(Stream):
+    """What a function makes of each element."""
+
+    def __init__(self, inner: Source, fn: Callable[[Any], Any]) -> None:
+        super().__init__(inner.count, inner.seeds)
+        self._inner = inner
+        self._fn = fn
+
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield what the function makes; it does not see elements before `start`."""
+        with closing(self._inner.read(epoch, start)) as elements:
+            for element in elements:
+                yield self._fn(element)
+
+
+class StreamRepeat(Stream):
+    """Several passes one after the other, or passes without end, each an epoch of what is repeated."""
+
+    def __init__(self, inner: Source, times: int | None) -> None:
+        super().__init__(None if times is None or inner.count is None else inner.count * times, inner.seeds)
+        self._inner = inner
+        self._times = times
+
+    def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements of all passes; a pass without any ends an endless repetition."""
+        known = self._inner.count
+        first, skipped = divmod(start, known) if known else (0, start)
+        begin = epoch if self._times is None else epoch * self._times
+        for number in counted(first) if self._times is None else range(first, self._times):
+            was_empty = True
+            with closing(self._inner.read(begin + number, skipped if known else 0)) as elements:
+                for element in elements:
+                    was_empty = False
+                    if known or not skipped:
+                        yield element
+                    else:
+                        skipped -= 1
+            if known:
+                skipped = 0
+            if was_empty and self._times is None:
+                return

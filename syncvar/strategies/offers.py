@@ -1,0 +1,89 @@
+"""What replicas offer for a step of their input, and what they make of it: the same on all, from the same records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncvar.collectives._headers import ARRAY, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Offer", "Verdict", "verdict"]
+
+
+class Offer(NamedTuple):
+    """What one replica has for a step.
+
+    Args:
+        has_batch: A batch; otherwise its dataset has ended.
+        rows: Of the batch.
+        epoch: Which the iterator reads.
+        position: Batches handed out before.
+        kind: Digest of the batch's kind; where the dataset has ended, of the kind that is known, 0 if none is.
+        content: Digest of the first batch of an iterator, where batches are the same everywhere; else 0.
+    """
+
+    has_batch: bool
+    rows: int
+    epoch: int
+    position: int
+    kind: int
+    content: int = 0
+
+    def record(self) -> Record:
+        """Return it as a record that can be exchanged."""
+        return Record(ARRAY, int(self.has_batch), (self.rows, self.epoch, self.position, self.content), self.kind)
+
+    @staticmethod
+    def from_record(record: Record) -> Offer:
+        """Return the offer in a record."""
+        rows, epoch, position, content = record.shape
+        return Offer(bool(record.dtype), rows, epoch, position, record.nbytes, content)
+
+
+class Verdict(NamedTuple):
+    """What all replicas do with their offers.
+
+    Args:
+        disagreement: What does not fit together, in words; empty if all does.
+        is_over: All datasets have ended.
+        teacher: A replica whose kind of batch others need to be told; None if all know it.
+        differs: Replicas read different contents where they should be the same.
+    """
+
+    disagreement: str = ""
+    is_over: bool = False
+    teacher: int | None = None
+    differs: bool = False
+
+
+def verdict(offers: Sequence[Offer], *, is_global: bool) -> Verdict:
+    """Return what all replicas do, a pure function of what all of them offer.
+
+    Args:
+        offers: By replica.
+        is_global: All replicas read the same batches and take their part of each.
+
+    Example:
+        >>> batch, end = Offer(True, 8, 0, 2, kind=77), Offer(False, 0, 0, 2, kind=0)
+        >>> verdict([end, batch], is_global=False)
+        Verdict(disagreement='', is_over=False, teacher=1, differs=False)
+        >>> verdict([end, batch], is_global=True).disagreement
+        'the dataset has ended on some replicas and not on others'
+    """
+    if len({(offer.epoch, offer.position) for offer in offers}) > 1:
+        return Verdict("the replicas are at different places of their datasets")
+    live = [place for place, offer in enumerate(offers) if offer.has_batch]
+    if not live:
+        return Verdict(is_over=True)
+    if is_global and len(live) < len(offers):
+        return Verdict("the dataset has ended on some replicas and not on others")
+    kinds = {offers[place].kind for place in live}
+    if len(kinds) > 1:
+        return Verdict("the replicas' batches differ in structure, dtype or shape of a row")
+    if is_global and len({offer.rows for offer in offers}) > 1:
+        return Verdict("the replicas' global batches differ in length")
+    needed = any(offer.kind not in kinds for offer in offers)
+    differs = is_global and len({offer.content for offer in offers}) > 1
+    return Verdict(teacher=live[0] if needed else None, differs=differs)
