@@ -1,7 +1,10 @@
-"""syncvar's all-reduce beside its peers, on one host, in turns.
+"""syncvar beside its peers, on one host, in turns.
 
 python bench/compare.py --setup                    once: the peers' virtual environments (see bench/README.md)
-python bench/compare.py --workers 2,4 --json FILE  the comparison
+python bench/compare.py --workers 2,4 --json FILE  the all-reduce
+python bench/compare.py --collective broadcast,all_gather --dtype float64    other collectives, another dtype
+python bench/compare.py --parts launch,import      other parts alone; see --parts
+python bench/compare.py --all --json FILE          every part, all collectives, every bound
 python bench/compare.py --slow-peer                CPU time of a wait for a worker that comes 10 s late
 python bench/compare.py --busy-thread              slowdown beside a busy Python thread in each worker
 """
@@ -14,15 +17,40 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from comparison import acceptance, machine
+from comparison import acceptance, bounds, machine, picture
+from comparison.crowd import crowd
+from comparison.grouped import grouped
+from comparison.halves import halves
 from comparison.libraries import NAMES, Library, library
-from comparison.rounds import Plan, measure
+from comparison.model import resnet50
+from comparison.part import Part, Setting
+from comparison.rounds import Effort, Plan, Work, measure
 from comparison.setup import set_up
-from comparison.table import KINDS, compare, tables
+from comparison.starting import importing, launch
+from comparison.table import COLLECTIVES, KINDS, compare, tables
+from comparison.traffic import traffic
 
-SIZES = "8,4K,64K,1M,16M,64M"
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from comparison.bounds import Verdict
+
+SIZES = {"all_reduce": "8,4K,64K,1M,16M,64M"}
+OTHER_SIZES = "64K,1M,16M"
+SECONDS, ALL_SECONDS = 0.3, 0.15
+COMPARISON = "comparison"
+PARTS: dict[str, Callable[[Setting], Part]] = {
+    "half": halves,
+    "resnet50": resnet50,
+    "grouped": grouped,
+    "launch": launch,
+    "import": importing,
+    "crowd": crowd,
+    "traffic": traffic,
+}
+ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
 
 def main() -> int:
@@ -37,39 +65,76 @@ def main() -> int:
     report: dict[str, Any] = {"machine": about, "versions": versions}
     if "syncvar" in missing:
         return 1
+    effort = Effort(chosen.seconds, chosen.rounds, chosen.timeout)
+    report["seconds"], report["rounds"] = effort.seconds, effort.rounds
+    present = {one.name: one for one in libraries if one.name not in missing}
+    setting = Setting(present, tuple(chosen.workers), effort, chosen.crowd)
+    verdicts: list[Verdict] = []
+    failed = False
+    for name, one in _parts(chosen, setting, libraries, missing):
+        part = one()
+        print("", *part.lines, sep="\n", flush=True)
+        report[name] = [*report.get(name, []), part.report] if name in SEVERAL else part.report
+        verdicts += part.verdicts
+        failed = failed or part.failed
+        _write(chosen.json, report)
+    if chosen.png and report.get(COMPARISON):
+        rows = [row for one in report[COMPARISON] for row in one["rows"]]
+        picture.draw(chosen.png, f"{chosen.dtype}, {about['cpu']}, {about['cores']} cores, {about['date'][:10]}", rows)
+    if verdicts:
+        print("", *bounds.lines(verdicts), sep="\n", flush=True)
+        report["bounds"] = [{**one._asdict(), "bound": one.bound._asdict(), "verdict": one.word} for one in verdicts]
+        _write(chosen.json, report)
+    return int(failed or (chosen.strict and any(one.word == "MISSED" for one in verdicts)))
+
+
+SEVERAL = (COMPARISON, "busy_thread")
+"""What is asked once for each number of workers."""
+
+
+def _parts(
+    chosen: argparse.Namespace, setting: Setting, libraries: list[Library], missing: dict[str, str]
+) -> list[tuple[str, Callable[[], Part]]]:
+    """Return what was asked for, by name, in order."""
     if chosen.slow_peer or chosen.busy_thread:
-        plan = _plan(chosen, "1M")
+        found: list[tuple[str, Callable[[], Part]]] = []
         if chosen.slow_peer:
-            report["slow_peer"], lines = acceptance.slow_peer(libraries[0], plan)
-            print("", *lines, sep="\n", flush=True)
+            found.append(("slow_peer", lambda: acceptance.slow_peer(setting.syncvar, setting.effort)))
         if chosen.busy_thread:
-            report["busy_thread"] = []
-            for workers in chosen.workers or [2]:
-                found, lines = acceptance.busy_thread(libraries[0], workers, plan)
-                report["busy_thread"].append(found)
-                print("", *lines, sep="\n", flush=True)
-        failed = any("problem" in found for found in [report.get("slow_peer", {}), *report.get("busy_thread", [])])
-    else:
-        plan = _plan(chosen, SIZES)
-        report["seconds"], report["rounds"], report["comparison"] = plan.seconds, plan.rounds, []
-        failed = False
-        for workers in chosen.workers or [2, 4]:
-            times = measure(libraries, workers, plan, missing)
-            rows = compare(times, plan, [name for name in names if name != "syncvar"])
-            print("", *tables(times, plan, libraries, rows), sep="\n", flush=True)
-            started = {one.name: one.started_as(workers) for one in libraries}
-            parts = {"rows": rows, "turns": times.rows, "problems": times.problems, "skipped": times.skipped}
-            report["comparison"].append({"workers": workers, "started_as": started, **parts})
-            failed = failed or "syncvar" in times.problems
-            _write(chosen.json, report)
-    _write(chosen.json, report)
-    return int(failed)
+            plan = _plan(chosen, setting.effort)
+            found += [
+                ("busy_thread", lambda workers=workers: acceptance.busy_thread(setting.syncvar, workers, plan))
+                for workers in setting.workers
+            ]
+        return found
+    found = []
+    if COMPARISON in chosen.parts:
+        plan = _plan(chosen, setting.effort)
+        found += [
+            (COMPARISON, lambda workers=workers: _compared(libraries, workers, plan, missing)) for workers in setting.workers
+        ]
+    return found + [(name, lambda part=part: part(setting)) for name, part in PARTS.items() if name in chosen.parts]
 
 
-def _plan(chosen: argparse.Namespace, sizes: str) -> Plan:
-    """Return what to measure; `sizes` if the command line says nothing of them."""
-    found = tuple(chosen.sizes or _sizes(sizes))
-    return Plan(found, tuple(chosen.kinds), chosen.seconds, chosen.rounds, chosen.timeout)
+def _compared(libraries: list[Library], workers: int, plan: Plan, missing: dict[str, str]) -> Part:
+    """Compare the libraries with one number of workers."""
+    times = measure(libraries, workers, plan, missing)
+    rows = compare(times, plan, [one.name for one in libraries if one.name != "syncvar"])
+    parts = {"rows": rows, "turns": times.rows, "problems": times.problems, "skipped": times.skipped, "refused": times.refused}
+    started = {one.name: one.started_as(workers) for one in libraries}
+    report = {"workers": workers, "dtype": plan.dtype, "started_as": started, **parts}
+    verdicts = bounds.judge_rows(rows, plan.dtype)
+    return Part(report, tables(times, plan, libraries, rows), verdicts, "syncvar" in times.problems)
+
+
+def _plan(chosen: argparse.Namespace, effort: Effort) -> Plan:
+    """Return what to measure of each collective; without --kinds, of other collectives than all_reduce one kind."""
+    works = []
+    for collective in chosen.collective:
+        sizes = chosen.sizes or _sizes("1M" if chosen.busy_thread else SIZES.get(collective, OTHER_SIZES))
+        kinds = chosen.kinds or (KINDS if collective == "all_reduce" else KINDS[:1])
+        works += [Work(collective, kind, tuple(sizes)) for kind in kinds if kind in COLLECTIVES[collective]]
+    return Plan(tuple(works), chosen.dtype, effort)
 
 
 def _find(names: list[str], chosen: argparse.Namespace) -> tuple[list[Library], dict[str, str], dict[str, str]]:
@@ -93,28 +158,62 @@ def _write(path: str | None, report: dict[str, Any]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setup", action="store_true", help="make the peers' environments and end")
-    parser.add_argument("--slow-peer", action="store_true", help="measure what a wait costs instead")
-    parser.add_argument("--busy-thread", action="store_true", help="measure what a busy thread costs instead")
-    parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments [.peers]")
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has syncvar [the one running this]")
-    parser.add_argument("--workers", type=_numbers, help="numbers of workers [2,4; 2 in the other modes]")
-    parser.add_argument("--sizes", type=_sizes, help=f"bytes, with K or M [{SIZES}; 1M in the other modes]")
-    parser.add_argument("--kinds", type=_names(KINDS), default=list(KINDS), help=f"[{','.join(KINDS)}]")
-    parser.add_argument("--libraries", type=_names(NAMES), default=list(NAMES), help=f"[{','.join(NAMES)}]")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each library is started [5]")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time for each size and kind in a turn [0.3]")
-    parser.add_argument("--timeout", type=float, default=300.0, help="longest time of one turn in seconds [300]")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    add = parser.add_argument
+    add("--setup", action="store_true", help="make the peers' environments and end")
+    add("--all", action="store_true", help="every part, with all collectives, against every bound")
+    parts = (COMPARISON, *PARTS)
+    add("--parts", type=_names(parts), default=[COMPARISON], help=f"what to measure, of {','.join(parts)} [{COMPARISON}]")
+    add("--slow-peer", action="store_true", help="measure what a wait costs instead")
+    add("--busy-thread", action="store_true", help="measure what a busy thread costs instead")
+    add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments [.peers]")
+    add("--python", default=sys.executable, help="interpreter that has syncvar [the one running this]")
+    add("--collective", type=_names(COLLECTIVES), help=f"of {','.join(COLLECTIVES)} [all_reduce]")
+    add("--dtype", default="float32", help="of the elements [float32]")
+    add("--workers", type=_numbers, help="numbers of workers [2,4; 2 with --busy-thread]")
+    sizes = f"{SIZES['all_reduce']}; {OTHER_SIZES} of other collectives; 1M with --busy-thread"
+    add("--sizes", type=_sizes, help=f"bytes of the larger buffer, with K or M [{sizes}]")
+    add("--kinds", type=_names(KINDS), help=f"of {','.join(KINDS)} [all of all_reduce, {KINDS[0]} of the others]")
+    add("--libraries", type=_names(NAMES), default=list(NAMES), help=f"[{','.join(NAMES)}]")
+    add("--crowd", type=int, default=64, help="workers of the part crowd [64]")
+    add("--rounds", type=int, default=5, help="how often each library is started [5]")
+    add("--seconds", type=float, help=f"time for each size and kind in a turn [{SECONDS}; {ALL_SECONDS} with --all]")
+    add("--timeout", type=float, default=300.0, help="longest time of one turn in seconds [300]")
+    add("--json", metavar="FILE", help="write everything that was measured")
+    add("--png", metavar="FILE", help="draw time and ratio against size")
+    add("--strict", action="store_true", help="end with 1 when a bound is missed")
     chosen = parser.parse_args()
+    if chosen.all:
+        chosen.parts = list(parts)
+    chosen.collective = chosen.collective or (list(COLLECTIVES) if chosen.all else ["all_reduce"])
+    chosen.seconds = (ALL_SECONDS if chosen.all else SECONDS) if chosen.seconds is None else chosen.seconds
+    chosen.workers = chosen.workers or ([2] if chosen.busy_thread else [2, 4])
     if (chosen.slow_peer or chosen.busy_thread) and "syncvar" in chosen.libraries:
         chosen.libraries = ["syncvar"]
     elif "syncvar" not in chosen.libraries and not chosen.setup:
         parser.error("--libraries without syncvar leaves nothing to compare with")
-    if chosen.rounds < 1 or chosen.seconds <= 0 or chosen.timeout <= 0:
-        parser.error("--rounds, --seconds and --timeout must be positive")
+    if chosen.rounds < 1 or chosen.seconds <= 0 or chosen.timeout <= 0 or chosen.crowd < 1:
+        parser.error("--rounds, --seconds, --timeout and --crowd must be positive")
+    unit = _itemsize(chosen.dtype)
+    if unit is None:
+        parser.error(f"--dtype {chosen.dtype}: choose a float, bfloat16 or integer type by its NumPy name")
+    if chosen.sizes and any(size % unit for size in chosen.sizes):
+        parser.error(f"--sizes: each must be whole elements of {chosen.dtype}, {unit} bytes each")
+    if chosen.png and picture.missing():
+        parser.error(picture.missing())
     chosen.python = os.path.abspath(shutil.which(chosen.python) or chosen.python)
     return chosen
+
+
+def _itemsize(dtype: str) -> int | None:
+    """Return the bytes of an element, None where the name is no such type.
+
+    Example:
+        >>> _itemsize("bfloat16"), _itemsize("uint8"), _itemsize("text")
+        (2, 1, None)
+    """
+    known = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+    known |= {f"{sign}int{bits}": size for sign in ("", "u") for bits, size in ITEM_BYTES.items()}
+    return known.get(dtype)
 
 
 def _numbers(text: str) -> list[int]:
@@ -127,8 +226,8 @@ def _numbers(text: str) -> list[int]:
 def _sizes(text: str) -> list[int]:
     units = {"K": 1 << 10, "M": 1 << 20}
     sizes = [int(one.rstrip("KM")) * units.get(one[-1:], 1) for one in text.upper().split(",")]
-    if min(sizes) < 4 or any(size % 4 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text}: sizes are whole float32 numbers, 4 bytes each")
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: sizes are positive")
     return sizes
 
 

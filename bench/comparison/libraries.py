@@ -11,18 +11,26 @@ from pathlib import Path
 from comparison.machine import cores
 from comparison.processes import run
 
-__all__ = ["NAMES", "PEERS", "Library", "library", "peer_python"]
+__all__ = ["LABELS", "MPI", "NAMES", "PEERS", "Library", "library", "peer_python", "script"]
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
-PEERS = ("openmpi", "mpich", "torch")
+MPI = ("openmpi", "mpich")
+PEERS = (*MPI, "torch", "tensorflow")
 NAMES = ("syncvar", *PEERS)
-LABELS = {"syncvar": "syncvar", "openmpi": "Open MPI", "mpich": "MPICH", "torch": "torch gloo"}
+LABELS = {
+    "syncvar": "syncvar", "openmpi": "Open MPI", "mpich": "MPICH", "torch": "torch gloo", "tensorflow": "TensorFlow",
+}  # fmt: skip
 PROBE_S = 120.0
 
 
 def peer_python(peers: Path, name: str) -> str:
     """Return the interpreter of a peer's virtual environment; the link itself, which is what makes it one."""
     return os.path.abspath(peers / name / "bin" / "python")
+
+
+def script(name: str) -> str:
+    """Return the path of a worker script."""
+    return str(SCRIPTS / name)
 
 
 def library(name: str, python: str, peers: Path) -> Library:
@@ -50,7 +58,7 @@ class Library:
     @property
     def script(self) -> str:
         """Return the worker script."""
-        return str(SCRIPTS / {"syncvar": "peer_syncvar.py", "torch": "peer_torch.py"}.get(self.name, "peer_mpi.py"))
+        return script(f"peer_{'mpi' if self.name in MPI else self.name}.py")
 
     def start(self, workers: int) -> list[str]:
         """Return the command that starts workers, up to the script."""
@@ -63,20 +71,25 @@ class Library:
                 return ["mpirun.openmpi", *root, *crowded, "-np", str(workers), self.python]
             case "mpich":
                 return ["mpirun.mpich", "-np", str(workers), self.python]
+            case "tensorflow":
+                return [self.python, script("launch_tensorflow.py"), "--workers", str(workers)]
             case _:
                 module = [self.python, "-m", "torch.distributed.run"]
                 return [*module, "--standalone", f"--nproc-per-node={workers}"]
 
     def environment(self, workers: int) -> dict[str, str]:
         """Return what is set for the workers beside the caller's environment."""
-        if self.name != "torch":
-            return {}
-        return {"OMP_NUM_THREADS": str(max(1, cores() // workers)), "GLOO_SOCKET_IFNAME": "lo"}
+        threads = str(max(1, cores() // workers))
+        return {
+            "torch": {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"},
+            "tensorflow": {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads},
+        }.get(self.name, {})
 
     def started_as(self, workers: int) -> str:
         """Return the command as it is shown, without the folders of this machine."""
         settings = [f"{name}={value}" for name, value in self.environment(workers).items()]
         words = ["python" if word == self.python else word for word in self.start(workers)]
+        words = [Path(word).name if word.startswith(str(SCRIPTS)) else word for word in words]
         return " ".join([*settings, *words, Path(self.script).name])
 
     def probe(self) -> tuple[str | None, str]:

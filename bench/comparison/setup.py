@@ -19,12 +19,17 @@ __all__ = ["set_up"]
 
 PACKAGES = ("openmpi-bin", "libopenmpi-dev", "mpich", "libmpich-dev")
 TOOLS = ("mpirun.openmpi", "mpicc.openmpi", "mpirun.mpich", "mpicc.mpich")
-TORCH = "torch==2.13.0"
+PYTHON_PACKAGES = {"torch": ["torch==2.13.0", "numpy"], "tensorflow": ["tensorflow-cpu", "numpy"]}
+FOR_MPI = ["numpy", "ml_dtypes"]
+OPTIONAL = ("tensorflow",)
 STEP_S = 1800.0
 
 
 def set_up(peers: Path, names: Sequence[str]) -> bool:
-    """Set up what is missing; True when every named peer can be used afterwards."""
+    """Set up what is missing; True when every named peer can be used afterwards.
+
+    TensorFlow is optional: it is tried, and the comparison does without it.
+    """
     wanted = [name for name in PEERS if name in names]
     if {"openmpi", "mpich"} & set(wanted):
         _install_mpi()
@@ -36,7 +41,7 @@ def set_up(peers: Path, names: Sequence[str]) -> bool:
     for name in wanted:
         one = library(name, "", peers)
         versions, problem = one.probe()
-        ready = ready and versions is not None
+        ready = ready and (versions is not None or name in OPTIONAL)
         print(f"{one.label}: {versions or f'missing: {problem}'}")
     return ready
 
@@ -60,14 +65,14 @@ def _make(peers: Path, name: str) -> bool:
     pip = [python, "-m", "pip", "install"]
     if not _step([sys.executable, "-m", "venv", "--clear", os.path.abspath(peers / name)]):
         return False
-    if name == "torch":
-        return _step([*pip, TORCH, "numpy"])
+    if name in PYTHON_PACKAGES:
+        return _step([*pip, *PYTHON_PACKAGES[name]])
     compiler = f"mpicc.{name}"
     if shutil.which(compiler) is None:
         return False
     # Without the cache: pip would take the build for one MPI as the build for the other.
     build = [*pip, "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py"]
-    return _step([*pip, "numpy"]) and _step(build, {"MPICC": compiler, "MPI4PY_BUILD_MPICC": compiler})
+    return _step([*pip, *FOR_MPI]) and _step(build, {"MPICC": compiler, "MPI4PY_BUILD_MPICC": compiler})
 
 
 def _step(command: Sequence[str], env: Mapping[str, str] | None = None) -> bool:

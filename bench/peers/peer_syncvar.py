@@ -1,22 +1,32 @@
-"""Times of syncvar's all-reduce: `syncvar-launch --workers 2 bench/peers/peer_syncvar.py`.
+"""Times of syncvar's collectives: `syncvar-launch --workers 2 bench/peers/peer_syncvar.py`.
 
-Kinds: "private" (ordinary arrays), "resident" (arrays of `sv.empty`, reduced in place) and "variable" (a write to an
-ON_WRITE variable in a step of a strategy, then a read).
+Kinds: "private" (ordinary arrays), "resident" (arrays of `sv.empty`; reduced and broadcast in place) and "variable" (a
+write to an ON_WRITE variable in a step of a strategy, then a read; for all_reduce).
 """
 
 from __future__ import annotations
 
 import threading
-from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from timing import Case, Team, arguments, finish, measure, show_versions
+from timing import Case, Refused, Team, arguments, array_case, finish, measure_all, show_versions
+from values import Values, numpy_dtype
 
 import syncvar as sv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def syncvar_team() -> Team:
+    """Return the ranks of the job."""
+    return Team(
+        sv.rank(), sv.world_size(), sv.barrier,
+        agree=lambda number: int(sv.broadcast(number)),
+        largest=lambda number: int(sv.all_reduce(number, "max")),
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -25,44 +35,55 @@ def main() -> None:
     if chosen.versions:
         show_versions(syncvar=sv.__version__)
         return
-    team = Team(sv.rank(), sv.world_size(), sv.barrier, lambda number: int(sv.broadcast(number)))
+    team = syncvar_team()
     if chosen.busy_thread:
         threading.Thread(target=_busy, daemon=True).start()
     strategy = sv.MirroredStrategy()
-    makers: dict[str, Callable[..., Case]] = {
-        "private": _private,
-        "resident": _resident,
-        "variable": partial(_variable, strategy),
-    }
     skipped: dict[str, str] = {}
-    if "resident" in chosen.kinds and not hasattr(sv, "empty"):
+    if not hasattr(sv, "empty"):
         skipped["resident"] = f"syncvar {sv.__version__} has no sv.empty"
-    results: list[dict[str, Any]] = []
-    for size in chosen.sizes:
-        for kind in chosen.kinds:
-            if kind in skipped:
-                continue
-            timing = partial(measure, team, makers[kind](size // 4), chosen.seconds)
-            times = strategy.run(timing) if kind == "variable" else timing()
-            results.append({"kind": kind, "size": size, **times})
-    finish(team, chosen, results, skipped=skipped)
+    chosen.measure = [work for work in chosen.measure if work[1] not in skipped]
+
+    def make(kind: str, values: Values) -> Case:
+        if kind != "variable":
+            return _of_arrays(sv.empty if kind == "resident" else np.empty, values, in_place=kind == "resident")
+        if values.collective != "all_reduce":
+            raise Refused("the kind variable is for all_reduce")
+        return _of_variable(strategy, values)
+
+    results, refused = measure_all(team, chosen, make)
+    finish(team, chosen, results, refused=refused, skipped=skipped)
 
 
-def _private(count: int) -> Case:
-    x, out = np.empty(count, np.float32), np.full(count, np.nan, np.float32)
-    return Case(x, lambda: sv.all_reduce(x, out=out), lambda: out)
+def _of_arrays(empty: Callable[..., np.ndarray[Any, Any]], values: Values, *, in_place: bool) -> Case:
+    kind = numpy_dtype(values.dtype)
+    x = empty(values.brought_count, kind)
+    if values.collective == "broadcast":
+        return array_case(x, lambda: sv.broadcast(x, out=x))
+    if values.collective == "all_reduce" and in_place:
+        return array_case(x, lambda: sv.all_reduce(x, out=x), in_place=True)
+    if values.collective == "all_to_all" and "out" not in signature(sv.all_to_all).parameters:
+        box: list[Any] = []
+        return Case(
+            lambda numbers: np.copyto(x, numbers, casting="unsafe"),
+            lambda: box.__setitem__(slice(None), [sv.all_to_all(x)]),
+            lambda: np.concatenate(box[0]),
+        )
+    out = empty(values.result_count, kind)
+    out.fill(0)
+    if values.collective == "all_to_all":
+        parts = np.split(out, values.world)  # views
+        return array_case(x, lambda: sv.all_to_all(x, out=parts), out)
+    call = {"all_reduce": sv.all_reduce, "all_gather": sv.all_gather, "reduce_scatter": sv.reduce_scatter}[values.collective]
+    return array_case(x, lambda: call(x, out=out), out)
 
 
-def _resident(count: int) -> Case:
-    x = sv.empty(count, np.float32)
-    return Case(x, lambda: sv.all_reduce(x, out=x), lambda: x, in_place=True)
-
-
-def _variable(strategy: sv.Strategy, count: int) -> Case:
-    x = np.empty(count, np.float32)
+def _of_variable(strategy: sv.Strategy, values: Values) -> Case:
+    kind = numpy_dtype(values.dtype)
+    x = np.empty(values.count, kind)
     with strategy.scope():
         v = sv.Variable(
-            np.zeros(count, np.float32),
+            np.zeros(values.count, kind),
             synchronization=sv.VariableSynchronization.ON_WRITE,
             aggregation=sv.VariableAggregation.SUM,
         )
@@ -71,7 +92,13 @@ def _variable(strategy: sv.Strategy, count: int) -> Case:
         v.assign_add(x)
         v.read_value(copy=False)
 
-    return Case(x, call, lambda: v.read_value(copy=False), in_place=True)
+    return Case(
+        lambda numbers: np.copyto(x, numbers, casting="unsafe"),
+        call,
+        lambda: v.read_value(copy=False),
+        in_place=True,
+        within=strategy.run,
+    )
 
 
 def _busy() -> None:

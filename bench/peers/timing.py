@@ -1,7 +1,7 @@
-"""What the workers of all libraries share: their arguments, the values, how a call is timed, the result.
+"""What the workers of all libraries share: their arguments, how a call is verified and timed, the result.
 
-A library gives a `Team` (who am I, how do we agree) and one `Case` for each kind and size; everything that could
-make one library look better than another by accident is here, once.
+A library gives a `Team` (who am I, how do we agree) and one `Case` for each call; everything that could make one
+library look better than another by accident is here, once. The values are in `values`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ import platform
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from values import Values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Case", "Team", "arguments", "finish", "measure", "measure_all", "show_versions"]
+__all__ = [
+    "Case", "Refused", "Team", "arguments", "array_case", "finish", "measure", "measure_all", "show_versions",
+]  # fmt: skip
 
 MOST_CALLS = 100_000
 FEWEST_CALLS = 3
+
+
+class Refused(Exception):
+    """The library cannot make this call; every rank finds so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +43,14 @@ class Team:
         world: How many there are.
         barrier: Waits for all.
         agree: Gives every rank the number of rank 0.
+        largest: Gives every rank the largest number of all.
     """
 
     rank: int
     world: int
     barrier: Callable[[], object]
     agree: Callable[[int], int]
+    largest: Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +58,51 @@ class Case:
     """One call to be timed.
 
     Args:
-        x: What this rank contributes; float32.
+        fill: Makes given numbers, or one number everywhere, what this rank brings.
         call: The call.
-        result: Where the sum is after a call.
+        result: What this rank has after a call.
         in_place: Whether calls add to what earlier calls left, so that only zeros can be added without end.
+        within: Runs the measuring, for calls that need a context.
     """
 
-    x: np.ndarray[Any, Any]
+    fill: Callable[[Any], object]
     call: Callable[[], object]
     result: Callable[[], np.ndarray[Any, Any]]
     in_place: bool = False
+    within: Callable[[Callable[[], Any]], Any] | None = None
+
+
+def array_case(
+    x: np.ndarray[Any, Any],
+    call: Callable[[], object],
+    out: np.ndarray[Any, Any] | None = None,
+    **more: Any,
+) -> Case:
+    """Return the case of a call that brings the array `x`; its result is in `out`, or in `x` itself."""
+    result = x if out is None else out
+    return Case(lambda numbers: np.copyto(x, numbers, casting="unsafe"), call, lambda: result, **more)
 
 
 def arguments(text: str | None) -> argparse.Namespace:
     """Read the command line of a worker script."""
     parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--sizes", default="8,4096,65536,1048576", help="bytes, separated by commas")
-    parser.add_argument("--kinds", default="private", help="what to measure, separated by commas")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time for each size and kind")
+    parser.add_argument(
+        "--measure", action="append", type=_work, metavar="COLLECTIVE/KIND/SIZES",
+        help="calls to measure, sizes in bytes; may be given again [all_reduce/private/8,4096,65536,1048576]",
+    )  # fmt: skip
+    parser.add_argument("--dtype", default="float32", help="of the elements [float32]")
+    parser.add_argument("--seconds", type=float, default=0.3, help="time for each call and size")
     parser.add_argument("--result", help="file for the JSON of rank 0; without it, standard output")
     parser.add_argument("--versions", action="store_true", help="print the versions as JSON and end")
     parser.add_argument("--busy-thread", action="store_true", help="keep one Python thread busy (syncvar only)")
     chosen = parser.parse_args()
-    chosen.sizes = [int(size) for size in chosen.sizes.split(",")]
-    chosen.kinds = chosen.kinds.split(",")
+    chosen.measure = chosen.measure or [_work("all_reduce/private/8,4096,65536,1048576")]
     return chosen
+
+
+def _work(text: str) -> tuple[str, str, list[int]]:
+    collective, kind, sizes = text.split("/")
+    return collective, kind, [int(size) for size in sizes.split(",")]
 
 
 def show_versions(**versions: str) -> None:
@@ -80,24 +110,47 @@ def show_versions(**versions: str) -> None:
     print(json.dumps({**versions, "Python": platform.python_version(), "NumPy": np.__version__}))
 
 
-def measure_all(team: Team, chosen: argparse.Namespace, make: Callable[[str, int], Case]) -> list[dict[str, Any]]:
-    """Measure every size and kind; `make(kind, count)` gives the case."""
-    return [
-        {"kind": kind, "size": size, **measure(team, make(kind, size // 4), chosen.seconds)}
-        for size in chosen.sizes
-        for kind in chosen.kinds
-    ]
+def measure_all(
+    team: Team, chosen: argparse.Namespace, make: Callable[[str, Values], Case]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Measure everything that was asked for; `make(kind, values)` gives the case or raises `Refused`.
+
+    Returns:
+        One entry for each collective, kind and size; and for collectives that the library refuses, why.
+    """
+    results: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
+    for collective, kind, sizes in chosen.measure:
+        for size in sizes:
+            if collective in refused:
+                break
+            values = Values.sized(collective, chosen.dtype, size, team.rank, team.world)
+            try:
+                case = make(kind, values)
+            except Refused as problem:
+                refused[collective] = str(problem)
+                break
+            times = measure(team, case, values, chosen.seconds)
+            results.append({"collective": collective, "kind": kind, "size": size, **times})
+    return results, refused
 
 
-def measure(team: Team, case: Case, seconds: float) -> dict[str, Any]:
+def measure(team: Team, case: Case, values: Values, seconds: float) -> dict[str, Any]:
     """Verify one call, warm up, then time calls one by one and as a batch, half the time for each.
 
     Returns:
-        Of this rank: number of calls; median and quartiles of single calls, and a batch's time by its calls, in us.
+        Of this rank: number of calls; median and quartiles of single calls, and a batch's time by its calls, in us. Of
+        a broadcast, whose root need not wait for the others, each is the largest of all ranks.
     """
-    _verify(team, case)
+    timing = partial(_measure, team, case, values, seconds)
+    found: dict[str, Any] = timing() if case.within is None else case.within(timing)
+    return found
+
+
+def _measure(team: Team, case: Case, values: Values, seconds: float) -> dict[str, Any]:
+    _verify(team, case, values)
     if case.in_place:
-        case.x.fill(0)
+        case.fill(0)
     calls, took = 1, 0.0
     team.barrier()
     while team.agree(int(took < seconds / 10)):  # warm-up, and how long a warm call takes
@@ -111,13 +164,10 @@ def measure(team: Team, case: Case, seconds: float) -> dict[str, Any]:
     batch = _batch(case.call, calls)
     team.barrier()
     low, median, high = quantiles(single, n=4, method="inclusive")
-    return {
-        "calls": calls,
-        "median_us": median / 1e3,
-        "low_us": low / 1e3,
-        "high_us": high / 1e3,
-        "batch_us": batch / calls * 1e6,
-    }
+    times = {"median_us": median / 1e3, "low_us": low / 1e3, "high_us": high / 1e3, "batch_us": batch / calls * 1e6}
+    if values.collective == "broadcast":
+        times = {name: team.largest(round(time * 1e3)) / 1e3 for name, time in times.items()}
+    return {"calls": calls, **times}
 
 
 def finish(team: Team, chosen: argparse.Namespace, results: list[dict[str, Any]], **more: Any) -> None:
@@ -132,16 +182,16 @@ def finish(team: Team, chosen: argparse.Namespace, results: list[dict[str, Any]]
         file.write(text)
 
 
-def _verify(team: Team, case: Case) -> None:
-    """Add distinct values of all ranks up, which float32 can hold exactly, and look at every element."""
-    pattern = np.resize(np.arange(1, 1022, dtype=np.float32), case.x.size)
-    np.multiply(pattern, team.rank + 1, out=case.x)
+def _verify(team: Team, case: Case, values: Values) -> None:
+    """Make one call with numbers that say where they come from, and look at every element of the result."""
+    case.fill(values.brought())
     team.barrier()
     case.call()
-    pattern *= team.world * (team.world + 1) // 2
-    if not np.array_equal(case.result(), pattern):
-        wrong = int(np.count_nonzero(case.result() != pattern))
-        sys.exit(f"rank {team.rank}: {wrong} of {pattern.size} elements of the sum are wrong")
+    expected = values.expected()
+    result = case.result()
+    if not np.array_equal(result, expected):
+        wrong = int(np.count_nonzero(result != expected)) if result.shape == expected.shape else "all"
+        sys.exit(f"rank {team.rank}: {wrong} of {expected.size} elements of {values.collective} are wrong")
 
 
 def _one_by_one(call: Callable[[], object], calls: int) -> list[int]:

@@ -1,0 +1,78 @@
+"""What it costs to begin: a job that only meets in a barrier, and the import."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from comparison.bounds import judge
+from comparison.libraries import MPI, script
+from comparison.part import Part, Setting, failures
+from comparison.processes import run
+from comparison.rounds import interleave
+from comparison.table import grid, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from comparison.libraries import Library
+
+__all__ = ["importing", "launch"]
+
+WORKERS = 4
+SCRIPTS = {"syncvar": "start_syncvar.py", "openmpi": "start_mpi.py", "mpich": "start_mpi.py", "torch": "start_torch.py"}
+IMPORTS = {
+    "numpy": "import numpy",
+    "syncvar": "import numpy, syncvar; syncvar.all_reduce",
+}
+IMPORT_TURNS = 4
+"""Turns of each import for each round: they are short."""
+
+
+def launch(setting: Setting) -> Part:
+    """Time whole jobs of 4 workers that start, meet in a barrier and end, in turns."""
+    turns = {
+        name: partial(_seconds, _command(library), setting.effort.timeout, library.environment(WORKERS))
+        for name, library in setting.present.items()
+        if name in SCRIPTS
+    }
+    found = interleave("launch", turns, setting.effort.rounds)
+    times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
+    lines = [f"launch: {WORKERS} workers start, meet in a barrier and end; wall time of the command in s"]
+    body = [[setting.present[name].label, *(f"{value:.2f}" for value in times[name])] for name in times]
+    lines += grid(["library", "quartile", "median", "quartile"], body) + failures(found.problems)
+    own = times.get("syncvar")
+    mpirun = min((times[name][1] for name in MPI if name in times), default=None)
+    torchrun = times["torch"][1] if "torch" in times else None
+    verdicts = [
+        judge(name, own[1] / other if own and other else None, f"launch of {WORKERS} workers, against {label}")
+        for name, other, label in (
+            ("launch mpirun", mpirun, "the faster mpirun"),
+            ("launch torchrun", torchrun, "torchrun"),
+        )
+    ]
+    return Part({"seconds": times, "problems": found.problems}, lines, verdicts, "syncvar" in found.problems)
+
+
+def importing(setting: Setting) -> Part:
+    """Time `import numpy` beside `import numpy, syncvar` and the first look at a name, in turns."""
+    python = setting.syncvar.python
+    turns = {name: partial(_seconds, [python, "-c", code], setting.effort.timeout, {}) for name, code in IMPORTS.items()}
+    found = interleave("import", turns, IMPORT_TURNS * setting.effort.rounds)
+    times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
+    lines = [f"import: wall time of python -c, medians of {IMPORT_TURNS * setting.effort.rounds} turns"]
+    lines += [f"  {1e3 * times[name][1]:6.1f} ms  {IMPORTS[name]}" for name in times] + failures(found.problems)
+    beyond = 1e3 * (times["syncvar"][1] - times["numpy"][1]) if len(times) == len(IMPORTS) else None
+    verdicts = [judge("import", beyond, "import of syncvar beyond NumPy's")]
+    return Part({"seconds": times, "problems": found.problems}, lines, verdicts, bool(found.problems))
+
+
+def _command(library: Library) -> list[str]:
+    return [*library.start(WORKERS), script(SCRIPTS[library.name])]
+
+
+def _seconds(
+    command: Sequence[str], timeout: float, env: dict[str, str]
+) -> tuple[dict[str, Any] | None, str]:
+    done = run(command, timeout=timeout, env=env)
+    return ({"seconds": done.seconds}, "") if done.failure is None else (None, done.failure)

@@ -1,0 +1,9 @@
+"""A job that starts, meets in a barrier and ends: `torchrun --nproc-per-node 4 bench/peers/start_torch.py`."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
