@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from syncvar import data, partitioners
+    from syncvar import data, optimizers, partitioners
     from syncvar.collectives import (
         Group,
         Mesh,
@@ -122,7 +122,7 @@ _HOMES = {
         "assign_add_all", "assign_all", "assign_sub_all",
     ),
 }  # fmt: skip
-_ROOMS = ("data", "partitioners")
+_ROOMS = ("data", "optimizers", "partitioners")
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -194,6 +194,7 @@ __all__ = [
     "local_world_size",
     "mesh",
     "new_group",
+    "optimizers",
     "partitioners",
     "rank",
     "recv",

@@ -1,0 +1,19 @@
+"""Optimizers: gradients of all replicas become one step, which every replica makes on its own copies.
+
+    optimizer = sv.optimizers.Adam(1e-3, clip_norm=1.0)
+    optimizer.apply_gradients(zip(gradients, weights))
+
+* `base`: `apply_gradients`, the same for all; start reading there.
+* `momentum`, `adaptive`, `adam`: the rules, each arithmetic on arrays and nothing else.
+* `plan`: the gradients of one call, packed into one array that travels. `slots`: the state, as variables.
+* `arguments`, `arithmetic`: checks; powers and norms with the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+from syncvar.optimizers.adam import LAMB, Adam, AdamW
+from syncvar.optimizers.adaptive import Adagrad, RMSProp
+from syncvar.optimizers.base import Optimizer
+from syncvar.optimizers.momentum import SGD, Momentum, Nesterov
+
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov", "Optimizer", "RMSProp"]

@@ -1,0 +1,87 @@
+"""Checks of what an optimizer is made with."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from syncvar.config import nearest
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Rate = float | Callable[[int], float]
+
+__all__ = ["Options", "Rate", "checked_choice", "checked_count", "checked_number", "checked_rate"]
+
+
+class Options(TypedDict, total=False):
+    """What every optimizer takes besides its own numbers; see `Optimizer`."""
+
+    weight_decay: float
+    clip_norm: float | None
+    clip_value: float | None
+    accumulate: int
+    nonfinite: str
+    name: str | None
+
+
+def checked_number(
+    name: str, given: Any, low: float = 0.0, high: float = float("inf"), *, open_low: bool = False
+) -> float:
+    """Return a finite number in [low, high); in (low, high) with `open_low`.
+
+    Raises:
+        ConfigError: It is none.
+
+    Example:
+        >>> checked_number("momentum", 0.9, 0.0, 1.0)
+        0.9
+    """
+    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
+    if isinstance(given, np.ndarray) and given.ndim == 0 and given.dtype.kind in "iuf":
+        is_number = True
+    if is_number:
+        number = float(given)
+        if isfinite(number) and low <= number < high and not (open_low and number == low):
+            return number
+    sign = "<" if open_low else "<="
+    limits = f"{low:g} {sign} {name}" + ("" if high == float("inf") else f" < {high:g}")
+    raise ConfigError(f"{name} must be a finite number, {limits}, not {given!r:.80}")
+
+
+def checked_rate(given: Any) -> Rate:
+    """Return a learning rate: a number, or a function of the step.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if callable(given):
+        return given  # type: ignore[no-any-return]
+    return checked_number("learning_rate", given)
+
+
+def checked_count(name: str, given: Any) -> int:
+    """Return an integer of at least one.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= 1:
+        return int(given)
+    raise ConfigError(f"{name} must be an integer of at least 1, not {given!r:.80}")
+
+
+def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
+    """Return one of some texts.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    if isinstance(given, str) and given in choices:
+        return given
+    hint = nearest(given, choices) if isinstance(given, str) else ""
+    raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {given!r:.80}{hint}")

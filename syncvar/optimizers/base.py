@@ -1,0 +1,670 @@
+"""What all optimizers share: `apply_gradients`, from the gradients of all replicas to the same step on every copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
+
+import numpy as np
+
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.barrier import meet
+from syncvar.errors import ConfigError, UsageError
+from syncvar.optimizers.arguments import Options, checked_choice, checked_count, checked_number, checked_rate
+from syncvar.optimizers.arithmetic import BLOCK, norm
+from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables
+from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.variables.casting import operand_array
+from syncvar.variables.places import context_of, current_owner
+from syncvar.variables.policy import (
+    Context,
+    Operation,
+    VariableAggregation,
+    VariableSynchronization,
+    decide,
+)
+from syncvar.variables.requests import request_of
+from syncvar.variables.stepping import change_copies, copy_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.optimizers.arguments import Rate
+    from syncvar.optimizers.plan import Bucket, Part
+    from syncvar.variables import Variable
+    from syncvar.variables.places import Owner
+
+__all__ = ["Optimizer"]
+
+_PLANS_MAX = 8  # lists of variables whose flat arrays are kept
+_NONFINITE = ("allow", "error", "skip")
+_SAME = decide(VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS, Operation.ASSIGN)
+_HINT = (
+    "Gradients that are used as given must be the same on every replica. Pass each replica's own inside strategy.run, or "
+    "outside every scope, with reduce='mean'"
+)
+
+
+class _Call(NamedTuple):
+    """One checked call.
+
+    Args:
+        owner: The variables' strategy.
+        gradients: As passed, without the Nones.
+        variables: Those that have a gradient.
+        everything: All variables that were named.
+        op: "mean" or "sum": how replicas, and the calls of one step, are combined.
+        is_given: The gradients are the same everywhere already.
+        weight: Of this replica's gradients, or None.
+        base: Fingerprint of all that does not change from step to step.
+        shown: The variables in words.
+    """
+
+    owner: Owner
+    gradients: list[Any]
+    variables: list[Variable]
+    everything: list[Variable]
+    op: str
+    is_given: bool
+    weight: float | None
+    base: int
+    shown: str
+
+    @property
+    def travels(self) -> bool:
+        """Whether other replicas take part."""
+        return any(not is_apart(variable) for variable in self.everything)
+
+
+class Optimizer:
+    """Base of the optimizers.
+
+    Args:
+        learning_rate: A number, or a function of the step (0 for the first), the same on every replica.
+        weight_decay: This times the variable is added to its gradient (L2 regularization); AdamW and LAMB decay the
+            variable itself.
+        clip_norm: Scale the combined gradients so that their 2-norm, as of one vector, is at most this. Gradients of NONE
+            variables count apart, for each replica. Source: Pascanu, Mikolov, Bengio 2013.
+        clip_value: Limit each element of the combined gradients to [-clip_value, clip_value], before clip_norm.
+        accumulate: So many calls of `apply_gradients` are one step. Only the last one communicates and writes.
+        nonfinite: What to do about infinities and NaN: "allow" them; "error": a replica that passes one raises
+            ConfigError, the others MismatchError, nothing changes; "skip": leave out the step on all replicas if the
+            combined gradients hold one (what a search for a loss scale needs).
+        name: Part of the slots' names; None means that of the class.
+    """
+
+    _slot_initials: ClassVar[dict[str, float]] = {}
+    _counts_steps: ClassVar[bool] = False
+    _decays_variable: ClassVar[bool] = False
+
+    def __init__(self, learning_rate: Rate, numbers: dict[str, Any], **options: Unpack[Options]) -> None:
+        unknown = sorted(set(options) - set(Options.__annotations__))
+        if unknown:
+            raise TypeError(f"{type(self).__name__} got an unexpected argument {unknown[0]!r}")
+        self._rate = checked_rate(learning_rate)
+        self._decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
+        clip_norm, clip_value = options.get("clip_norm"), options.get("clip_value")
+        self._clip_norm = None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
+        self._clip_value = (
+            None if clip_value is None else checked_number("clip_value", clip_value, open_low=True)
+        )
+        self._accumulate = checked_count("accumulate", options.get("accumulate", 1))
+        self._nonfinite = checked_choice("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
+        name = options.get("name")
+        self._settings = {
+            **numbers,
+            "weight_decay": self._decay,
+            "clip_norm": self._clip_norm,
+            "clip_value": self._clip_value,
+            "accumulate": self._accumulate,
+            "nonfinite": self._nonfinite,
+        }
+        self._slots = Slots(
+            type(self).__name__ if name is None else name,
+            self._initials(),
+            counts=self._counts_steps,
+            accumulates=self._accumulate > 1,
+        )
+        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._bases: dict[Any, tuple[Any, ...]] = {}
+        self._refused: str | None = None  # why an earlier call of this step was refused here
+        self._weighted: bool | None = None  # whether the calls of this step are
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate in force; may be set to a number, or to a function of the step."""
+        return self._rate_at(self.iterations)
+
+    @learning_rate.setter
+    def learning_rate(self, given: Rate) -> None:
+        self._rate = checked_rate(given)
+
+    @property
+    def iterations(self) -> int:
+        """Steps made so far."""
+        made = self._slots.iterations
+        return 0 if made is None else int(copy_of(made))
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Its own variables that exist: iterations and slots, in the order in which they were made."""
+        return list(self._slots.tracked.values())
+
+    def tracked(self) -> dict[str, Variable]:
+        """Return its own variables that exist by the keys under which a checkpoint keeps them.
+
+        The keys do not depend on the names that the slots were given: "iterations", "<variable>/<slot>", such as "w/m".
+        """
+        return dict(self._slots.tracked)
+
+    def on_build(self, listener: Callable[[dict[str, Variable]], None]) -> None:
+        """Call `listener(new variables by key)` whenever slots have been made, on every replica at the same call.
+
+        A checkpoint that was restored before the slots existed restores them so.
+        """
+        self._slots.listeners.append(listener)
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Make the slots of variables now rather than at their first step. Collective, except for NONE variables.
+
+        Args:
+            variables: The same, in the same order, on every replica.
+
+        Raises:
+            ConfigError: A variable that cannot be stepped; the others raise MismatchError.
+            MismatchError: The replicas pass different variables.
+
+        Example:
+            >>> import syncvar as sv
+            >>> optimizer = sv.optimizers.Momentum(0.1)
+            >>> optimizer.build([sv.Variable([1.0, 2.0], name="weight")])
+            >>> sorted(optimizer.tracked())
+            ['iterations', 'weight/momentum']
+        """
+        chosen = list(variables)
+        failure: Exception | None = None
+        owner: Owner | None = None
+        try:
+            if not chosen:
+                raise ConfigError("build needs at least one variable: optimizer.build([v, …])")
+            owner = checked_variables(chosen)
+            self._checked_family(owner, chosen)
+            self._slots.missing(chosen)
+        except Exception as error:  # told to the other replicas below
+            failure = error
+        if failure is not None:
+            self._refuse(failure, owner, travels=any(not is_apart(one) for one in chosen))
+        assert owner is not None
+        self._build(owner, chosen)
+
+    def __repr__(self) -> str:
+        rate = self._rate if callable(self._rate) else f"{self._rate:g}"
+        return f"<sv.optimizers.{type(self).__name__} learning_rate={rate} iterations={self.iterations}>"
+
+    # -- one call -------------------------------------------------------------------------------------------------
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        *,
+        reduce: str | None = "mean",
+        weight: float | None = None,
+    ) -> None:
+        """Combine the replicas' gradients and make one step, the same on every copy.
+
+        Inside `run` and outside every scope gradients are each replica's own. In cross context (and inside merge_call)
+        they are used as given and must be the same everywhere, which is checked by a digest unless the strategy has
+        check_cross_writes=False. NONE variables are stepped by their own replica's gradient, without a message.
+
+        Args:
+            grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a variable, the same
+                variables in the same order on every replica. A None gradient leaves its variable and slots as they are; it
+                must be None on all replicas (NONE variables excepted).
+            reduce: "mean" or "sum" of the replicas' gradients; None means that they are combined already, as in cross
+                context. The calls of one step (accumulate) are combined likewise, None as the mean.
+            weight: Of this replica's gradients in the mean, such as the number of its examples:
+                sum(weight * gradient) / sum(weight). Zero takes no part, whatever its gradients hold. Where all
+                weights are zero nothing changes.
+
+        Raises:
+            ConfigError: A wrong argument here: shape, dtype, an ON_READ variable, no gradient at all. The other replicas
+                raise MismatchError, and nothing changes anywhere.
+            MismatchError: The replicas name different variables, steps, learning rates or settings; nothing changes.
+            UsageError: Variables of another strategy.
+
+        Cost: one all-reduce for all float32 and half gradients together (half types travel as float32), in the same call
+            one for float64. The first call makes the slots, which takes a few calls for each.
+        Order: as `all_reduce`; with the strategy's reproducible=True by the tree over replicas.
+
+        Example:
+            >>> import syncvar as sv
+            >>> w = sv.Variable([1.0, 2.0])
+            >>> sv.optimizers.SGD(0.5).apply_gradients([([2.0, 4.0], w)])
+            >>> w.numpy()
+            array([0., 0.], dtype=float32)
+        """
+        pairs: Any = grads_and_vars
+        made: _Call | None = None
+        failure: Exception | None = None
+        plan: Plan | None = None
+        try:
+            pairs = list(grads_and_vars)
+            made, plan = self._checked(pairs, reduce, weight)
+        except Exception as error:  # told to the other replicas below
+            failure = error
+        if made is None:
+            travels = self._travels(pairs)
+            self._refuse(failure or ConfigError("no pairs"), self._owner_of(pairs), travels=travels)
+            return
+        if plan is None:
+            plan = self._new_plan(made, [id(variable) for variable in made.variables])
+        slots = self._slots
+        number = 0 if slots.calls is None else int(copy_of(slots.calls))
+        rate = 0.0
+        try:
+            if number == 0:
+                self._weighted = made.weight is not None
+            self._load(made, plan, number)
+            rate = self._rate_at(self.iterations)
+        except Exception as error:  # likewise
+            self._refuse(error, made.owner, travels=made.travels)
+            return
+        if number < self._accumulate - 1:
+            self._set_calls(number + 1)
+            return
+        try:
+            performed = self._combine(made, plan, rate)
+            self._finish(made, plan, rate, settle=not performed and made.owner.communicator.size > 1)
+        finally:
+            self._set_calls(0)
+
+    def _checked(
+        self, pairs: list[Any], reduce: str | None, weight: float | None
+    ) -> tuple[_Call, Plan | None]:
+        try:
+            identities = tuple([id(one) if gradient is not None else -id(one) for gradient, one in pairs])
+        except (TypeError, ValueError):
+            checked_pairs(pairs)
+            raise
+        known = self._bases.get(identities)
+        if known is None:
+            gradients, everything = checked_pairs(pairs)
+            owner = checked_variables(everything)
+            self._checked_family(owner, everything)
+            variables = [
+                one for gradient, one in zip(gradients, everything, strict=True) if gradient is not None
+            ]
+            known = (owner, variables, everything, *self._described(variables, everything))
+            if not self._slots.missing(
+                variables
+            ):  # only then the optimizer keeps them, and with them their identities
+                if len(self._bases) >= _PLANS_MAX:
+                    self._bases.clear()
+                self._bases[identities] = known
+        owner, variables, everything, base, shown = known
+        context = context_of(owner, "apply_gradients")
+        op = getattr(reduce, "value", reduce)
+        if op is not None:
+            op = checked_choice("reduce", op.lower() if isinstance(op, str) else op, ("mean", "sum"))
+        is_given = op is None or context in (Context.CROSS, Context.MERGE)
+        call = _Call(
+            owner, [gradient for gradient, _ in pairs if gradient is not None], variables, everything, op or "mean",
+            is_given, None if weight is None else checked_number("weight", weight), base, shown,
+        )  # fmt: skip
+        if weight is not None and (op == "sum" or (is_given and call.travels)):
+            raise ConfigError(
+                "weight belongs to the mean over replicas: reduce='mean', inside strategy.run or outside every scope; "
+                "gradients that are summed, or used as given, have none"
+            )
+        return call, self._plans.get(tuple([id(variable) for variable in variables]))
+
+    def _checked_family(self, owner: Owner, variables: Sequence[Variable]) -> None:
+        """Raise UsageError unless the variables go with those that this optimizer has."""
+        slots = self._slots
+        if slots.owner is None:
+            return
+        if owner is not slots.owner:
+            raise UsageError("this optimizer has variables of another strategy; make one for each strategy")
+        if slots.apart != all(is_apart(variable) for variable in variables):
+            raise UsageError(
+                "an optimizer steps either NONE variables alone, or variables that replicas share (and NONE variables in the "
+                "same calls): else its count of steps would differ between replicas. Make another optimizer"
+            )
+
+    def _described(self, variables: list[Variable], everything: list[Variable]) -> tuple[int, str]:
+        """Return the fingerprint and the words for the variables that replicas share."""
+        shared = [one for one in variables if not is_apart(one)]
+        absent = [one.name for one in everything if not is_apart(one) and one not in _Identities(variables)]
+        kinds = tuple((one.name, one.shape, one.dtype.name) for one in shared)
+        base = fingerprint(
+            "apply_gradients", type(self).__name__, tuple(self._settings.items()), kinds, tuple(absent)
+        )
+        shown = ", ".join(repr(one.name) for one in shared[:3]) + (
+            f", … ({len(shared)} variables)" if len(shared) > 3 else ""
+        )
+        if absent:
+            shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}" + (
+                " …" if len(absent) > 3 else ""
+            )
+        return base, shown
+
+    def _owner_of(self, pairs: Any) -> Owner:
+        if self._slots.owner is not None:
+            return self._slots.owner
+        for pair in pairs if isinstance(pairs, list) else []:
+            for one in pair if isinstance(pair, tuple | list) else ():
+                if hasattr(one, "_owner"):
+                    return one._owner  # type: ignore[no-any-return]  # noqa: SLF001
+        return current_owner()
+
+    def _travels(self, pairs: Any) -> bool:
+        """Return whether other replicas take part in a call whose arguments are not in order."""
+        if self._slots.owner is not None:
+            return not self._slots.apart
+        found = [
+            one
+            for pair in (pairs if isinstance(pairs, list) else [])
+            for one in (pair if isinstance(pair, tuple | list) else ())
+            if hasattr(one, "_owner")
+        ]
+        return not found or any(not is_apart(one) for one in found)
+
+    def _refuse(self, failure: Exception, owner: Owner | None, *, travels: bool) -> None:
+        """Raise the failure of this replica's call, and tell the others where they take part in it.
+
+        A refused call counts: where several calls are one step, the replicas learn of it at the last one, which all make.
+        """
+        slots = self._slots
+        if self._accumulate > 1 and slots.calls is not None:
+            number = int(copy_of(slots.calls))
+            if number < self._accumulate - 1:
+                self._refused = self._refused or f"{type(failure).__name__}: {failure}"
+                self._set_calls(number + 1)
+                raise failure
+            self._set_calls(0)
+        self._refused = None
+        if travels:
+
+            def check() -> Request:
+                raise failure
+
+            (owner or current_owner()).communicator.perform("apply_gradients", check)
+        raise failure
+
+    def _set_calls(self, number: int) -> None:
+        if self._slots.calls is not None:
+            change_copies([self._slots.calls], _fill, number)
+
+    # -- slots ----------------------------------------------------------------------------------------------------
+
+    def _new_plan(self, call: _Call, key: list[int]) -> Plan:
+        """Make the slots that are missing, and the flat arrays."""
+        if self._slots.iterations is None or self._slots.missing(call.variables):
+
+            def check() -> None:
+                for gradient, variable in zip(call.gradients, call.variables, strict=True):
+                    what = f"gradient of variable {variable.name!r}"
+                    operand_array(gradient, variable.shape, compute_dtype(variable.dtype), what)
+                self._rate_at(self.iterations)
+
+            self._build(call.owner, call.variables, check, call.base)
+        if len(self._plans) >= _PLANS_MAX:
+            self._plans.clear()
+        made = self._plans[tuple(key)] = Plan(call.owner, call.variables, self._slots)
+        return made
+
+    def _build(
+        self,
+        owner: Owner,
+        variables: list[Variable],
+        check: Callable[[], None] | None = None,
+        base: int = 0,
+    ) -> None:
+        apart = all(is_apart(variable) for variable in variables)
+        if not apart:
+            names = tuple((one.name, one.shape, one.dtype.name) for one in variables if not is_apart(one))
+            shown = ", ".join(repr(name) for name, *_ in names[:3]) + (", …" if len(names) > 3 else "")
+            what = f"slots of {type(self).__name__} for {shown}"
+            parts = (what, names, tuple(self._settings.items()), base)
+            meet(owner.communicator, what, parts, owner.timeout, check)
+        elif check is not None:
+            check()
+        self._slots.build(owner, variables, apart=apart)
+
+    def _initials(self) -> dict[str, float]:
+        """Return name -> first value of the rule's slots."""
+        return self._slot_initials
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _rate_at(self, step: int) -> float:
+        rate = self._rate
+        return checked_number("learning_rate", rate(step)) if callable(rate) else rate
+
+    def _load(self, call: _Call, plan: Plan, number: int) -> None:
+        """Put the gradients into the flat arrays, or add them up."""
+        weight, calls = call.weight, self._accumulate
+        if (weight is not None) is not self._weighted:
+            raise ConfigError(
+                "the calls of one step must all have a weight, or none of them; pass weight in each"
+            )
+        if calls > 1:
+            assert self._slots.weight is not None
+            change_copies([self._slots.weight], _add, weight or 0.0, number)
+        mean = call.op == "mean" and weight is None
+        for part, gradient in zip(plan.parts, call.gradients, strict=True):
+            factor = None if calls == 1 and plan.apart and is_apart(part.variable) else weight
+            part.load(gradient, factor, number, calls, mean=mean)
+        if self._nonfinite == "error":
+            for bucket in (*plan.shared, *plan.apart):
+                bad = bucket.first_nonfinite()
+                if bad is not None:
+                    raise ConfigError(
+                        f"gradient of variable {bad.variable.name!r}: it holds an infinity or NaN, and the optimizer has "
+                        f"nonfinite='error'. Use 'skip' to leave such steps out, or clip"
+                    )
+
+    def _weight_here(self, call: _Call) -> float:
+        """Return the weight of this replica's gradients, of all calls of the step."""
+        assert call.weight is not None
+        return call.weight if self._slots.weight is None else float(copy_of(self._slots.weight))
+
+    def _combine(self, call: _Call, plan: Plan, rate: float) -> bool:
+        """Make the one call of the group; returns whether other replicas took part in it."""
+        owner = call.owner
+        refused, self._refused = self._refused, None
+        if not call.travels:
+            if refused is not None:
+                raise ConfigError(
+                    f"an earlier call of this step was refused, so the step is left out: {refused}"
+                )
+            return False
+        weighted = call.weight is not None
+        if weighted and plan.shared:
+            plan.shared[0].whole[-1] = self._weight_here(call)
+        communicator = owner.communicator
+        if communicator.size == 1 and refused is None:
+            return False
+        step = self.iterations
+        how = "as given" if call.is_given else call.op + (", weighted" if weighted else "")
+        what = f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) of {call.shown}"
+        if call.is_given and not owner.check_cross_writes and refused is None:
+            return False
+        digest = fingerprint("step", call.base, how, rate, step)
+
+        def check() -> Request:
+            if refused is not None:
+                raise ConfigError(
+                    f"an earlier call of this step was refused, so the step is left out: {refused}"
+                )
+            if call.is_given:
+                flats = [bucket.flat.view(np.uint8) for bucket in plan.shared]
+                together = np.concatenate(flats) if flats else np.empty(0, np.uint8)
+                request = request_of(_SAME, communicator, together, what, _HINT, reproducible=False)
+            elif not plan.shared:
+                request = request_of(_MEETING, communicator, _NOTHING, what, "", reproducible=False)
+            else:
+                first, *others = plan.shared
+                arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
+                value: Any = arrays if others else arrays[0]
+                op = "sum" if weighted else call.op
+                request = reduce_request(
+                    communicator, value, op, out=value, reproducible=owner.reproducible, name=what
+                )
+            return Request(what, digest, request.body)
+
+        communicator.perform("apply_gradients", check, owner.timeout)
+        return True
+
+    def _finish(self, call: _Call, plan: Plan, rate: float, *, settle: bool) -> None:
+        """Scale and clip the combined gradients, and make the step."""
+        with np.errstate(all="ignore"):
+            shared = bool(plan.shared) and self._is_ready(
+                plan.shared,
+                plan,
+                None if call.weight is None else float(plan.shared[0].whole[-1]),
+                divide=True,
+            )
+            apart = bool(plan.apart) and self._is_ready(
+                plan.apart,
+                plan,
+                None if call.weight is None else self._weight_here(call),
+                divide=self._accumulate > 1,
+            )
+            chosen = [*(plan.shared if shared else ()), *(plan.apart if apart else ())]
+            if not chosen:
+                return
+            step = self.iterations
+            known: dict[int, tuple[float, ...]] = {}
+            for bucket in chosen:
+                for part in bucket.parts:
+                    change_copies(part.changed, self._change, part, plan, rate, step, known, settle=settle)
+        if shared or not plan.shared:
+            assert self._slots.iterations is not None
+            if shared or not call.travels:
+                change_copies([self._slots.iterations], _fill, step + 1)
+
+    def _is_ready(self, buckets: list[Bucket], plan: Plan, weight: float | None, *, divide: bool) -> bool:
+        """Scale and clip gradients in place; returns whether there is a step to make with them."""
+        flats = [bucket.flat for bucket in buckets]
+        if weight is not None:
+            if weight == 0.0:
+                return False
+            if divide:
+                for flat in flats:
+                    np.divide(flat, weight, out=flat)
+        if self._nonfinite == "skip" and not all(bool(np.isfinite(flat).all()) for flat in flats):
+            return False
+        if self._clip_value is not None:
+            for flat in flats:
+                np.minimum(flat, self._clip_value, out=flat)
+                np.maximum(flat, -self._clip_value, out=flat)
+        if self._clip_norm is not None:
+            length = norm(flats, plan.room)
+            if length > self._clip_norm:
+                for flat in flats:
+                    np.multiply(flat, self._clip_norm / length, out=flat)
+        return True
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def _change(
+        self,
+        arrays: list[NDArray[Any]],
+        part: Part,
+        plan: Plan,
+        rate: float,
+        step: int,
+        known: dict[int, tuple[float, ...]],
+    ) -> None:
+        """Make the step of one variable; `arrays` are its copy, its master, its slots and its counter."""
+        copy, *rest = arrays
+        made = step + 1
+        if self._counts_steps:
+            counter = rest.pop()
+            made = int(counter) + 1
+            counter[...] = made
+        numbers = known.get(made)
+        if numbers is None:
+            numbers = known[made] = self._numbers(rate, made)
+        if not part.is_half:
+            self._advance(copy, part, rest, numbers, plan.room)
+            return
+        master = rest.pop(0)
+        # What the program has written to the variable meanwhile is taken from it, element by element.
+        np.copyto(master, copy, where=master.astype(copy.dtype) != copy, casting="unsafe")
+        self._advance(master, part, rest, numbers, plan.room)
+        copy[...] = master
+
+    def _advance(
+        self,
+        weight: NDArray[Any],
+        part: Part,
+        slots: list[NDArray[Any]],
+        numbers: tuple[float, ...],
+        room: NDArray[Any],
+    ) -> None:
+        """Make the step of one variable, a block at a time so that a large one stays in the cache."""
+        del room
+        gradient, scratch = part.gradient, part.scratch
+        if gradient.size <= BLOCK:
+            self._decayed_update(weight, gradient, slots, scratch, numbers)
+            return
+        flats = [array.reshape(-1) for array in (weight, gradient, *slots)]
+        for start in range(0, gradient.size, BLOCK):
+            weight, gradient, *slots = [flat[start : start + BLOCK] for flat in flats]
+            self._decayed_update(weight, gradient, slots, scratch[: weight.size], numbers)
+
+    def _decayed_update(
+        self,
+        weight: NDArray[Any],
+        gradient: NDArray[Any],
+        slots: list[NDArray[Any]],
+        scratch: NDArray[Any],
+        numbers: tuple[float, ...],
+    ) -> None:
+        if self._decay and not self._decays_variable:
+            np.multiply(weight, self._decay, out=scratch)
+            np.add(gradient, scratch, out=gradient)
+        self._update(weight, gradient, slots, scratch, numbers)
+
+    def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
+        """Return the factors of the rule at a step (1 for the first)."""
+        raise NotImplementedError
+
+    def _update(
+        self,
+        weight: NDArray[Any],
+        gradient: NDArray[Any],
+        slots: list[NDArray[Any]],
+        scratch: NDArray[Any],
+        numbers: tuple[float, ...],
+    ) -> None:
+        """Change `weight` and `slots` in place; `gradient` and `scratch` may be overwritten."""
+        raise NotImplementedError
+
+
+class _Identities:
+    """Variables to look one up in, by identity: `==` of variables is elementwise."""
+
+    def __init__(self, variables: Sequence[Variable]) -> None:
+        self._found = {id(variable) for variable in variables}
+
+    def __contains__(self, variable: object) -> bool:
+        return id(variable) in self._found
+
+
+def _fill(arrays: list[NDArray[Any]], number: float) -> None:
+    arrays[0][...] = number
+
+
+def _add(arrays: list[NDArray[Any]], number: float, call: int) -> None:
+    arrays[0][...] = number if call == 0 else arrays[0] + number
+
+
+_NOTHING = np.empty(0, np.uint8)
+_MEETING = decide(VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS, Operation.SYNC)

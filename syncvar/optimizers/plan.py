@@ -1,0 +1,253 @@
+"""The gradients of one call: which variables they belong to, and the flat arrays in which they travel.
+
+A plan belongs to one list of variables. It holds all gradients that replicas combine in one flat array (one for float32
+and half types, one for float64), so that they travel together, are combined in place, and are looked at as a whole for
+clipping. Gradients of NONE variables lie in an array of their own, which never travels. All of it is kept from step to step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.errors import ConfigError, UsageError
+from syncvar.optimizers.arithmetic import BLOCK
+from syncvar.optimizers.slots import compute_dtype, is_apart, is_half
+from syncvar.variables import Variable
+from syncvar.variables.casting import operand_array
+from syncvar.variables.policy import VariableSynchronization
+from syncvar.variables.stepping import change_copies
+from syncvar.variables.storage import Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.optimizers.slots import Slots, State
+    from syncvar.variables.places import Owner
+
+__all__ = ["Part", "Plan", "checked_pairs", "checked_variables"]
+
+
+def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
+    """Return gradients (None where there is none) and their variables.
+
+    Raises:
+        ConfigError: Not pairs of a gradient and a variable, or no gradient at all.
+    """
+    try:
+        pairs = [tuple(pair) for pair in grads_and_vars]
+    except TypeError as error:
+        raise ConfigError(
+            f"apply_gradients takes pairs of a gradient and a variable: [(g, v), …] ({error})"
+        ) from error
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[1], Variable):
+            raise ConfigError(
+                f"apply_gradients takes pairs of a gradient and a variable, gradient first, for instance "
+                f"zip(gradients, variables), not {pair!r:.100}"
+            )
+    if all(gradient is None for gradient, _ in pairs):
+        raise ConfigError(
+            "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None gradient leaves its variable "
+            "as it is, but one of them must be an array"
+        )
+    variables = [variable for _, variable in pairs]
+    checked_variables(variables)
+    return [gradient for gradient, _ in pairs], variables
+
+
+def checked_variables(variables: Sequence[Variable]) -> Owner:
+    """Return the one strategy of variables that an optimizer can step.
+
+    Raises:
+        ConfigError: ON_READ, no real floating dtype, or named twice.
+        UsageError: Variables of different strategies.
+    """
+    owner: Owner = variables[0]._owner  # noqa: SLF001  (the strategy as variables see it)
+    seen: set[int] = set()
+    for variable in variables:
+        name = variable.name
+        if variable.synchronization is VariableSynchronization.ON_READ:
+            raise ConfigError(
+                f"variable {name!r} is ON_READ: its copies differ, and a step of each has no meaning for their "
+                f"aggregate. Make weights with synchronization=sv.VariableSynchronization.ON_WRITE (or NONE, to step "
+                f"each replica's own copy)"
+            )
+        if variable.dtype.kind not in "fV":
+            raise ConfigError(
+                f"variable {name!r} is {variable.dtype.name}; an optimizer steps real floating numbers: make it with "
+                f"dtype='float32'"
+            )
+        if id(variable) in seen:
+            raise ConfigError(f"the variable {name!r} is named twice in one call; add its gradients first")
+        seen.add(id(variable))
+        if variable._owner is not owner:  # noqa: SLF001
+            raise UsageError(
+                f"the variables {variables[0].name!r} and {name!r} belong to different strategies; make an optimizer for each"
+            )
+    return owner
+
+
+class Part:
+    """One variable's share of a plan.
+
+    Args:
+        variable: The variable.
+        state: Its slots.
+        gradient: Where its gradient lies in the flat array.
+        scratch: As large as the gradient, or one block.
+    """
+
+    __slots__ = (
+        "accumulator",
+        "changed",
+        "compute",
+        "dtype",
+        "gradient",
+        "is_half",
+        "scratch",
+        "shape",
+        "variable",
+    )
+
+    def __init__(
+        self, variable: Variable, state: State, gradient: NDArray[Any], scratch: NDArray[Any]
+    ) -> None:
+        self.variable = variable
+        self.shape, self.dtype = variable.shape, variable.dtype
+        self.compute = gradient.dtype
+        self.is_half = is_half(variable.dtype)
+        self.gradient = gradient
+        self.scratch = scratch
+        self.changed, self.accumulator = state
+
+    def load(self, given: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
+        """Check a gradient and put it into the flat array; with several calls to a step, add it up first.
+
+        Args:
+            given: What the program passed.
+            factor: It is multiplied by it; None for one.
+            call: 0 for the first of a step.
+            calls: To a step.
+            mean: The sum of the calls is divided by their number.
+
+        Raises:
+            ConfigError: Wrong shape or dtype.
+        """
+        gradient = given
+        if type(given) is not np.ndarray or given.shape != self.shape or given.dtype != self.compute:
+            gradient = operand_array(
+                given, self.shape, self.compute, f"gradient of variable {self.variable.name!r}"
+            )
+        if self.accumulator is None:
+            _scaled(gradient, factor, self.gradient)
+            return
+        change_copies([self.accumulator], self._accumulate, gradient, factor, call)
+        if call == calls - 1:
+            change_copies([self.accumulator], self._take, calls if mean else 1)
+
+    def _accumulate(
+        self, arrays: list[NDArray[Any]], gradient: NDArray[Any], factor: float | None, call: int
+    ) -> None:
+        if call == 0:
+            _scaled(gradient, factor, arrays[0])
+            return
+        _scaled(gradient, factor, self.gradient)
+        np.add(arrays[0], self.gradient, out=arrays[0])
+
+    def _take(self, arrays: list[NDArray[Any]], divisor: int) -> None:
+        np.divide(arrays[0], divisor, out=self.gradient)
+
+
+def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) -> None:
+    """Store factor * source; a factor of zero gives zeros, also of NaN (the mean over an empty batch)."""
+    if factor is None:
+        target[...] = source
+    elif factor == 0.0:
+        target[...] = 0
+    else:
+        np.multiply(source, factor, out=target)
+
+
+class Plan:
+    """The gradients of a list of variables.
+
+    Args:
+        owner: The variables' strategy.
+        variables: Those that have a gradient.
+        slots: Where their slots are.
+    """
+
+    def __init__(self, owner: Owner, variables: Sequence[Variable], slots: Slots) -> None:
+        self.parts: list[Part] = []
+        self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
+        self.shared = self._pack(owner, [one for one in variables if not is_apart(one)], slots, travels=True)
+        self.apart = self._pack(owner, [one for one in variables if is_apart(one)], slots, travels=False)
+        largest = max(bucket.flat.size for bucket in (*self.shared, *self.apart))
+        self.room = np.empty(min(BLOCK, largest), np.float64)
+        by_variable = {id(part.variable): part for part in self.parts}
+        self.parts = [by_variable[id(variable)] for variable in variables]
+
+    def _pack(self, owner: Owner, variables: list[Variable], slots: Slots, *, travels: bool) -> list[Bucket]:
+        made: list[Bucket] = []
+        for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):
+            chosen = [variable for variable in variables if compute_dtype(variable.dtype) == dtype]
+            count = sum(_size(variable) for variable in chosen)
+            whole = np.zeros(count + 1, dtype)
+            if travels:
+                whole = Storage(owner.context, whole).array  # in the arena, where it is combined in place
+            start = 0
+            parts = []
+            for variable in chosen:
+                state = slots.state(variable)
+                assert state is not None
+                size = _size(variable)
+                gradient = whole[start : start + size].reshape(variable.shape)
+                scratch = self._scratch_of(dtype, size)
+                parts.append(
+                    Part(
+                        variable,
+                        state,
+                        gradient,
+                        scratch.reshape(variable.shape) if size <= BLOCK else scratch,
+                    )
+                )
+                start += size
+            self.parts += parts
+            made.append(Bucket(whole, parts))
+        return made
+
+    def _scratch_of(self, dtype: np.dtype[Any], size: int) -> NDArray[Any]:
+        if dtype not in self._scratch:
+            self._scratch[dtype] = np.empty(BLOCK, dtype)
+        return self._scratch[dtype][: min(size, BLOCK)]
+
+
+class Bucket:
+    """Gradients of one dtype, one after another.
+
+    Args:
+        whole: The flat array; its last element has room for a weight.
+        parts: Whose gradients they are.
+    """
+
+    def __init__(self, whole: NDArray[Any], parts: list[Part]) -> None:
+        self.whole = whole
+        self.flat = whole[:-1]
+        self.parts = parts
+
+    def first_nonfinite(self) -> Part | None:
+        """Return the first part with a gradient that is not finite, or None."""
+        if bool(np.isfinite(self.flat).all()):
+            return None
+        return next(part for part in self.parts if not np.isfinite(part.gradient).all())
+
+
+def _size(variable: Variable) -> int:
+    size = 1
+    for length in variable.shape:
+        size *= length
+    return size

@@ -1,0 +1,76 @@
+"""Changing this replica's copies directly: what an optimizer needs, whose every replica makes the same step.
+
+A write by `assign` asks what the replicas write, because their values may differ. A step has asked already: the gradients
+have been combined, so every copy changes in the same way, and nothing is sent. Nothing else may use this door.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.variables.creation import Wish, make_on_replicas
+from syncvar.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.variables.places import Owner
+
+__all__ = ["change_copies", "copy_of", "make_beside"]
+
+
+def change_copies(
+    variables: Sequence[Variable], change: Callable[..., None], *arguments: Any, settle: bool = False
+) -> None:
+    """Let `change([array, …], *arguments)` change this replica's copies of some variables in place; sends nothing.
+
+    A view that a program has read before does not change, and whoever reads a copy from elsewhere sees the whole change of
+    it or nothing.
+
+    Args:
+        variables: Each at most once, and always in the same order (their locks are taken in it).
+        change: Must do the same on every replica for variables that are kept equal. It must not keep the arrays.
+        arguments: For `change`.
+        settle: Finish this replica's pending writes first; not needed after a blocking call of the replicas' group.
+
+    Example:
+        >>> import syncvar as sv
+        >>> v = sv.Variable([1.0, 2.0])
+        >>> change_copies([v], lambda arrays: arrays[0].fill(3.0))
+        >>> v.numpy()
+        array([3., 3.], dtype=float32)
+    """
+    if settle:
+        for variable in variables:
+            variable.local_value()
+    storages = [variable._storage for variable in variables]  # noqa: SLF001  (the other half of the variable)
+    for storage in storages:
+        storage.lock.acquire()
+    try:
+        change([storage.writable() for storage in storages], *arguments)
+    finally:
+        for storage in storages:
+            storage.lock.release()
+
+
+def copy_of(variable: Variable) -> NDArray[Any]:
+    """Return this replica's copy itself, to look at now and not to keep; counts as no read, and exposes nothing."""
+    return variable._storage.array  # noqa: SLF001
+
+
+def make_beside(owner: Owner, wish: Wish) -> Variable:
+    """Return a new variable of a strategy that need not be the one in force. Collective, except under NONE.
+
+    Args:
+        owner: The strategy.
+        wish: The arguments of `Variable`.
+
+    Raises:
+        ConfigError: A wrong argument.
+        MismatchError: The replicas ask for different variables.
+    """
+    made = Variable.__new__(Variable)
+    made._take(make_on_replicas(owner, wish, stacklevel=2))  # noqa: SLF001
+    return made
