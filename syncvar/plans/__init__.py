@@ -22,6 +22,9 @@ Rules that shaped the algorithms:
 * A range that was sent is written only by what follows from its receipt. This is why the direct all-reduce sends a
   copy: with one round there is nothing that could follow.
 
+Over several hosts a collective is composed of plans on each host and plans between them (`hierarchical`), and proven
+as one.
+
 In memory that all ranks see, a plan is read as publications (`published`): what is sent to several is put there once.
 
 One table (`table`) names the algorithms and builds them; an entry there is proven, mutated and timed by the tests. One
@@ -73,6 +76,7 @@ from syncvar.plans.dissemination import dissemination_all_gather, dissemination_
 from syncvar.plans.double_tree import double_tree_all_reduce, double_tree_broadcast, double_tree_reduce
 from syncvar.plans.doubling import doubling_all_gather, doubling_all_reduce, doubling_exscan, doubling_scan
 from syncvar.plans.halving import halving_all_reduce
+from syncvar.plans.hierarchical import COMPOSED, Part, flattened, keeps_the_tree, stages
 from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Round, Send, Step
 from syncvar.plans.owners import owners_all_reduce, owners_reduce
 from syncvar.plans.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
@@ -95,6 +99,7 @@ from syncvar.plans.verify import Report, traffic, verify
 __all__ = [
     "ALGORITHMS",
     "ARENA",
+    "COMPOSED",
     "LINKS",
     "PIECES",
     "Buffer",
@@ -104,6 +109,7 @@ __all__ = [
     "Copy",
     "CostModel",
     "Expression",
+    "Part",
     "Plan",
     "Publication",
     "Recv",
@@ -154,8 +160,10 @@ __all__ = [
     "doubling_scan",
     "even_chunks",
     "exchange_blocks",
+    "flattened",
     "gather_contract",
     "halving_all_reduce",
+    "keeps_the_tree",
     "owners_all_reduce",
     "owners_reduce",
     "pairwise_all_to_all",
@@ -173,6 +181,7 @@ __all__ = [
     "scan_contract",
     "scatter_contract",
     "scattered_broadcast",
+    "stages",
     "step_text",
     "sums_by_the_tree",
     "traffic",

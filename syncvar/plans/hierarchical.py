@@ -1,0 +1,299 @@
+"""Collectives over several hosts, composed of plans inside each host and plans between them.
+
+Ranks of one host share memory, ranks of different hosts have links. A collective over both is a sequence of **stages**:
+in a stage each rank either takes part in a plan of its host's ranks, or in a plan of one rank from every host, or in
+none. Each plan works on a chunk of the collective's WORK. The plans are the ones of the table; what is new is how they
+are put together.
+
+`stages` says what is run, and `flattened` writes the same stages as one plan for all ranks, which the checker proves
+like any other. So the proof is of what runs.
+
+Example:
+    >>> from syncvar.plans import contract_of, verify
+    >>> plans = flattened("all_reduce", (2, 2), count=6)
+    >>> verify(plans, contract_of("all_reduce", 4, count=6, tree=True)).messages
+    (3, 3, 3, 3)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from syncvar.plans.chunks import even_chunks
+from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.plans.select import choose
+from syncvar.plans.table import build, sums_by_the_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar.plans.model import Round, Step
+
+__all__ = ["COMPOSED", "Part", "flattened", "keeps_the_tree", "stages"]
+
+COMPOSED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")
+"""The collectives that are composed; the others go over links as if every rank were alone on its host."""
+
+_ONE_LINK_NBYTES = 64 * 1024
+"""Up to this size one link between hosts takes all: latency counts, and more links would not make it shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank does in one stage.
+
+    Args:
+        on_host: The members are ranks of this rank's host; else ranks of different hosts.
+        members: Ranks of the group, in the order of the plan's ranks; empty where this rank has nothing to do.
+        chunk: The elements of WORK that are the plan's WORK.
+        plan: The plan of this rank among the members; None where it has nothing to do.
+    """
+
+    on_host: bool
+    members: tuple[int, ...] = ()
+    chunk: Chunk = Chunk(0, 0)
+    plan: Plan | None = None
+
+
+def keeps_the_tree(sizes: Sequence[int]) -> bool:
+    """Return whether the tree T(0, n) over all ranks is one tree on each host, and one over the hosts' results.
+
+    So it is where every host but the last has the same power of two of ranks, and the last no more: the blocks of the
+    hosts are then subtrees.
+
+    Args:
+        sizes: Ranks of the group on each host, in order.
+
+    Example:
+        >>> keeps_the_tree((4, 4, 3)), keeps_the_tree((3, 3)), keeps_the_tree((2, 4))
+        (True, False, False)
+    """
+    first = sizes[0]
+    return first & (first - 1) == 0 and set(sizes[:-1]) <= {first} and sizes[-1] <= first
+
+
+def stages(
+    collective: str,
+    sizes: Sequence[int],
+    rank: int,
+    *,
+    count: int = 0,
+    counts: Sequence[int] | None = None,
+    itemsize: int = 1,
+    root: int = 0,
+    reproducible: bool = False,
+) -> tuple[Part, ...] | None:
+    """Return what a rank does in each stage of a collective over several hosts.
+
+    Args:
+        collective: One of `COMPOSED`.
+        sizes: Ranks of the group on each host, in the group's order.
+        rank: The rank in the group.
+        count: Elements of WORK; of each rank's block for a collective of blocks without `counts`.
+        counts: Elements of each rank's block, where they are uneven.
+        itemsize: Bytes of an element.
+        root: Root of a broadcast.
+        reproducible: A reduction must sum by the tree over all ranks.
+
+    Returns:
+        As many stages for every rank; None where the tree that is demanded cannot be composed.
+
+    Cost: of an all-reduce, for s ranks on each of h hosts and s links at once: in shared memory what a reduce-scatter
+        and an all-gather of the vector on s ranks cost, and on each link 2(h-1)/h of the vector's s-th part. Up to 64
+        KiB one link takes all.
+
+    Order: each host's ranks are summed by the tree, the hosts' sums as the plan between them does it. The bytes are
+        equal on all ranks.
+
+    Source: Karonis et al. 2000 ("Exploiting Hierarchy in Parallel Computer Networks to Optimize Collective Operation
+        Performance"), multilevel collectives; Jia et al. 2018 (section 3.3), the two-level all-reduce.
+    """
+    made = _Stages(tuple(sizes), rank, itemsize)
+    if collective == "all_reduce":
+        return made.all_reduce(count, reproducible=reproducible)
+    if collective == "broadcast":
+        return made.broadcast(count, root)
+    if collective == "barrier":
+        return made.barrier()
+    blocks = (count,) * sum(sizes) if counts is None else tuple(counts)
+    return made.all_gather(blocks)
+
+
+class _Stages:
+    """Composes the stages of one rank."""
+
+    def __init__(self, sizes: tuple[int, ...], rank: int, itemsize: int) -> None:
+        self.sizes = sizes
+        self.rank = rank
+        self.itemsize = itemsize
+        self.starts = (0, *accumulate(sizes[:-1]))
+        self.host = max(host for host, start in enumerate(self.starts) if start <= rank)
+        self.local = rank - self.starts[self.host]
+        self.neighbours = tuple(range(self.starts[self.host], self.starts[self.host] + sizes[self.host]))
+
+    def all_reduce(self, count: int, *, reproducible: bool) -> tuple[Part, ...] | None:
+        if reproducible and not keeps_the_tree(self.sizes):
+            return None
+        shards = self._shards(count)
+        counts = self._blocks(shards)
+        total = max(shard.count for shard in shards) * self.itemsize
+        between = choose("all_reduce", total, len(self.sizes), reproducible=reproducible).algorithm
+        assert not reproducible or sums_by_the_tree("all_reduce", between, len(self.sizes))
+        return (
+            self._on_host("reduce_scatter", Chunk(0, count), counts=counts),
+            self._across("all_reduce", between, shards),
+            self._on_host("all_gather", Chunk(0, count), counts=counts),
+        )
+
+    def broadcast(self, count: int, root: int) -> tuple[Part, ...]:
+        whole = Chunk(0, count)
+        shards = self._shards(count)
+        home = max(host for host, start in enumerate(self.starts) if start <= root)
+        place = root - self.starts[home]
+        total = shards[0].count * self.itemsize
+        between = choose("broadcast", total, len(self.sizes)).algorithm
+        if len(shards) == 1:  # the root itself sends, so that nothing needs to be handed to a leader first
+            heads = tuple(root if host == home else start for host, start in enumerate(self.starts))
+            return (
+                self._among(heads, "broadcast", between, whole, root=home),
+                self._on_host("broadcast", whole, root=place if self.host == home else 0),
+            )
+        counts = self._blocks(shards)
+        spread = self._on_host("scatter", whole, counts=counts, root=place) if self.host == home else Part(on_host=True)
+        return (
+            spread,
+            self._across("broadcast", between, shards, root=home),
+            self._on_host("all_gather", whole, counts=counts),
+        )
+
+    def barrier(self) -> tuple[Part, ...]:
+        between = choose("barrier", 0, len(self.sizes)).algorithm
+        nothing = Chunk(0, 0)
+        return (
+            self._on_host("barrier", nothing),
+            self._among(self.starts, "barrier", between, nothing),
+            self._on_host("broadcast", nothing),
+        )
+
+    def all_gather(self, counts: tuple[int, ...]) -> tuple[Part, ...]:
+        per_host = tuple(
+            sum(counts[start : start + size]) for start, size in zip(self.starts, self.sizes, strict=True)
+        )
+        total = sum(per_host)
+        begin = sum(per_host[: self.host])
+        even = len(set(per_host)) == 1
+        between = choose("all_gather", total * self.itemsize, len(self.sizes), even=even).algorithm
+        own = Chunk(begin, begin + per_host[self.host])
+        mine = tuple(counts[rank] for rank in self.neighbours)
+        return (
+            self._on_host("all_gather", own, counts=mine),
+            self._among(self.starts, "all_gather", between, Chunk(0, total), counts=per_host),
+            self._on_host("broadcast", Chunk(0, own.start)),
+            self._on_host("broadcast", Chunk(own.stop, total)),
+        )
+
+    def _shards(self, count: int) -> list[Chunk]:
+        """Cut WORK into as many parts as links are used at once."""
+        links = 1 if count * self.itemsize <= _ONE_LINK_NBYTES else min(self.sizes)
+        return even_chunks(count, links)
+
+    def _blocks(self, shards: list[Chunk]) -> tuple[int, ...]:
+        """Return which part of WORK each rank of this host owns, as counts: the first ranks a shard, the others none."""
+        return tuple(shard.count for shard in shards) + (0,) * (self.sizes[self.host] - len(shards))
+
+    def _on_host(self, collective: str, chunk: Chunk, counts: tuple[int, ...] | None = None, root: int = 0) -> Part:
+        size = self.sizes[self.host]
+        if size == 1:
+            return Part(on_host=True)
+        count = chunk.count if counts is None else 0
+        plan = build(collective, "direct", self.local, size, count=count, counts=counts, root=root)
+        return Part(True, self.neighbours, chunk, plan)
+
+    def _across(self, collective: str, algorithm: str, shards: list[Chunk], root: int = 0) -> Part:
+        """One plan for each shard, of the ranks that own it on their hosts."""
+        if self.local >= len(shards):
+            return Part(on_host=False)
+        members = tuple(start + self.local for start in self.starts)
+        return self._among(members, collective, algorithm, shards[self.local], root=root)
+
+    def _among(
+        self,
+        members: tuple[int, ...],
+        collective: str,
+        algorithm: str,
+        chunk: Chunk,
+        counts: tuple[int, ...] | None = None,
+        root: int = 0,
+    ) -> Part:
+        if self.rank not in members:
+            return Part(on_host=False)
+        count = chunk.count if counts is None and collective != "barrier" else 0
+        plan = build(collective, algorithm, self.host, len(members), count=count, counts=counts, root=root)
+        return Part(False, members, chunk, plan)
+
+
+def flattened(
+    collective: str,
+    sizes: Sequence[int],
+    *,
+    count: int = 0,
+    counts: Sequence[int] | None = None,
+    itemsize: int = 1,
+    root: int = 0,
+    reproducible: bool = False,
+) -> list[Plan]:
+    """Write the stages of all ranks as plans of the whole group, for the checker and for figures.
+
+    Args:
+        collective: As for `stages`.
+        sizes: As for `stages`.
+        count: As for `stages`.
+        counts: As for `stages`.
+        itemsize: As for `stages`.
+        root: As for `stages`.
+        reproducible: As for `stages`; the tree must be one that can be composed.
+
+    Returns:
+        The plans in rank order: stage after stage, with empty rounds where a rank waits for others.
+    """
+    n = sum(sizes)
+    everyone = []
+    for rank in range(n):
+        parts = stages(
+            collective, sizes, rank, count=count, counts=counts, itemsize=itemsize, root=root, reproducible=reproducible
+        )
+        assert parts is not None
+        everyone.append(parts)
+    work_count = sum(counts) if counts is not None else n * count if collective in ("all_gather", "header_exchange") else count
+    rounds: list[list[Round]] = [[] for _ in range(n)]
+    scratch = [0] * n
+    for number in range(len(everyone[0])):
+        done = [_written_out(parts[number], scratch[rank]) for rank, parts in enumerate(everyone)]
+        longest = max(map(len, done))
+        for rank, made in enumerate(done):
+            rounds[rank] += [*made, *((),) * (longest - len(made))]
+            plan = everyone[rank][number].plan
+            scratch[rank] += plan.scratch_count if plan is not None else 0
+    return [
+        Plan(collective, "hierarchical", rank, n, work_count, scratch[rank], tuple(rounds[rank])) for rank in range(n)
+    ]
+
+
+def _written_out(part: Part, scratch: int) -> list[Round]:
+    """Return the rounds of a part in the words of the whole group."""
+    if part.plan is None:
+        return []
+
+    def moved(chunk: Chunk) -> Chunk:
+        start = part.chunk.start if chunk.buffer == Buffer.WORK else scratch
+        return Chunk(chunk.start + start, chunk.stop + start, chunk.buffer)
+
+    def renamed(step: Step) -> Step:
+        if isinstance(step, Copy | Reduce):
+            return replace(step, source=moved(step.source), target=moved(step.target))
+        assert isinstance(step, Send | Recv | RecvReduce)
+        return replace(step, peer=part.members[step.peer], chunk=moved(step.chunk))
+
+    return [tuple(renamed(step) for step in steps) for steps in part.plan.rounds]
