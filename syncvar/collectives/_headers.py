@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["RECORD_BYTES", "Record", "array_record", "exchange", "pack_record", "require_same", "unpack_record"]
+__all__ = ["RECORD_BYTES", "Record", "array_record", "exchange", "exchange_bytes", "pack_record", "require_same", "unpack_record"]
 
 _NDIM_MAX = 13
 _RECORD = struct.Struct(f"<BBBxxxxxQ{_NDIM_MAX}Q")
@@ -84,14 +84,19 @@ def unpack_record(data: bytes) -> Record:
 
 def exchange(communicator: Communicator, mine: Record) -> Generator[Stage, None, list[Record]]:
     """Exchange records; returns those of all ranks of the group, in rank order."""
-    size = RECORD_BYTES
-    data = pack_record(mine)
+    told = yield from exchange_bytes(communicator, pack_record(mine))
+    return [unpack_record(data) for data in told]
+
+
+def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, None, list[bytes]]:
+    """Exchange bytes, as many from each rank; returns those of all ranks of the group, in rank order."""
+    size = len(mine)
     work = np.zeros(communicator.size * size, np.uint8)
     rank = communicator.member_rank
-    work[rank * size : (rank + 1) * size] = np.frombuffer(data, np.uint8)
+    work[rank * size : (rank + 1) * size] = np.frombuffer(mine, np.uint8)
     yield Stage(communicator.plan("header_exchange", size), work)
     everything = work.tobytes()
-    return [unpack_record(everything[start : start + size]) for start in range(0, len(everything), size)]
+    return [everything[start : start + size] for start in range(0, len(everything), size)]
 
 
 def require_same(communicator: Communicator, what: str, values: list[Any], records: list[Record]) -> None:

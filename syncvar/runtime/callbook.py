@@ -89,6 +89,17 @@ class CallBook:
         recent = list(self._next_call.items())[-_ENTERED_MAX:]
         return {group: following - 1 for group, following in recent}
 
+    def finished(self) -> dict[int, int]:
+        """Return the last call that was made in each group, of those used last: this rank will make no more.
+
+        The end of a block that it went past is no call: who waits in that block waits in vain.
+        """
+        made = self.entered()
+        for group, (_, last, epoch_end) in self._passed.items():
+            if made.get(group) == epoch_end:
+                made[group] = last
+        return made
+
     def _following(self, group: int) -> int:
         """Return the number of the next call of a group; calls in shared memory are counted by their communicator."""
         following = self._next_call.get(group, 0)

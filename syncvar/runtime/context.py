@@ -33,6 +33,7 @@ from syncvar.errors import (
 from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
+from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.secret import job_secret
 from syncvar.topology import HostMap, rank_list
@@ -190,6 +191,7 @@ class Context:
             if orderly and engine.failure is None:
                 linger_s = self.config.shutdown_timeout_s
                 try:
+                    send_queued(engine)
                     engine.leave(time.monotonic() + self.config.collective_timeout_s)
                 except SyncvarError as failed:
                     error = failed

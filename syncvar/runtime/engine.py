@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
     from syncvar.runtime.group import Communicator
+    from syncvar.runtime.queued import Queued
     from syncvar.transports import Control, Transport
 
 __all__ = ["Engine"]
@@ -114,7 +115,8 @@ class Engine:
         self._failure_raised = False
         self._last_caller = 0.0
         self._heard = 0.0
-        self.is_quiet = True  # nothing is known that would refuse a call
+        self.is_quiet = True  # nothing is known that would refuse a call, and no writes are queued
+        self.queues: list[Queued] = []  # queues that hold writes: calls that may wait send them first
         self._moved = 0.0  # when a call in shared memory began or went on
         self._stopped = threading.Event()
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
@@ -220,8 +222,13 @@ class Engine:
 
     def allows(self, group: int, call: int) -> bool:
         """Return whether nothing is known that would refuse a call: it may run without the lock."""
-        self.is_quiet = self.failure is None and not self._book.has_refusals
-        return self.is_quiet or (self.failure is None and not self._book.may_refuse(group, call))
+        is_good = self.failure is None and not self._book.has_refusals
+        self.is_quiet = is_good and not self.queues
+        return is_good or (self.failure is None and not self._book.may_refuse(group, call))
+
+    def is_awaited(self, group: int, call: int) -> bool:
+        """Return whether a frame has come for a call that has not begun here."""
+        return (group, call) in self._book.early
 
     def take_over(self, operation: SharedOperation, timeout_s: float | None) -> Any:
         """Go on with an operation that its caller has begun without the lock."""
@@ -351,7 +358,7 @@ class Engine:
                 break
             self.wait(started[0])
         if self.failure is None:
-            self._tell_beside("leaving", entered=self.entered())
+            self._tell_beside("leaving", entered=self._book.finished())
 
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""

@@ -11,6 +11,7 @@ from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
 from syncvar.plans import build, build_all, choose, sums_by_the_tree, unsuited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
+from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder, Told
 from syncvar.runtime.sites import own_site
 
@@ -67,9 +68,10 @@ class Work:
         array([1., 1.])
     """
 
-    def __init__(self, engine: Engine | None, operation: Operation) -> None:
+    def __init__(self, engine: Engine | None, operation: Operation, *, sends: bool = False) -> None:
         self._engine = engine
         self._operation = operation
+        self._sends = sends  # queued writes: others need not go before
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result.
@@ -96,6 +98,8 @@ class Work:
     def _wait(self, timeout: float | None) -> Any:
         operation = self._operation
         assert self._engine is not None
+        if self._engine.queues and not self._sends:
+            send_queued(self._engine)
         if timeout is not None and not operation.is_over:
             import time
 
@@ -105,6 +109,8 @@ class Work:
     def done(self) -> bool:
         """Return whether the collective has ended, well or badly; drives it a little."""
         if self._engine is not None and not self._operation.is_over:
+            if self._engine.queues and not self._sends:
+                send_queued(self._engine)
             self._engine.poll()
         return self._operation.is_over
 
@@ -264,6 +270,18 @@ class Communicator:
         return made
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether another rank is seen to be in this group's next call."""
+        channel, engine = self.channel, self.engine
+        if channel is None:
+            return engine is not None and engine.is_awaited(self.identity, self.next_call)
+        words, begun = channel.words, (self.next_call + 1) << 1
+        for other in channel.others:  # noqa: SIM110  (asked after every queued write)
+            if words[other] >= begun:
+                return True
+        return False
+
+    @property
     def is_shared(self) -> bool:
         """Whether calls go through shared memory."""
         return self.channel is not None and self.size > 1
@@ -283,9 +301,15 @@ class Communicator:
         return self.rank
 
     def perform(
-        self, name: str, check: Callable[[], Request], timeout: float | None = None, *, async_op: bool = False
+        self,
+        name: str,
+        check: Callable[[], Request],
+        timeout: float | None = None,
+        *,
+        async_op: bool = False,
+        after_queued: bool = True,
     ) -> Any:
-        """Make a call: number it, check its arguments, run it.
+        """Make a call: number it, send writes that are queued, check its arguments, run it.
 
         A call whose arguments are refused uses up its number and tells the group, so that all ranks stay at the same
         call and the others raise MismatchError instead of waiting.
@@ -295,6 +319,7 @@ class Communicator:
             check: Looks at the arguments and returns the request; whatever it raises is the caller's error.
             timeout: Seconds, or None for the job's default.
             async_op: Return a `Work` at once.
+            after_queued: Queued writes go first; False for the call that sends them.
         """
         engine = self.engine
         self.member_rank  # noqa: B018  (raises for non-members)
@@ -314,6 +339,8 @@ class Communicator:
             self.next_call = call + 1
             try:
                 allowed = None if timeout is None else _checked_timeout(timeout)
+                if after_queued and engine is not None and engine.queues:
+                    send_queued(engine)
                 request = check()
             except Exception as error:
                 self.recorder.refused(Told(name, self.identity, self.members, 0, 0, ""), call, error)
@@ -329,7 +356,7 @@ class Communicator:
             if async_op:
                 operation.site = own_site()
                 engine.start(operation, allowed)
-                return Work(engine, operation)
+                return Work(engine, operation, sends=not after_queued)
             return engine.run(operation, allowed)
 
     def _operation(self, call: int, request: Request) -> Operation:

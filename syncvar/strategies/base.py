@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, UsageError
+from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.runtime.context import current
+from syncvar.runtime.queued import send_queued
 from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
 from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places
 from syncvar.variables.policy import Context
+from syncvar.variables.queue import known_queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,14 +133,21 @@ class Strategy:
         self._require("run")
         given = [own_part(one) for one in args]
         named = {name: own_part(one) for name, one in (kwargs or {}).items()}
+        queue = known_queue(self)
         aligned = self._aligned()
+        if queue is not None:
+            self._send_queued()
+            queue.begin()
+            aligned.append(queue.calls)
         ends = [communicator.begin_epoch() for communicator in aligned]
         stack = places()
         depth = len(stack)
         stack.append(Place(self, Context.REPLICA))
         try:
             result = fn(*given, **named)
+            self._send_queued()
         except BaseException as error:
+            self._start_queued()
             for communicator, end in zip(aligned, ends, strict=True):
                 communicator.leave_epoch(end, f"{type(error).__name__}: {error}")
             raise
@@ -278,6 +288,18 @@ class Strategy:
             raise UsageError(f"strategy.{what} is called inside run; {instead.get(what, 'do it outside')}")
         if place.context is Context.MERGE and what == "run":
             raise UsageError("strategy.run is called inside merge_call; call the function directly")
+
+    def _send_queued(self) -> None:
+        engine = self._communicator.engine
+        if engine is not None and engine.queues:
+            send_queued(engine)
+
+    def _start_queued(self) -> None:
+        """Start to send what was written before an exception left `run`: the others may wait for it."""
+        queue = known_queue(self)
+        if queue is not None and len(queue):
+            with contextlib.suppress(SyncvarError):
+                queue.start()
 
     def _aligned(self) -> list[Communicator]:
         """Return the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks."""

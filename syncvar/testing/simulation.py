@@ -192,7 +192,13 @@ class _Recorder(Communicator):
     """A group whose calls are checked and handed out instead of performed."""
 
     def perform(
-        self, name: str, check: Callable[[], Request], timeout: float | None = None, *, async_op: bool = False
+        self,
+        name: str,
+        check: Callable[[], Request],
+        timeout: float | None = None,
+        *,
+        async_op: bool = False,
+        after_queued: bool = True,
     ) -> Any:
-        del name, timeout, async_op
+        del name, timeout, async_op, after_queued
         return check()

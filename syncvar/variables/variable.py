@@ -9,6 +9,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import shortcut_of
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
+from syncvar.runtime.group import fingerprint
 from syncvar.runtime.kernels import reduction
 from syncvar.variables.casting import operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish
@@ -27,6 +28,7 @@ from syncvar.variables.policy import (
     resolve,
 )
 from syncvar.variables.protocol import ArrayProtocol
+from syncvar.variables.queue import WriteQueue, queue_of
 from syncvar.variables.requests import request_of, rows_request
 from syncvar.variables.rows import Rows, applied, checked_rows
 from syncvar.variables.splitting import share_of
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Variable"]
 
-UFUNCS = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
+UFUNCS: dict[Operation, Any] = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
 _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
@@ -96,6 +98,8 @@ class Variable(ArrayProtocol):
         self._reads = self._writes = self._collectives = 0
         self._prepared: dict[str, tuple[Context, Shortcut]] = {}
         self._pace: str | None = None
+        self._queue: WriteQueue | None = None  # while it is deferred
+        self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
         self._storage = Storage(made.owner.context, made.value)
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
@@ -338,8 +342,10 @@ class Variable(ArrayProtocol):
             why = "pinned" if mode else "pin taken off"
             self._changes.append((self._writes, self._pace or "eager", mode or "eager", why))
             self._pace = mode
+            self._queue = queue_of(self._owner) if mode == "deferred" and self._replicas > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        self._settle()
         made = Variable.__new__(Variable)
         memo[id(self)] = made
         wish = Wish(self._copy, self.trainable, self.name, None, self._requested, self._aggregation)
@@ -364,8 +370,14 @@ class Variable(ArrayProtocol):
     def _copy(self) -> NDArray[Any]:
         return self._storage.array
 
+    def _settle(self) -> None:
+        """Send the writes of this variable that wait, if there are any."""
+        if self._queue is not None:
+            self._queue.settle(self)
+
     def _read(self, operation: Operation, replica: Any = 0, *, copy: bool = True) -> NDArray[Any]:
         action = self._decide(operation)
+        self._settle()
         travel = action.travel
         if operation is Operation.READ_FROM:
             what = f"read_from({replica!r}) of variable {self.name!r}"
@@ -409,7 +421,48 @@ class Variable(ArrayProtocol):
         if advice not in text:
             error.args = (text + advice,)
 
+    def _is_deferrable(self, operation: Operation) -> bool:
+        """Return whether a write, made here and now, is an increment that the replicas combine."""
+        stack = places(self._owner.context)
+        known = self._increments.get(operation.value)
+        if known is not None and stack and stack[-1].owner is self._owner and stack[-1].context is known[0]:
+            return True
+        if operation is Operation.ASSIGN:
+            return False
+        travel = self._decide(operation).travel
+        if travel not in (Travel.SUM, Travel.MEAN):
+            return False
+        op = "sum" if travel is Travel.SUM else "mean"
+        digest = fingerprint(self._name, operation.value, op, self._dtype.name, self._shape)
+        context = context_of(self._owner, operation.value)
+        self._increments[operation.value] = context, op, digest
+        return True
+
+    def _defer(self, queue: WriteQueue, operation: Operation, x: Any) -> Variable:
+        """Put an increment into the queue; one that is refused here is told to the others when their turn comes."""
+        _, op, digest = self._increments[operation.value]
+        try:
+            array = self._operand(operation, x, reduced=True)
+        except Exception as error:
+            queue.refuse(self, operation, op, digest, f"{type(error).__name__}: {error}")
+            raise
+        self._writes += 1
+        queue.add(self, operation, op, digest, array)
+        return self
+
+    def apply_queued(self, operation: Operation, total: NDArray[Any]) -> None:
+        """Write what an increment of all replicas has come to; for the queue only."""
+        with self._storage.lock:
+            target = self._storage.writable()
+            UFUNCS[operation](target, total, out=target, casting="same_kind")
+        self._collectives += 1
+
     def _assign(self, operation: Operation, x: Any) -> Variable:
+        queue = self._queue
+        if queue is not None:
+            if self._is_deferrable(operation):
+                return self._defer(queue, operation, x)
+            self._settle()
         prepared = self._prepared.get(operation.value)
         if prepared is not None and type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape:
             context, shortcut = prepared
@@ -494,6 +547,7 @@ class Variable(ArrayProtocol):
 
     def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
         action = self._decide(operation)
+        self._settle()
         what = f"{operation.value} of variable {self.name!r}"
         indices = indices.read_value() if isinstance(indices, Variable) else indices
         values = values.read_value() if isinstance(values, Variable) else values
