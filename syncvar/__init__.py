@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers, partitioners
+    from syncvar.checkpoint import Checkpoint, CheckpointManager, PendingSave
     from syncvar.collectives import (
         Group,
         Mesh,
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "syncvar.checkpoint": ("Checkpoint", "CheckpointManager", "PendingSave"),
     "syncvar.collectives": (
         "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast",
         "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "reduce",
@@ -128,7 +130,9 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "ArenaFull",
     "ArenaUnavailable",
+    "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "ConfigError",
     "Corrupt",
     "DeadlineExceeded",
@@ -151,6 +155,7 @@ __all__ = [
     "NoAggregation",
     "NotFound",
     "PeerLost",
+    "PendingSave",
     "PerReplica",
     "PlanError",
     "RankFailed",

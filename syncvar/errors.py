@@ -152,7 +152,22 @@ class NotFound(CheckpointError, FileNotFoundError):
 
 
 class Corrupt(CheckpointError):
-    """A stored value is damaged."""
+    """A stored value is damaged.
+
+    Args:
+        key: What is damaged.
+        expected: What should be there, a digest for instance.
+        actual: What is there.
+        detail: Where it was noticed; may be empty.
+    """
+
+    def __init__(self, key: str, expected: str = "", actual: str = "", detail: str = "") -> None:
+        self.key = key
+        self.expected = expected
+        self.actual = actual
+        self.detail = detail
+        where = f" ({detail})" if detail else ""
+        super().__init__(f"{key} is damaged: expected {expected}, found {actual}{where}; restore another checkpoint")
 
 
 class RendezvousError(SyncvarError):

@@ -4,6 +4,7 @@ python tests/conformance/in_memory.py [PART OF AN ID ...]
 """
 
 import sys
+import tempfile
 import time
 import warnings
 
@@ -18,16 +19,18 @@ from syncvar.testing import run_ranks
 _CONFIG = RuntimeConfig(collective_timeout_s=5.0)
 
 
-def run(case, folder=None):
+def run(case):
     """Run one case; return its outcome."""
-
-    def body():
-        context = current()
-        return interpreter.run_case(collection.without_category(case), "case", folder, lambda: use(context))
-
     began = time.monotonic()
     found = []
-    for rank, answer in enumerate(run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=20.0)):
+    with tempfile.TemporaryDirectory(prefix="sv-conf-") as folder:
+
+        def body():
+            context = current()
+            return interpreter.run_case(collection.without_category(case), "case", folder, lambda: use(context))
+
+        answers = run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=20.0)
+    for rank, answer in enumerate(answers):
         if isinstance(answer, BaseException):
             found.append(f"rank {rank}: {type(answer).__name__}: {answer}")
             continue

@@ -1,0 +1,331 @@
+"""`Checkpoint`: objects under names, saved and restored together."""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from syncvar.checkpoint.naming import checked_path
+from syncvar.checkpoint.objects import (
+    VariableLeaf,
+    checked_object,
+    communicator_of_leaves,
+    is_nested,
+    leaf_of,
+    outside,
+)
+from syncvar.checkpoint.pending import PendingSave, write_now
+from syncvar.checkpoint.restoring import is_local, restore_leaves
+from syncvar.checkpoint.saving import Saving
+from syncvar.errors import ConfigError
+from syncvar.strategies import get_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from syncvar.checkpoint.objects import Leaf
+    from syncvar.runtime.group import Communicator
+    from syncvar.variables import Variable
+
+__all__ = ["Checkpoint"]
+
+_NAME = re.compile(r"[^\W_][^/\0]{0,127}")
+_log = logging.getLogger("syncvar")
+
+
+class _Waiting:
+    """Entries of a restored checkpoint that wait for their objects.
+
+    Args:
+        path: Of the checkpoint.
+        identity: Which one it was.
+        policy: The restore policy.
+        timeout: Seconds.
+        keys: Of the entries; shared by nested checkpoints.
+        prefix: What the keys have before those of this checkpoint.
+    """
+
+    def __init__(self, path: str, identity: str, policy: str, timeout: float | None, keys: set[str], prefix: str = "") -> None:
+        self.path, self.identity, self.policy, self.timeout = path, identity, policy, timeout
+        self.keys, self.prefix = keys, prefix
+
+    def under(self, key: str) -> _Waiting:
+        """Return what waits for the checkpoint nested under a key."""
+        return _Waiting(self.path, self.identity, self.policy, self.timeout, self.keys, f"{self.prefix}{key}/")
+
+
+class Checkpoint:
+    """Objects under names, saved and restored together.
+
+    It takes variables, optimizers, iterators and other objects with `state_dict()` and `load_state_dict(state)`,
+    `numpy.random.Generator`, checkpoints, dicts, lists and tuples of these, and plain data (numbers, texts, arrays, lists and dicts of them).
+    `checkpoint.name = object` adds one later. Plain data belong to the checkpoint itself: `checkpoint.epoch` is what was restored.
+
+    A checkpoint is a folder: a shard of each rank, in the safetensors format, and a manifest, which is written last and is the
+    commit. It is restored on any number of replicas, and into variables of any mode: an ON_WRITE value as it is; ON_READ by what
+    reading gives (a sum is split again, exactly); NONE, and ON_READ without aggregation, replica by replica. States and plain data
+    are saved once where all ranks have the same, else each rank's own. Nothing is pickled.
+
+    The ranks that save are the replicas of its variables (without variables: those of the strategy in force). All must have the
+    same objects under the same names; NONE variables may exist on some only.
+
+    Args:
+        objects: By name.
+
+    Raises:
+        ConfigError: An object that cannot be saved, or a name that is taken by a method.
+
+    Example:
+        >>> import syncvar as sv, tempfile
+        >>> checkpoint = sv.Checkpoint(v=sv.Variable([1.0, 2.0]), epoch=3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = checkpoint.save(folder + "/first")
+        ...     _ = checkpoint.v.assign([0.0, 0.0])
+        ...     checkpoint.epoch = 0
+        ...     checkpoint.restore(path)
+        >>> checkpoint.v.numpy(), checkpoint.epoch
+        (array([1., 2.], dtype=float32), 3)
+    """
+
+    _objects: dict[str, Any]
+    _waiting: _Waiting | None
+    _pending: PendingSave | None
+    _followed: weakref.WeakSet[Any]
+
+    def __init__(self, **objects: Any) -> None:
+        self.__dict__.update(_objects={}, _waiting=None, _pending=None, _followed=weakref.WeakSet())
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"<sv.Checkpoint of {', '.join(self._objects) or 'nothing'}>"
+
+    def __getattr__(self, name: str) -> Any:
+        objects = self.__dict__.get("_objects", {})
+        if name not in objects:
+            raise AttributeError(f"the checkpoint has no object {name!r}; it has {', '.join(objects) or 'none'}")
+        return objects[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not _NAME.fullmatch(name) or hasattr(type(self), name):
+            why = "is a method of checkpoints" if hasattr(type(self), name) else "is no name: up to 128 characters, no / in it, none of _ first"
+            raise ConfigError(f"{name!r} {why}; give the object another name")
+        if not isinstance(value, Checkpoint) and not is_nested(value):
+            checked_object(name, value)
+        before = self._objects.copy()
+        self._objects[name] = value
+        try:
+            if self._waiting is not None:
+                self._restore_late(list(self._walk(name, value)))
+                self._follow(name, value)
+        except BaseException:
+            self._objects.clear()
+            self._objects.update(before)
+            raise
+
+    def __delattr__(self, name: str) -> None:
+        getattr(self, name)
+        del self._objects[name]
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def save(self, path: Any, *, async_op: Literal[False] = False, timeout: float | None = None) -> str: ...
+
+    @overload
+    def save(self, path: Any, *, async_op: Literal[True], timeout: float | None = None) -> PendingSave: ...
+
+    def save(self, path: Any, *, async_op: bool = False, timeout: float | None = None) -> str | PendingSave:
+        """Save everything. Collective, right in every context. Returns the path.
+
+        Atomic: `path` holds the checkpoint that was there before until the new one is complete and on the medium, whatever
+        happens meanwhile. One job at a time writes a folder, which all ranks must see.
+
+        Args:
+            path: The folder; made if need be.
+            async_op: Take the values now and return a `PendingSave`; a thread writes them, `wait` commits.
+            timeout: Seconds that each call of the group waits; None means the job's default.
+
+        Raises:
+            ConfigError: Something cannot be saved (its name is given); the others raise MismatchError.
+            MismatchError: The ranks save different objects, or to different paths.
+            CheckpointError: On every rank: the disk is full or fails, or another job writes there. Nothing was saved.
+
+        Cost: three exchanges of descriptions (some 100 bytes for each object and rank), one transfer for each ON_READ variable
+            that is combined. Each rank writes 1/N of the values, and its own copies; nothing is copied in memory.
+        """
+        return self._save(checked_path(path), None, None, timeout, async_op=async_op)
+
+    def _save(
+        self,
+        path: str,
+        step: int | None,
+        metric: float | None,
+        timeout: float | None,
+        *,
+        async_op: bool,
+        guard: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> str | PendingSave:
+        leaves, communicator = self._collect()
+        with outside():
+            self._finish_pending()
+            waiting = self._waiting
+            if waiting is not None and waiting.keys and communicator.rank == 0:
+                _log.warning(
+                    "%d entries of the checkpoint that was restored from %s wait for their objects, and are not part of %s: %s",
+                    len(waiting.keys), waiting.path, path, ", ".join(sorted(waiting.keys)[:8]),
+                )  # fmt: skip
+            saving = Saving(leaves, communicator, path, step, metric, timeout, guard)
+            if async_op:
+                pending = PendingSave(saving, communicator.member_rank, after)
+                self.__dict__["_pending"] = pending
+                return pending
+            try:
+                written = write_now(saving)
+            except BaseException:  # the program is being ended: what was written must not lie around, or be locked
+                saving.discard()
+                raise
+            saving.commit(written)
+            if after is not None:
+                after()
+            return path
+
+    def _finish_pending(self) -> None:
+        """Commit the save that was started before, if nobody has waited for it; its error belongs to its handle."""
+        pending, self.__dict__["_pending"] = self._pending, None
+        if pending is not None:
+            error = pending.exception()
+            if error is not None:
+                _log.warning("the checkpoint %s, which nobody has waited for, failed: %s", pending.path, error)
+
+    # -- restoring ------------------------------------------------------------------------------------------------
+
+    def restore(
+        self, path: Any, *, restore_policy: str = "same_rank_or_initial", partial: bool = False, timeout: float | None = None
+    ) -> None:
+        """Restore everything, or nothing. Collective, right in every context.
+
+        An entry without an object waits: it is restored when `checkpoint.name = object` adds one, or when an optimizer makes
+        the slot.
+
+        Args:
+            path: The folder of the checkpoint.
+            restore_policy: What replica r takes of what was saved replica by replica: "same_rank_or_initial": entry r, or
+                it keeps what it has; "cycle": entry r modulo the number saved; "error": the numbers must be equal.
+            partial: Objects without an entry stay as they are; else they are an error.
+            timeout: Seconds that each call of the group waits; None means the job's default.
+
+        Raises:
+            ConfigError: A wrong argument; the others raise MismatchError.
+            NotFound: There is no checkpoint; on every rank, as the next two.
+            Corrupt: Bytes are not those that were saved.
+            CheckpointError: An object has another shape, dtype or kind than its entry, or no entry.
+
+        Cost: every rank reads all values, and of the copies its own; two exchanges of some bytes.
+        """
+        where = checked_path(path)
+        leaves, communicator = self._collect()
+        with outside():
+            self._finish_pending()
+            identity, left = restore_leaves(leaves, communicator, where, restore_policy, timeout, partial=partial)
+        waiting = _Waiting(where, identity, restore_policy, timeout, set(left))
+        self.__dict__["_waiting"] = waiting
+        for name, value in list(self._objects.items()):
+            self._follow(name, value)
+
+    def _restore_late(self, leaves: list[Leaf]) -> None:
+        """Restore objects that came after `restore`, from the entries that wait for them."""
+        waiting = self._waiting
+        if waiting is None:
+            return
+        wanted = [leaf for leaf in leaves if waiting.prefix + leaf.key in waiting.keys]
+        if not wanted:
+            return
+        communicator = None if is_local(wanted) else communicator_of_leaves(wanted, _default)
+        with outside():
+            restore_leaves(
+                wanted, communicator, waiting.path, waiting.policy, waiting.timeout,
+                partial=False, identity=waiting.identity, prefix=waiting.prefix,
+            )  # fmt: skip
+        waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in wanted)
+
+    def _follow(self, key: str, value: Any) -> None:
+        """Let nested checkpoints, and slots that are made later, have the entries that wait for them."""
+        waiting = self._waiting
+        if waiting is None:
+            return
+        if isinstance(value, Checkpoint):
+            value.__dict__["_waiting"] = waiting.under(key)
+            for name, inner in list(value._objects.items()):  # noqa: SLF001  (one of its own kind)
+                value._follow(name, inner)  # noqa: SLF001
+        elif is_nested(value):
+            for inner, item in _items(value):
+                self._follow(f"{key}/{inner}", item)
+        elif hasattr(value, "on_build") and value not in self._followed:
+            self._followed.add(value)
+            this = weakref.ref(self)
+
+            def built(made: dict[str, Variable]) -> None:
+                checkpoint = this()
+                if checkpoint is not None:
+                    checkpoint._restore_late([VariableLeaf(f"{key}/{name}", one) for name, one in made.items()])  # noqa: SLF001
+
+            value.on_build(built)
+
+    # -- what it holds --------------------------------------------------------------------------------------------
+
+    def _collect(self) -> tuple[list[Leaf], Communicator]:
+        """Return everything it holds, by key, and the group that saves it."""
+        leaves = [leaf for name, value in self._objects.items() for leaf in self._walk(name, value)]
+        leaves.sort(key=lambda leaf: leaf.key)
+        return leaves, communicator_of_leaves(leaves, _default)
+
+    def _walk(self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None) -> Iterator[Leaf]:
+        """Yield the leaves of an object under a key."""
+        if id(value) in above:
+            raise ConfigError(f"{key!r} holds itself: a checkpoint must not be nested in itself")
+        above = (*above, id(value), id(self))
+        if isinstance(value, Checkpoint):
+            for name, inner in value._objects.items():  # noqa: SLF001  (one of its own kind)
+                yield from self._walk(f"{key}/{name}", inner, above, value._replacing(name))  # noqa: SLF001
+        elif is_nested(value):
+            for name, inner in _items(value):
+                yield from self._walk(f"{key}/{name}", inner, above, _refuse)
+        elif callable(getattr(value, "tracked", None)):
+            for name, variable in value.tracked().items():
+                yield VariableLeaf(f"{key}/{name}", variable)
+        else:
+            put = self._replacing(key) if replace is None else replace
+            yield leaf_of(key, value, None if put is _refuse else put)
+
+    def _replacing(self, name: str) -> Callable[[Any], None]:
+        def replace(state: Any) -> None:
+            self._objects[name] = state
+
+        return replace
+
+
+def _refuse(_state: Any) -> None:
+    """Stand for: plain data here cannot be replaced."""
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """Return the items of a dict, list or tuple by name.
+
+    Raises:
+        ConfigError: A dict with keys that are no names.
+    """
+    if not isinstance(value, dict):
+        return [(str(index), item) for index, item in enumerate(value)]
+    for key in value:
+        if not isinstance(key, str) or not _NAME.fullmatch(key):
+            raise ConfigError(f"a dict of objects in a checkpoint must have names as keys, not {key!r:.80}")
+    return sorted(value.items())
+
+
+def _default() -> Communicator:
+    communicator: Communicator = get_strategy().communicator
+    return communicator

@@ -1,0 +1,316 @@
+"""`CheckpointManager`: the checkpoints of a run, one folder for each step; which stay, which is the latest and the best."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
+
+import numpy as np
+
+from syncvar.checkpoint.checkpoint import Checkpoint
+from syncvar.checkpoint.files import Folder, make_folder
+from syncvar.checkpoint.lock import Lock
+from syncvar.checkpoint.naming import MANIFEST, checked_path, step_name, step_of
+from syncvar.checkpoint.preemption import EXIT_CODE, Notice
+from syncvar.checkpoint.reading import read_manifest
+from syncvar.checkpoint.retention import Kept, best_of, superfluous
+from syncvar.checkpoint.saving import checked_metric
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.objects import gather_objects
+from syncvar.errors import CheckpointError, ConfigError, MismatchError
+from syncvar.runtime.context import current, shutdown
+
+if TYPE_CHECKING:
+    from syncvar.checkpoint.pending import PendingSave
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger("syncvar")
+_BEST = ("min", "max")
+
+
+class CheckpointManager:
+    """The checkpoints of a run, in folders `step-…` of one directory.
+
+    From its first save on rank 0 holds the directory's lock: a second job that saves there is refused, jobs that only restore are not.
+    Old checkpoints are removed after a new one is committed. It is a context manager; `close` gives the lock back.
+
+    Args:
+        checkpoint: What is saved.
+        directory: Where; made at the first save. All ranks must see it.
+        keep: So many of the latest stay; None: all.
+        best: "min" or "max": the checkpoint with the smallest or largest `metric` stays too.
+        on_preemption: Take SIGTERM for a notice that this process will be ended soon; see `should_stop`.
+        check_every: Ranks ask each other at every so many calls of `should_stop`.
+
+    Raises:
+        ConfigError: A wrong argument.
+        UsageError: `on_preemption` outside the main thread.
+
+    Example:
+        >>> import syncvar as sv, tempfile
+        >>> v = sv.Variable(0.0)
+        >>> with tempfile.TemporaryDirectory() as folder, sv.CheckpointManager(sv.Checkpoint(v=v), folder, keep=2) as manager:
+        ...     for step in range(5):
+        ...         _ = manager.save(step) if v.assign(step) is v else None
+        ...     [path[-6:] for path in manager.checkpoints], manager.restore_latest() == manager.latest
+        (['000003', '000004'], True)
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: Any,
+        keep: int | None = 5,
+        best: str | None = None,
+        *,
+        on_preemption: bool = False,
+        check_every: int = 1,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise ConfigError(f"checkpoint must be a sv.Checkpoint, not a {type(checkpoint).__name__}: sv.Checkpoint(model=…)")
+        for name, number in (("keep", keep), ("check_every", check_every)):
+            is_count = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+            if not is_count and not (name == "keep" and number is None):
+                raise ConfigError(f"{name} must be an integer of at least 1{' or None' * (name == 'keep')}, not {number!r:.60}")
+        if best is not None and best not in _BEST:
+            raise ConfigError(f"best must be 'min', 'max' or None, not {best!r:.60}")
+        if not isinstance(on_preemption, bool):
+            raise ConfigError(f"on_preemption must be True or False, not {on_preemption!r:.60}")
+        self._checkpoint = checkpoint
+        self._directory = os.path.abspath(checked_path(directory))
+        self._keep, self._best = keep, best
+        self._check_every, self._asked = check_every, 0
+        self._must_stop = False
+        self._lock: Lock | None = None
+        self._saved: tuple[int, float | None] | None = None  # the last step that was saved here
+        self._notice = Notice(listens=on_preemption)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the directory's lock, and SIGTERM. A save that is pending stays to be waited for. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+        self._notice.close()
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    def _found(self) -> list[Kept]:
+        """Return the committed checkpoints in the order of their steps."""
+        steps = []
+        with contextlib.suppress(OSError):
+            steps = [step for name in os.listdir(self._directory) if (step := step_of(name)) is not None]
+        return [Kept(step) for step in sorted(steps) if os.path.lexists(os.path.join(self._path(step), MANIFEST))]
+
+    def _rated(self) -> list[Kept]:
+        """Return them with their metrics, which are in their manifests."""
+        made = []
+        for kept in self._found():
+            metric = None
+            with contextlib.suppress(CheckpointError), Folder(self._path(kept.step)) as folder:
+                metric = read_manifest(folder).metric
+            made.append(Kept(kept.step, metric))
+        return made
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self._directory, step_name(step))
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return self._directory
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the committed checkpoints, oldest first; looks at the directory, sends nothing."""
+        return [self._path(kept.step) for kept in self._found()]
+
+    @property
+    def latest(self) -> str | None:
+        """Path of the latest, or None."""
+        paths = self.checkpoints
+        return paths[-1] if paths else None
+
+    @property
+    def best(self) -> str | None:
+        """Path of the one with the best metric, or None (also where the manager was not told what is best)."""
+        winner = best_of(self._rated(), self._best)
+        return None if winner is None else self._path(winner.step)
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def save(
+        self, step: int | None = None, metric: Any = None, *, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> str: ...
+
+    @overload
+    def save(
+        self, step: int | None = None, metric: Any = None, *, async_op: Literal[True], timeout: float | None = None
+    ) -> PendingSave: ...
+
+    def save(
+        self, step: int | None = None, metric: Any = None, *, async_op: bool = False, timeout: float | None = None
+    ) -> str | PendingSave:
+        """Save as a step, then remove what need not stay. Collective, right in every context. Returns the path.
+
+        Args:
+            step: Of the program, at least 0; None means one more than the latest. A step that is there is replaced.
+            metric: How good it is, the same on all ranks; NaN is never the best.
+            async_op: As `Checkpoint.save`; old checkpoints are removed in `wait`.
+            timeout: Seconds that each call of the group waits; None means the job's default.
+
+        Raises:
+            ConfigError: A wrong argument, or something cannot be saved; the others raise MismatchError.
+            MismatchError: The ranks pass different steps, metrics or directories.
+            CheckpointError: On every rank: the disk is full or fails, or another job saves here. Nothing was saved.
+
+        Cost: as `Checkpoint.save`, and one exchange more.
+        """
+        communicator = self._checkpoint._collect()[1]  # noqa: SLF001  (the manager is the checkpoint's other half)
+
+        def bring() -> list[Any]:
+            if step is not None:
+                step_name(step)
+            rated = checked_metric(metric)
+            found = self._found() if communicator.member_rank == 0 else []
+            return [self._directory, step, None if rated is None else repr(rated), found[-1].step + 1 if found else 0]
+
+        everyone = gather_objects(communicator, "checkpoint step", bring, timeout)
+        if any(one[:3] != everyone[0][:3] for one in everyone):
+            table = {
+                communicator.members[rank]: f"step {one[1]}, metric {one[2]}, directory {one[0]!r:.200}"
+                for rank, one in enumerate(everyone)
+            }
+            raise MismatchError(
+                "the ranks do not make the same save; nothing was written. A metric must be the same everywhere: "
+                "strategy.reduce('MEAN', metric, axis=None)",
+                table,
+            )
+        agreed = everyone[0][3] if step is None else step
+        rated = checked_metric(metric)
+        is_first = communicator.member_rank == 0
+
+        def after() -> None:
+            self._saved = agreed, rated
+            if is_first:
+                self._remove_superfluous()
+
+        return self._checkpoint._save(  # noqa: SLF001
+            self._path(agreed), agreed, rated, timeout, async_op=async_op, guard=self._hold, after=after
+        )
+
+    def _hold(self) -> None:
+        """Take the directory's lock, on rank 0; remove what unfinished saves and removals left."""
+        with make_folder(self._directory):
+            if self._lock is None or not self._lock.is_held:
+                self._lock = Lock(self._directory, "saves checkpoints")
+        committed = {kept.step for kept in self._found()}
+        for name in os.listdir(self._directory):
+            step = step_of(name)
+            if step is not None and step not in committed:
+                self._remove(step)
+
+    def _remove_superfluous(self) -> None:
+        rated = self._rated() if self._best is not None else self._found()
+        for kept in superfluous(rated, self._keep, self._best):
+            self._remove(kept.step)
+
+    def _remove(self, step: int) -> None:
+        """Remove a checkpoint: its manifest first, so that it is never there in part. Other files in the folder stay."""
+        path = self._path(step)
+        try:
+            with Folder(path) as folder:
+                if folder.has(MANIFEST):
+                    folder.remove(MANIFEST)
+                    folder.sync()
+                folder.sweep(None)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+        except CheckpointError as error:
+            _log.warning("an old checkpoint cannot be removed: %s", error)
+
+    # -- restoring ------------------------------------------------------------------------------------------------
+
+    def restore_latest(
+        self, *, restore_policy: str = "same_rank_or_initial", partial: bool = False, timeout: float | None = None
+    ) -> str | None:
+        """Restore the latest checkpoint, the one that rank 0 sees. Collective. Returns its path, None if there is none.
+
+        Args:
+            restore_policy: As `Checkpoint.restore`.
+            partial: As `Checkpoint.restore`.
+            timeout: Seconds that each call of the group waits; None means the job's default.
+
+        Raises:
+            CheckpointError: As `Checkpoint.restore`. `checkpoints` lists the others.
+        """
+        communicator = self._checkpoint._collect()[1]  # noqa: SLF001
+        self._checkpoint._finish_pending()  # noqa: SLF001
+        path = gather_objects(
+            communicator, "checkpoint latest", lambda: self.latest if communicator.member_rank == 0 else None, timeout
+        )[0]
+        if path is not None:
+            self._checkpoint.restore(path, restore_policy=restore_policy, partial=partial, timeout=timeout)
+        found: str | None = path
+        return found
+
+    # -- stopping -------------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Ask for a stop from this rank, as SIGTERM does; for notices that come another way. Sends nothing."""
+        self._notice.is_given = True
+
+    def should_stop(self, timeout: float | None = None) -> bool:
+        """Return whether a rank has been asked to stop: the same answer on all ranks, at the same call. Collective.
+
+        Call it once in every step, on every rank:
+
+            for step in range(first, last):
+                train()
+                if manager.should_stop():
+                    manager.stop(step)
+
+        Args:
+            timeout: Seconds; None means the job's default.
+
+        Cost: one all-reduce of a byte at every `check_every`-th call.
+        """
+        communicator = self._checkpoint._collect()[1]  # noqa: SLF001
+        self._asked += 1
+        if not self._must_stop and self._asked % self._check_every == 0:
+            mine = np.array(self._notice.is_given, np.uint8)
+            together = communicator.perform(
+                "should_stop", lambda: reduce_request(communicator, mine, "max", name="should_stop"), timeout
+            )
+            self._must_stop = bool(together)
+        return self._must_stop
+
+    def stop(self, step: int | None = None, metric: Any = None, timeout: float | None = None) -> NoReturn:
+        """Save, leave the job in order and end the process with exit code 75: "run me again". Collective.
+
+        A step that has just been saved is not saved again.
+
+        Args:
+            step: As `save`.
+            metric: As `save`.
+            timeout: Seconds that each call of the group waits; None means the job's default.
+
+        Raises:
+            SystemExit: Always, with code 75; unless saving fails.
+        """
+        if step is None or self._saved != (step, checked_metric(metric)):
+            self.save(step, metric, timeout=timeout)
+        rank = current().rank
+        self.close()
+        shutdown()
+        if rank == 0:
+            _log.warning("stopped as asked; %s has all that is needed to go on", self.latest)
+        raise SystemExit(EXIT_CODE)

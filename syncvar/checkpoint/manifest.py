@@ -1,0 +1,305 @@
+"""What a checkpoint holds: the manifest as data, its bytes, and the checks on bytes that may come from anywhere.
+
+Its presence is the commit. It names every shard, and for each entry where the parts lie and what their digests are; names in
+it are compared, never opened: a shard is found by the checkpoint's identity and a rank's number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from syncvar.checkpoint.naming import shard_name
+from syncvar.checkpoint.tensors import CODES, itemsize_of, strict_json
+from syncvar.errors import CheckpointError, Corrupt
+
+__all__ = ["DIGEST_BYTES", "FORMAT", "MANIFEST_BYTES_MAX", "Entry", "Manifest", "Piece", "Shard", "Stored", "digest_of"]
+
+FORMAT = "syncvar.checkpoint"
+VERSION = 1
+MANIFEST_BYTES_MAX = 64 << 20
+DIGEST_BYTES = 16
+KINDS = ("variable", "generator", "state", "value")
+_REPLICAS_MAX = 1 << 20
+_HEX = re.compile(r"[0-9a-f]+")
+
+
+def digest_of(data: Any) -> str:
+    """Return the digest of bytes, as text."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+class Piece(NamedTuple):
+    """A range of a value's elements, in C order, and where it lies: the tensor of the entry's key in that shard."""
+
+    shard: int
+    start: int
+    stop: int
+    digest: str
+
+
+class Stored(NamedTuple):
+    """An array in the files."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def words(self) -> str:
+        """Its dtype and shape in words."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Shard(NamedTuple):
+    """One file: its length and the digest of its beginning, by the rank that wrote it."""
+
+    nbytes: int
+    header_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is saved under one key.
+
+    Args:
+        kind: "variable", "generator", "state" or "value".
+        mode: Synchronization and aggregation of a variable, in words; else an empty text.
+        replicas: How many replicas it had.
+        value: The one value, or None.
+        copies: Or each replica's own, by its number.
+    """
+
+    kind: str
+    mode: str
+    replicas: int
+    value: Stored | None = None
+    copies: dict[int, Stored] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Every array of it."""
+        return [*([] if self.value is None else [self.value]), *self.copies.values()]
+
+    def choose(self, key: str, replica: int, replicas: int, policy: str, *, own: bool) -> Stored | None:
+        """Return what a replica takes, None if it keeps what it has.
+
+        Args:
+            key: Of this entry, for messages.
+            replica: Which one, of those that restore.
+            replicas: How many these are.
+            policy: "same_rank_or_initial", "cycle" or "error".
+            own: Each replica has its own there; else all have one value.
+
+        Raises:
+            CheckpointError: The policy refuses, or there is nothing that all could take.
+
+        Example:
+            >>> copies = {number: Stored("bool", (number,), ()) for number in range(2)}
+            >>> entry = Entry("variable", "NONE NONE", 2, None, copies)
+            >>> [entry.choose("v", replica, 3, "cycle", own=True) is copies[replica % 2] for replica in range(3)]
+            [True, True, True]
+            >>> entry.choose("v", 2, 3, "same_rank_or_initial", own=True) is None
+            True
+        """
+        if self.value is not None:
+            return self.value
+        if not own:
+            if 0 not in self.copies:
+                raise CheckpointError(f"{key!r}: the checkpoint has no copy of replica 0, which all would take")
+            return self.copies[0]
+        if policy == "error" and replicas != self.replicas:
+            raise CheckpointError(
+                f"{key!r} was saved by {self.replicas} replicas, each its own, and is restored by {replicas}; "
+                f"restore_policy='same_rank_or_initial' or 'cycle' says what the others take"
+            )
+        return self.copies.get(replica % self.replicas if policy == "cycle" else replica)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A whole checkpoint.
+
+    Args:
+        identity: 16 hexadecimal digits, new for every save.
+        ranks: How many ranks saved it.
+        step: The program's step, or None.
+        metric: How good it is, or None.
+        shards: By the rank that wrote them.
+        entries: By key.
+    """
+
+    identity: str
+    ranks: int
+    step: int | None = None
+    metric: float | None = None
+    shards: dict[int, Shard] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def shard_file(self, rank: int) -> str:
+        """Return the name of the file that a rank wrote."""
+        return shard_name(self.identity, rank, self.ranks)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content.
+
+        Example:
+            >>> manifest = Manifest("00112233aabbccdd", 1, step=7)
+            >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
+            True
+        """
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "identity": self.identity,
+            "world_size": self.ranks,
+            "step": self.step,
+            "metric": None if self.metric is None else repr(float(self.metric)),
+            "shards": {
+                str(rank): {"file": self.shard_file(rank), "nbytes": one.nbytes, "header_digest": one.header_digest}
+                for rank, one in self.shards.items()
+            },
+            "entries": {key: _entry_body(entry) for key, entry in self.entries.items()},
+        }
+        body["digest"] = _own_digest(body)
+        return json.dumps(body, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Read a file's content.
+
+        Raises:
+            Corrupt: It is damaged.
+            CheckpointError: It is none, or of a newer version.
+        """
+        body = strict_json(data, "the manifest")
+        if body.get("format") != FORMAT:
+            raise CheckpointError(f"the manifest is not of the format {FORMAT}")
+        if body.get("version") != VERSION:
+            raise CheckpointError(
+                f"the manifest has version {body.get('version')!r:.20}; this syncvar reads version {VERSION}: update it"
+            )
+        said = body.pop("digest", None)
+        actual = _own_digest(body)
+        if said != actual:
+            raise Corrupt("the manifest", str(said)[:64], actual)
+        try:
+            made = cls(
+                _text(body["identity"], 16),
+                _number(body["world_size"], 1, _REPLICAS_MAX),
+                None if body["step"] is None else _number(body["step"], 0, 10**19),
+                None if body["metric"] is None else float(_is(body["metric"], str)),
+                {_index(rank): _shard(one) for rank, one in _is(body["shards"], dict).items()},
+                {key: _entry(one) for key, one in _is(body["entries"], dict).items()},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the manifest is not of the right form: {type(error).__name__}: {str(error)[:200]}") from None
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Look whether the parts fit together, before anything is opened or allocated.
+
+        Raises:
+            CheckpointError: They do not.
+        """
+        if any(rank >= self.ranks for rank in self.shards):
+            raise CheckpointError(f"the manifest has shards of more than {self.ranks} ranks")
+        for key, entry in self.entries.items():
+            if (entry.value is None) == (not entry.copies):
+                raise CheckpointError(f"entry {key!r:.80} must have a value or copies")
+            if any(number >= entry.replicas for number in entry.copies):
+                raise CheckpointError(f"entry {key!r:.80} has copies of more than {entry.replicas} replicas")
+            for stored in entry.stored:
+                _check_stored(key, stored, self.shards)
+
+
+def _check_stored(key: str, stored: Stored, shards: dict[int, Shard]) -> None:
+    count, at = math.prod(stored.shape), 0
+    for piece in stored.pieces:
+        if piece.start != at or piece.stop <= at:
+            raise CheckpointError(f"the pieces of entry {key!r:.80} have a hole or an overlap at element {at}")
+        at = piece.stop
+        shard = shards.get(piece.shard)
+        if shard is None or (piece.stop - piece.start) * itemsize_of(stored.dtype) > shard.nbytes:
+            raise CheckpointError(f"a piece of entry {key!r:.80} does not fit into the shard of rank {piece.shard}")
+    if at != count:
+        raise CheckpointError(f"the pieces of entry {key!r:.80} end at element {at} of {count}")
+
+
+def _own_digest(body: dict[str, Any]) -> str:
+    return digest_of(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _entry_body(entry: Entry) -> dict[str, Any]:
+    body: dict[str, Any] = {"kind": entry.kind, "mode": entry.mode, "replicas": entry.replicas}
+    if entry.value is not None:
+        body["value"] = _stored_body(entry.value)
+    if entry.copies:
+        body["copies"] = {str(number): _stored_body(one) for number, one in entry.copies.items()}
+    return body
+
+
+def _stored_body(stored: Stored) -> dict[str, Any]:
+    return {"dtype": stored.dtype, "shape": list(stored.shape), "pieces": [list(piece) for piece in stored.pieces]}
+
+
+def _entry(body: Any) -> Entry:
+    kind = _is(body["kind"], str)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r:.40}")
+    replicas = _number(body["replicas"], 1, _REPLICAS_MAX)
+    value = _stored(body["value"]) if "value" in body else None
+    copies = {_index(number): _stored(one) for number, one in _is(body.get("copies", {}), dict).items()}
+    return Entry(kind, _is(body["mode"], str), replicas, value, copies)
+
+
+def _stored(body: Any) -> Stored:
+    dtype = _is(body["dtype"], str)
+    if dtype not in CODES:
+        raise ValueError(f"unknown dtype {dtype!r:.40}")
+    shape = tuple(_number(length, 0, 1 << 62) for length in _is(body["shape"], list))
+    if len(shape) > 64 or math.prod(shape) > 1 << 62:
+        raise ValueError(f"impossible shape {shape!r:.80}")
+    return Stored(dtype, shape, tuple(_piece(one) for one in _is(body["pieces"], list)))
+
+
+def _piece(body: Any) -> Piece:
+    shard, start, stop, digest = body
+    return Piece(
+        _number(shard, 0, _REPLICAS_MAX), _number(start, 0, 1 << 62), _number(stop, 0, 1 << 62), _text(digest, 2 * DIGEST_BYTES)
+    )
+
+
+def _shard(body: Any) -> Shard:
+    return Shard(_number(body["nbytes"], 8, 1 << 62), _text(body["header_digest"], 2 * DIGEST_BYTES))
+
+
+def _is(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.60} is no {kind.__name__}")
+    return value
+
+
+def _number(value: Any, low: int, high: int) -> int:
+    number: int = _is(value, int)
+    if not low <= number <= high:
+        raise ValueError(f"{number!r:.40} is out of range")
+    return number
+
+
+def _index(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 7 or str(int(text)) != text:
+        raise ValueError(f"{text!r:.40} is no rank")
+    return int(text)
+
+
+def _text(value: Any, length: int) -> str:
+    text: str = _is(value, str)
+    if len(text) != length or not _HEX.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is not {length} hexadecimal digits")
+    return text

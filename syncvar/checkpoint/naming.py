@@ -1,0 +1,111 @@
+"""Names of files and folders of checkpoints: made here, and recognised here; nothing else is ever opened or removed."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from syncvar.errors import ConfigError
+
+__all__ = [
+    "LOCK",
+    "MANIFEST",
+    "checked_path",
+    "is_left_over",
+    "is_shard",
+    "shard_name",
+    "step_name",
+    "step_of",
+    "temporary_name",
+]
+
+MANIFEST = "manifest.json"
+LOCK = "lock.json"
+_SHARD = re.compile(r"shard-([0-9a-f]{16})-(\d{5,7})-of-(\d{5,7})\.safetensors")
+_TEMPORARY = re.compile(r"(?P<name>.+)\.tmp-[0-9a-f]{16}")
+_STEP = re.compile(r"step-(\d{10,19})")
+_STEP_MAX = 10**19 - 1
+
+
+def checked_path(path: Any) -> str:
+    """Return a path as text.
+
+    Raises:
+        ConfigError: It is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be a text or a Path, not {path!r:.80}: write checkpoint.save('folder/name')")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"path must be a text that is not empty and has no NUL, not {text!r:.80}")
+    return text
+
+
+def shard_name(identity: str, rank: int, count: int) -> str:
+    """Return the name of the file that a rank writes.
+
+    Example:
+        >>> shard_name("00112233aabbccdd", 2, 4)
+        'shard-00112233aabbccdd-00002-of-00004.safetensors'
+    """
+    return f"shard-{identity}-{rank:05d}-of-{count:05d}.safetensors"
+
+
+def is_shard(name: str, identity: str | None = None) -> bool:
+    """Return whether a name is that of a shard (of one checkpoint, if its identity is given).
+
+    Example:
+        >>> is_shard("../shard-00112233aabbccdd-00002-of-00004.safetensors")
+        False
+    """
+    found = _SHARD.fullmatch(name)
+    return found is not None and (identity is None or found[1] == identity)
+
+
+def temporary_name(name: str, nonce: str) -> str:
+    """Return the name under which a file is written before it is renamed."""
+    return f"{name}.tmp-{nonce}"
+
+
+def is_left_over(name: str, identity: str | None) -> bool:
+    """Return whether a file of a checkpoint's folder belongs to a save that did not finish, or to an older one.
+
+    Args:
+        name: Of the file.
+        identity: Of the checkpoint that is committed in the folder; None where there is none.
+
+    Example:
+        >>> is_left_over("manifest.json.tmp-00112233aabbccdd", None), is_left_over("notes.txt", None)
+        (True, False)
+    """
+    temporary = _TEMPORARY.fullmatch(name)
+    if temporary is not None:
+        return temporary["name"] == MANIFEST or is_shard(temporary["name"])
+    return is_shard(name) and (identity is None or not is_shard(name, identity))
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's folder; names sort as steps do.
+
+    Raises:
+        ConfigError: It is no step.
+
+    Example:
+        >>> step_name(1200)
+        'step-0000001200'
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _STEP_MAX:
+        raise ConfigError(f"step must be an integer of at least 0, not {step!r}: write manager.save(step=100)")
+    return f"step-{step:010d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a folder's name stands for, or None if it is not of that form.
+
+    Example:
+        >>> step_of("step-0000001200"), step_of("step-1/..")
+        (1200, None)
+    """
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])

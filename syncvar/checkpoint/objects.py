@@ -1,0 +1,291 @@
+"""What a checkpoint can hold, and how each kind of it is saved, looked at and restored.
+
+* Variables, by their mode. Objects with `tracked()` (optimizers): the variables it names. Checkpoints, dicts, lists and tuples of such.
+* `numpy.random.Generator`: its state. Objects with `state_dict()` and `load_state_dict(state)` (iterators): that, as plain data.
+* Plain data (numbers, texts, arrays, lists and dicts of them): values of the checkpoint itself, replaced when it is restored.
+
+States and plain data are saved once where all ranks have the same, else each rank's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from syncvar.checkpoint.agreement import Brought
+from syncvar.checkpoint.manifest import digest_of
+from syncvar.errors import CheckpointError, ConfigError, WireError
+from syncvar.runtime.context import current
+from syncvar.variables import Variable, VariableSynchronization
+from syncvar.variables.places import places
+from syncvar.variables.policy import Context, Effect, Operation, Travel, decide
+from syncvar.variables.splitting import share_of
+from syncvar.wire import pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from syncvar.checkpoint.manifest import Entry, Stored
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["KEEP", "Leaf", "PlainLeaf", "VariableLeaf", "checked_object", "communicator_of_leaves", "is_nested", "leaf_of", "outside"]
+
+KEEP = object()  # staged: this replica keeps what it has
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, np.ndarray, np.generic)
+
+
+class Leaf(Protocol):
+    """One thing under one key."""
+
+    key: str
+
+    def bring(self, communicator: Communicator) -> Brought:
+        """Return what this rank has.
+
+        Raises:
+            ConfigError: It cannot be saved.
+        """
+
+    def snapshot(self) -> NDArray[Any]:
+        """Return the array to save, which never changes; may be a collective of the replicas."""
+
+    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Communicator) -> Any:
+        """Return what `put` takes, or KEEP, without changing anything.
+
+        Raises:
+            CheckpointError: The entry does not fit.
+        """
+
+    def now(self) -> Any:
+        """Return what `put` would take to make it what it is now."""
+
+    def put(self, staged: Any) -> None:
+        """Make it what was staged."""
+
+
+class VariableLeaf:
+    """A variable."""
+
+    def __init__(self, key: str, variable: Variable) -> None:
+        self.key = key
+        self.variable = variable
+        self._reading = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.SYNC)
+        self.is_own = variable.synchronization is VariableSynchronization.NONE or self._reading.error is not None
+
+    def bring(self, communicator: Communicator) -> Brought:
+        """Return its mode, dtype and shape."""
+        variable = self.variable
+        replicas = variable.strategy.communicator
+        if variable.dtype.kind == "b" and self._reading.travel in (Travel.SUM, Travel.MEAN):
+            raise ConfigError(
+                f"{self.key!r}: bool variable {variable.name!r} is ON_READ with aggregation {variable.aggregation.name}, and "
+                f"bools have no sum to save; make it with dtype='int64', or with aggregation ONLY_FIRST_REPLICA or NONE"
+            )
+        mode = f"{variable.synchronization.name} {variable.aggregation.name}"
+        members = tuple(communicator.members.index(member) for member in replicas.members)
+        return Brought(
+            "variable", mode, variable.dtype.name, variable.shape, replicas.member_rank, members, self.is_own
+        )
+
+    def snapshot(self) -> NDArray[Any]:
+        """Return the variable's value, or this replica's copy."""
+        if self.is_own:
+            return self.variable.local_value()
+        if self.variable.synchronization is VariableSynchronization.ON_READ:
+            return self.variable.sync()
+        return self.variable.read_value()
+
+    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Communicator) -> Any:
+        """Return this replica's new copy."""
+        del communicator  # its own replicas count
+        variable = self.variable
+        replicas = variable.strategy.communicator
+        _require_kind(self.key, entry, "variable", f"variable {variable.name!r}")
+        stored = entry.choose(self.key, replicas.member_rank, replicas.size, policy, own=self.is_own)
+        if stored is None:
+            return KEEP
+        if stored.dtype != variable.dtype.name or stored.shape != variable.shape:
+            raise CheckpointError(
+                f"{self.key!r}: the checkpoint has {stored.words}, variable {variable.name!r} is "
+                f"{variable.dtype.name}{list(variable.shape)}"
+            )
+        value = read(stored)
+        action = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.ASSIGN)
+        return share_of(value, replicas.size, replicas.member_rank) if action.effect is Effect.SHARE else value
+
+    def now(self) -> Any:
+        """Return this replica's copy; writes that wait are made first."""
+        return self.variable.local_value()
+
+    def put(self, staged: Any) -> None:
+        """Make it this replica's copy; sends nothing."""
+        self.variable._keep(staged)  # noqa: SLF001  (the one writer of copies)
+
+
+class PlainLeaf:
+    """Something whose state is plain data.
+
+    Args:
+        key: Its key.
+        kind: "generator", "state" or "value".
+        get: Returns the state.
+        put: Takes it back.
+        check: Looks at a state, and raises CheckpointError if it does not fit; may be None.
+    """
+
+    def __init__(
+        self, key: str, kind: str, get: Callable[[], Any], put: Callable[[Any], None], check: Callable[[Any], None] | None = None
+    ) -> None:
+        self.key = key
+        self._kind, self._get, self._put, self._check = kind, get, put, check
+        self._packed = b""
+
+    def bring(self, communicator: Communicator) -> Brought:
+        """Return the length and digest of its state, which is taken now."""
+        self._packed = packed(self._get(), self.key)
+        everyone = tuple(range(communicator.size))
+        shape, digest = (len(self._packed),), digest_of(self._packed)
+        return Brought(self._kind, "", "uint8", shape, communicator.member_rank, everyone, None, digest)
+
+    def snapshot(self) -> NDArray[Any]:
+        """Return the bytes that were taken."""
+        return np.frombuffer(self._packed, np.uint8)
+
+    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Communicator) -> Any:
+        """Return the state."""
+        _require_kind(self.key, entry, self._kind, f"a {self._kind}")
+        stored = entry.choose(self.key, communicator.member_rank, communicator.size, policy, own=True)
+        if stored is None:
+            return KEEP
+        if stored.dtype != "uint8" or len(stored.shape) != 1:
+            raise CheckpointError(f"{self.key!r}: the checkpoint has {stored.words}, where the bytes of a state should be")
+        try:
+            state = unpack_object(read(stored).tobytes())
+        except (WireError, ConfigError) as error:
+            raise CheckpointError(f"{self.key!r}: the state cannot be read: {error}") from error
+        if self._check is not None:
+            self._check(state)
+        return state
+
+    def now(self) -> Any:
+        """Return its state."""
+        return self._get()
+
+    def put(self, staged: Any) -> None:
+        """Give it the state."""
+        self._put(staged)
+
+
+def packed(state: Any, key: str) -> bytes:
+    """Return a state as bytes.
+
+    Raises:
+        ConfigError: It is more than plain data.
+    """
+    try:
+        return pack_object(state)
+    except ConfigError as error:
+        raise ConfigError(f"{key!r} cannot be saved: {error}") from None
+
+
+def checked_object(name: str, value: Any) -> Any:
+    """Return an object if a checkpoint can hold it.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if isinstance(value, np.random.RandomState):
+        raise ConfigError(f"{name!r} is a numpy.random.RandomState; use np.random.default_rng(seed), whose state is saved")
+    if isinstance(value, (Variable, np.random.Generator, *_PLAIN)) or hasattr(value, "tracked") or _has_state(value):
+        return value
+    raise ConfigError(
+        f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it takes variables, "
+        f"optimizers, iterators and other objects with state_dict() and load_state_dict(state), numpy.random.Generator, "
+        f"checkpoints, and plain data (numbers, texts, arrays, lists and dicts of them)"
+    )
+
+
+def is_nested(value: Any) -> bool:
+    """Return whether a dict, list or tuple holds more than plain data."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(is_nested(item) or not isinstance(item, _PLAIN) for item in items)
+
+
+def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf:
+    """Return the leaf of an object that holds no others.
+
+    Args:
+        key: Its key.
+        value: The object.
+        replace: Puts other plain data in its place; None where that cannot be done.
+
+    Raises:
+        ConfigError: A checkpoint cannot hold it.
+    """
+    checked_object(key, value)
+    if isinstance(value, Variable):
+        return VariableLeaf(key, value)
+    if isinstance(value, np.random.Generator):
+        return _generator_leaf(key, value)
+    if _has_state(value):
+        return PlainLeaf(key, "state", value.state_dict, value.load_state_dict)
+    if replace is None:
+        raise ConfigError(f"{key!r} is plain data beside objects: give it a name of its own, checkpoint.name = {value!r:.40}")
+    return PlainLeaf(key, "value", lambda: value, replace)
+
+
+def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
+    def put(state: Any) -> None:
+        generator.bit_generator.state = state
+
+    def check(state: Any) -> None:
+        mine = type(generator.bit_generator).__name__
+        saved = state.get("bit_generator") if isinstance(state, dict) else None
+        if saved != mine:
+            raise CheckpointError(f"{key!r}: the checkpoint has the state of a {saved!r:.40}, the generator is a {mine}")
+
+    return PlainLeaf(key, "generator", lambda: generator.bit_generator.state, put, check)
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _require_kind(key: str, entry: Entry, kind: str, what: str) -> None:
+    if entry.kind != kind:
+        raise CheckpointError(f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}")
+
+
+def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicator]) -> Communicator:
+    """Return the group that saves or restores together: the replicas of the variables.
+
+    Variables of different groups: the widest, if it holds all others, else the world. No variables: the default.
+    """
+    variables = [leaf for leaf in leaves if isinstance(leaf, VariableLeaf)]
+    # NONE variables may exist on some ranks only, so they decide last.
+    variables.sort(key=lambda leaf: leaf.variable.synchronization is VariableSynchronization.NONE)
+    groups = [leaf.variable.strategy.communicator for leaf in variables]
+    if not groups:
+        return default()
+    widest: Communicator = max(groups, key=lambda group: group.size)
+    if all(set(group.members) <= set(widest.members) for group in groups):
+        return widest
+    return current().world
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Be outside every scope for a while: what a checkpoint does is the same in every context."""
+    stack = places()
+    before = stack[:]
+    del stack[:]
+    try:
+        yield
+    finally:
+        stack[:] = before

@@ -1,0 +1,135 @@
+"""A save that goes on while the program does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import CheckpointError, DeadlineExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncvar.checkpoint.saving import Saving
+
+__all__ = ["PendingSave", "write_now"]
+
+_log = logging.getLogger("syncvar")
+
+
+def write_now(saving: Saving) -> list[Any] | CheckpointError:
+    """Write this rank's part; return what the commit has to know. Raises nothing but what ends the program."""
+    try:
+        return saving.write()
+    except CheckpointError as error:
+        return error
+    except Exception as error:
+        made = CheckpointError(f"writing {saving.path} failed: {type(error).__name__}: {error}")
+        made.__cause__ = error
+        return made
+
+
+class PendingSave:
+    """A save that was started with `async_op=True`: the values are taken, and a thread writes them.
+
+    The thread sends nothing. The commit needs all ranks, so it is made where they all are: in `wait`, or at the beginning of the
+    next save or restore of the same checkpoint. A save that is never committed does not exist: at the end of the program its
+    files are removed, with a warning.
+
+    Example:
+        >>> import syncvar as sv, tempfile
+        >>> checkpoint = sv.Checkpoint(v=sv.Variable([1.0, 2.0]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pending = checkpoint.save(folder + "/a", async_op=True)
+        ...     checkpoint.v.assign([3.0, 4.0]).numpy()  # what is saved does not change any more
+        ...     _ = pending.wait()
+        ...     checkpoint.restore(folder + "/a")
+        array([3., 4.], dtype=float32)
+        >>> checkpoint.v.numpy()
+        array([1., 2.], dtype=float32)
+    """
+
+    def __init__(self, saving: Saving, rank: int, after: Callable[[], None] | None = None) -> None:
+        self._saving = saving
+        self._after = after
+        self._written: list[list[Any] | CheckpointError] = []
+        self._path: str | None = None
+        self._error: BaseException | None = None
+        self._is_settled = False
+        written = self._written
+        self._thread = threading.Thread(
+            target=lambda: written.append(write_now(saving)), name=f"syncvar-checkpoint-{rank}"
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _give_up, saving, self._thread, os.getpid())
+
+    @property
+    def path(self) -> str:
+        """Where it will be."""
+        return self._saving.path
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Finish writing and commit. Collective: every rank calls it at the same place. Returns the path.
+
+        Args:
+            timeout: Seconds for this rank's writing, and for each of the two calls of the group; None means no limit, and
+                those of the save.
+
+        Raises:
+            CheckpointError: On every rank, if one could not write; nothing was saved.
+            DeadlineExceeded: The disk was not done in time; call it again.
+
+        Cost: two exchanges of a few hundred bytes.
+        """
+        if not self._is_settled:
+            began = time.monotonic()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise DeadlineExceeded(
+                    f"this rank has been writing {self.path} for {time.monotonic() - began:.1f} s of wait(); call wait again, "
+                    f"with a longer timeout", (), timeout or 0.0,
+                )  # fmt: skip
+            self._settle(timeout)
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def _settle(self, timeout: float | None) -> None:
+        self._finalizer.detach()
+        self._is_settled = True
+        try:
+            self._path = self._saving.commit(self._written[0], timeout)
+        except BaseException as error:
+            self._error = error
+            raise
+        if self._after is not None:
+            self._after()
+
+    def done(self) -> bool:
+        """Return whether this rank's part is written, so that `wait` will not wait for the disk here; sends nothing."""
+        return self._is_settled or not self._thread.is_alive()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Do as `wait`, and return its error, or None."""
+        try:
+            self.wait(timeout)
+        except Exception as error:
+            return error
+        return None
+
+
+def _give_up(saving: Saving, thread: threading.Thread, process: int) -> None:
+    """Remove what nobody committed."""
+    if os.getpid() != process:
+        return
+    thread.join()
+    saving.discard()
+    _log.warning(
+        "the checkpoint %s was never committed, so it does not exist: call wait() on what save(…, async_op=True) returned, on "
+        "every rank, before the program ends", saving.path,
+    )  # fmt: skip

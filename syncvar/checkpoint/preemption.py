@@ -1,0 +1,58 @@
+"""SIGTERM as a notice that this process will be ended: noted, and acted on where all ranks are."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import UsageError
+from syncvar.runtime.context import current, is_initialized
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["EXIT_CODE", "Notice"]
+
+EXIT_CODE = 75  # of the sysexits: temporary failure, run me again
+
+
+class Notice:
+    """Whether this rank has been asked to stop.
+
+    Args:
+        listens: Take SIGTERM for it. The second SIGTERM, and one that comes when the job is broken, does what it did before.
+
+    Raises:
+        UsageError: Signals can be taken in the main thread only.
+    """
+
+    def __init__(self, *, listens: bool) -> None:
+        self.is_given = False
+        self._before: Any = None
+        self._listens = listens
+        if listens:
+            if threading.current_thread() is not threading.main_thread():
+                raise UsageError(
+                    "on_preemption=True takes SIGTERM, which only the main thread can: make the manager there, or call "
+                    "manager.request_stop() where you learn of it"
+                )
+            self._before = signal.signal(signal.SIGTERM, self._signalled)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        engine = current().engine if is_initialized() else None
+        if self.is_given or (engine is not None and engine.failure is not None):
+            before = self._before
+            self.close()
+            if callable(before):
+                before(number, frame)
+            elif before != signal.SIG_IGN:
+                raise SystemExit(128 + number)
+        self.is_given = True
+
+    def close(self) -> None:
+        """Give SIGTERM back, in the main thread. Idempotent."""
+        if self._listens and threading.current_thread() is threading.main_thread():
+            self._listens = False
+            if signal.getsignal(signal.SIGTERM) == self._signalled:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)

@@ -1,0 +1,138 @@
+"""Reading a checkpoint: every length is compared before memory is taken, every byte that is used is compared with its digest."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from syncvar.checkpoint.files import Folder, read_into
+from syncvar.checkpoint.manifest import MANIFEST_BYTES_MAX, Manifest, digest_of
+from syncvar.checkpoint.naming import MANIFEST, is_left_over
+from syncvar.checkpoint.tensors import CODES, Tensor, header_length, itemsize_of, parse_header, stored_shape
+from syncvar.errors import CheckpointError, Corrupt, NotFound
+from syncvar.wire import DTYPE_NAMES, dtype_from_index
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.checkpoint.manifest import Piece, Stored
+
+__all__ = ["Source", "bytes_of", "read_manifest"]
+
+
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """Return the bytes of a contiguous array; also of dtypes that have no buffers of their own."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """Return the manifest of a folder.
+
+    Raises:
+        NotFound: There is none: nothing was ever committed there.
+        CheckpointError: It is damaged.
+    """
+    try:
+        return Manifest.from_bytes(folder.read(MANIFEST, MANIFEST_BYTES_MAX))
+    except NotFound:
+        found = " (there are files of a save that did not finish)" if any(is_left_over(n, None) for n in folder.names()) else ""
+        raise NotFound(f"there is no checkpoint at {folder.path}: it has no {MANIFEST}{found}") from None
+
+
+class Source:
+    """An open checkpoint; a context manager.
+
+    Args:
+        path: Its folder.
+
+    Raises:
+        NotFound: There is none.
+        CheckpointError: Its manifest is damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._stack = contextlib.ExitStack()
+        self._folder = self._stack.enter_context(Folder(path))
+        try:
+            self.manifest = read_manifest(self._folder)
+        except BaseException:
+            self._stack.close()
+            raise
+        self._shards: dict[int, tuple[int, int, dict[str, Tensor]]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def was_replaced(self) -> bool:
+        """Return whether another checkpoint has been committed in the folder meanwhile."""
+        try:
+            return read_manifest(self._folder).identity != self.manifest.identity
+        except CheckpointError:
+            return False
+
+    def array(self, key: str, stored: Stored) -> NDArray[Any]:
+        """Return an array of the checkpoint.
+
+        Raises:
+            Corrupt: Its bytes, or a file, are not those that were written.
+        """
+        for piece in stored.pieces:  # before memory is taken
+            self._tensor(key, stored, piece)
+        dtype = dtype_from_index(DTYPE_NAMES.index(stored.dtype))
+        made: NDArray[Any] = np.empty(stored.shape, dtype)
+        target = bytes_of(made)
+        size = itemsize_of(stored.dtype)
+        for piece in stored.pieces:
+            descriptor, data_start, tensors = self._shards[piece.shard]
+            part = target[piece.start * size : piece.stop * size]
+            file = self.manifest.shard_file(piece.shard)
+            try:
+                read_into(descriptor, part, data_start + tensors[key].start, file)
+            except OSError as error:
+                raise CheckpointError(f"{self._folder.path}/{file} cannot be read: {error.strerror}") from error
+            actual = digest_of(part)
+            if actual != piece.digest:
+                raise Corrupt(key, piece.digest, actual, f"elements {piece.start} to {piece.stop} in {file}")
+        return made
+
+    def _tensor(self, key: str, stored: Stored, piece: Piece) -> None:
+        """Look whether a shard has a piece, of the right length."""
+        tensors = self._shard(piece.shard)[2]
+        count = piece.stop - piece.start
+        shape = stored_shape(stored.dtype, stored.shape if count == int(np.prod(stored.shape, dtype=object)) else (count,))
+        tensor = tensors.get(key)
+        if tensor is None or tensor.dtype != CODES[stored.dtype] or tensor.shape != shape:
+            there = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+            raise Corrupt(key, f"{CODES[stored.dtype]}{list(shape)}", there, self.manifest.shard_file(piece.shard))
+
+    def _shard(self, rank: int) -> tuple[int, int, dict[str, Tensor]]:
+        """Return (descriptor, first byte of the data, tensors) of a shard, opened and compared with the manifest."""
+        if rank in self._shards:
+            return self._shards[rank]
+        said, file = self.manifest.shards[rank], self.manifest.shard_file(rank)
+        try:
+            descriptor, nbytes = self._stack.enter_context(self._folder.reading(file))
+        except NotFound:
+            raise Corrupt(file, f"a file of {said.nbytes} bytes", "no such file", self._folder.path) from None
+        if nbytes != said.nbytes:
+            raise Corrupt(file, f"{said.nbytes} bytes", f"{nbytes} bytes", self._folder.path)
+        prefix = bytearray(8)
+        read_into(descriptor, memoryview(prefix), 0, file)
+        try:
+            header = bytearray(header_length(bytes(prefix), nbytes))
+            read_into(descriptor, memoryview(header), 0, file)
+            actual = digest_of(header)
+            if actual != said.header_digest:
+                raise Corrupt(f"the header of {file}", said.header_digest, actual, self._folder.path)
+            tensors = parse_header(bytes(header), nbytes)[0]
+        except Corrupt:
+            raise
+        except CheckpointError as error:
+            raise Corrupt(f"the header of {file}", said.header_digest, str(error), self._folder.path) from error
+        self._shards[rank] = descriptor, len(header), tensors
+        return self._shards[rank]

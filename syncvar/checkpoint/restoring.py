@@ -1,0 +1,176 @@
+"""Restoring, all or nothing: every rank reads and checks, all agree, and only then anything changes.
+
+What changes is kept until all ranks say that it went well; an object that refuses its state takes everything back.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from syncvar.checkpoint.agreement import failure_of, raise_failures
+from syncvar.checkpoint.objects import KEEP, VariableLeaf
+from syncvar.checkpoint.reading import Source
+from syncvar.collectives.objects import gather_objects
+from syncvar.errors import CheckpointError, ConfigError, NotFound
+from syncvar.variables import VariableSynchronization
+
+if TYPE_CHECKING:
+
+    from syncvar.checkpoint.objects import Leaf
+    from syncvar.runtime.group import Communicator
+
+__all__ = ["POLICIES", "is_local", "restore_leaves"]
+
+POLICIES = ("same_rank_or_initial", "cycle", "error")
+_TRIES = 3
+_NOTHING = "nothing was restored"
+
+
+def restore_leaves(
+    leaves: list[Leaf],
+    communicator: Communicator | None,
+    path: str,
+    policy: Any,
+    timeout: float | None,
+    *,
+    partial: bool,
+    identity: str | None = None,
+    prefix: str = "",
+) -> tuple[str, frozenset[str]]:
+    """Restore objects from a checkpoint. Collective, unless there is no group.
+
+    Args:
+        leaves: What is restored, on this rank.
+        communicator: Of the ranks that restore; None: this rank alone (variables that never send).
+        path: The checkpoint's folder.
+        policy: What replicas take that have no copy there.
+        timeout: Seconds that a call of the group waits.
+        partial: Objects without an entry stay as they are; else that is an error.
+        identity: The checkpoint must be this one; None for any.
+        prefix: What the keys in the checkpoint have before those of the leaves.
+
+    Returns:
+        (the checkpoint's identity, its keys that no leaf has taken).
+
+    Raises:
+        ConfigError: A wrong policy.
+        CheckpointError: On every rank. Nothing was restored.
+    """
+    staged: list[tuple[Leaf, Any]] = []
+    mine: CheckpointError | None = None
+    found: tuple[str, frozenset[str]] = ("", frozenset())
+
+    def stage() -> list[Any]:
+        nonlocal staged, mine, found
+        if policy not in POLICIES:
+            raise ConfigError(f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}")
+        if not isinstance(partial, bool):
+            raise ConfigError(f"partial must be True or False, not {partial!r:.60}")
+        try:
+            staged, found = _stage(leaves, communicator, path, policy, identity, prefix, partial=partial)
+        except CheckpointError as error:
+            mine = error
+            return [failure_of(error), ""]
+        return [None, found[0]]
+
+    if communicator is None:
+        stage()
+        if mine is not None:
+            raise mine
+        for leaf, value in staged:
+            leaf.put(value)
+        return found
+    members = communicator.members
+    everyone = gather_objects(communicator, "checkpoint restore", stage, timeout)
+    raise_failures({members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None}, mine, _NOTHING)
+    if len({one[1] for one in everyone}) > 1:
+        raise CheckpointError(
+            f"the ranks see different checkpoints at {path}, {_NOTHING}: it was replaced meanwhile, or the hosts do not share "
+            f"this folder"
+        )
+    _put(staged, communicator, timeout)
+    return found
+
+
+def _stage(
+    leaves: list[Leaf], communicator: Communicator | None, path: str, policy: str, identity: str | None, prefix: str,
+    *, partial: bool,
+) -> tuple[list[tuple[Leaf, Any]], tuple[str, frozenset[str]]]:  # fmt: skip
+    """Read everything; once more if the checkpoint is replaced while it is read."""
+    for left in reversed(range(_TRIES)):
+        with Source(path) as source:
+            manifest = source.manifest
+            if identity is not None and manifest.identity != identity:
+                raise NotFound(
+                    f"the checkpoint at {path} that was restored has been replaced, so objects that were added since cannot be "
+                    f"restored from it: add them (or run one step) before the next save"
+                )
+            try:
+                found, missing = [], []
+                for leaf in leaves:
+                    entry = manifest.entries.get(prefix + leaf.key)
+                    if entry is None:
+                        missing.append(leaf.key)
+                        continue
+                    value = leaf.stage(entry, functools.partial(source.array, prefix + leaf.key), policy, communicator or _alone(leaf))
+                    if value is not KEEP:
+                        found.append((leaf, value))
+                if missing and not partial:
+                    raise CheckpointError(
+                        f"the checkpoint at {path} has nothing for {', '.join(map(repr, missing[:8]))}; it has "
+                        f"{', '.join(map(repr, sorted(manifest.entries)[:16])) or 'nothing'}. restore(…, partial=True) leaves "
+                        f"such objects as they are"
+                    )
+            except CheckpointError:
+                if left and source.was_replaced():
+                    continue
+                raise
+            taken = {prefix + leaf.key for leaf in leaves}
+            return found, (manifest.identity, frozenset(manifest.entries.keys() - taken))
+    raise CheckpointError(f"the checkpoint at {path} was replaced again and again while it was read")
+
+
+def _alone(leaf: Leaf) -> Communicator:
+    assert isinstance(leaf, VariableLeaf)
+    communicator: Communicator = leaf.variable.strategy.communicator
+    return communicator
+
+
+def _put(staged: list[tuple[Leaf, Any]], communicator: Communicator, timeout: float | None) -> None:
+    """Change everything; take it back on all ranks if an object of one refuses."""
+    before: list[tuple[Leaf, Any]] = []
+    failure: Exception | None = None
+    try:
+        for leaf, value in staged:
+            before.append((leaf, leaf.now()))
+            leaf.put(value)
+    except Exception as error:  # of the program's own object
+        failure = error
+
+    def told() -> str | None:
+        return None if failure is None else f"{before[-1][0].key!r} refused its state: {type(failure).__name__}: {failure}"[:500]
+
+    everyone = gather_objects(communicator, "checkpoint restored", told, timeout)
+    refused = {communicator.members[rank]: ["CheckpointError", one] for rank, one in enumerate(everyone) if one is not None}
+    if not refused:
+        return
+    _take_back(before)
+    mine = None if failure is None else CheckpointError(f"{told()}; {_NOTHING}")
+    if mine is not None:
+        mine.__cause__ = failure
+    raise_failures(refused, mine, _NOTHING)
+
+
+def _take_back(before: list[tuple[Leaf, Any]]) -> None:
+    for leaf, value in reversed(before):
+        leaf.put(value)
+
+
+def is_local(leaves: list[Leaf]) -> bool:
+    """Return whether objects are restored without the others: variables of which each rank has its own."""
+    return bool(leaves) and all(
+        isinstance(leaf, VariableLeaf) and leaf.variable.synchronization is VariableSynchronization.NONE for leaf in leaves
+    )
+
+

@@ -1,0 +1,168 @@
+"""The header of a safetensors file: data in, bytes out, and back. Nothing here opens a file.
+
+A file is 8 bytes (length of the header, little endian), the header (JSON), and the tensors side by side. Complex numbers,
+which not every reader knows, are stored as real ones with a last axis of 2.
+
+Source: the format's description, github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from syncvar.errors import CheckpointError
+
+__all__ = ["CODES", "HEADER_BYTES_MAX", "Tensor", "header_bytes", "header_length", "itemsize_of", "parse_header", "strict_json"]
+
+HEADER_BYTES_MAX = 16 << 20
+_NDIM_MAX = 65
+_PREFIX = 8
+CODES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16",
+    "uint32": "U32", "uint64": "U64", "float16": "F16", "float32": "F32", "float64": "F64", "bfloat16": "BF16",
+    "complex64": "F32", "complex128": "F64",
+}  # fmt: skip
+_CODE_BYTES = {
+    "BOOL": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F16": 2, "F32": 4, "F64": 8,
+    "BF16": 2,
+}  # fmt: skip
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file.
+
+    Args:
+        name: Its key.
+        dtype: Code of the format.
+        shape: Of the stored numbers.
+        start: First byte, counted from the end of the header.
+        stop: Byte after the last.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def itemsize_of(dtype: str) -> int:
+    """Return the bytes of an element of a dtype, named as in NumPy."""
+    return _CODE_BYTES[CODES[dtype]] * (2 if dtype.startswith("complex") else 1)
+
+
+def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape under which an array is stored."""
+    return (*shape, 2) if dtype.startswith("complex") else shape
+
+
+def header_bytes(arrays: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> tuple[bytes, list[Tensor]]:
+    """Return the beginning of a file and where its tensors lie, in the order given.
+
+    Args:
+        arrays: (name, dtype as in NumPy, shape) of each.
+        metadata: Texts for the header.
+
+    Raises:
+        CheckpointError: The header would be longer than readers accept.
+
+    Example:
+        >>> header, tensors = header_bytes([("w", "float32", (2, 3))], {})
+        >>> len(header) % 8, tensors[0]
+        (0, Tensor(name='w', dtype='F32', shape=(2, 3), start=0, stop=24))
+    """
+    tensors, at = [], 0
+    for name, dtype, shape in arrays:
+        stop = at + math.prod(shape) * itemsize_of(dtype)
+        tensors.append(Tensor(name, CODES[dtype], stored_shape(dtype, shape), at, stop))
+        at = stop
+    head: dict[str, Any] = {"__metadata__": metadata}
+    head |= {t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.stop]} for t in tensors}
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        raise CheckpointError(f"a shard's header takes {len(text)} bytes, more than {HEADER_BYTES_MAX}: save fewer variables")
+    return len(text).to_bytes(_PREFIX, "little") + text, tensors
+
+
+def header_length(prefix: bytes, file_nbytes: int) -> int:
+    """Return how many bytes the beginning of a file takes, its first 8 included.
+
+    Raises:
+        CheckpointError: No such file begins so.
+    """
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) != _PREFIX or length > min(HEADER_BYTES_MAX, file_nbytes - _PREFIX):
+        raise CheckpointError(f"its header claims {length} bytes of a file of {file_nbytes}")
+    return _PREFIX + length
+
+
+def parse_header(data: bytes, file_nbytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file.
+
+    Args:
+        data: Its beginning, as long as `header_length` says.
+        file_nbytes: Length of the whole file.
+
+    Raises:
+        CheckpointError: The header is not of the form, or does not describe the file to the last byte.
+    """
+    head = strict_json(data[_PREFIX:], "the header")
+    metadata = head.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError("the header's metadata are not texts")
+    tensors = {name: _tensor(name, given) for name, given in head.items()}
+    at = 0
+    for tensor in sorted(tensors.values(), key=lambda one: (one.start, one.stop)):
+        if tensor.start != at:
+            raise CheckpointError(f"tensor {tensor.name!r} begins at {tensor.start}, not at {at}: a hole or an overlap")
+        at = tensor.stop
+    if len(data) + at != file_nbytes:
+        raise CheckpointError(f"the tensors end at byte {len(data) + at} of a file of {file_nbytes}")
+    return tensors, metadata
+
+
+def _tensor(name: str, given: Any) -> Tensor:
+    if not isinstance(given, dict) or set(given) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"tensor {name!r:.80} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
+    sizes_are_right = (
+        isinstance(shape, list)
+        and len(shape) <= _NDIM_MAX
+        and isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(type(number) is int and 0 <= number < 1 << 62 for number in shape + offsets)
+    )
+    if not isinstance(dtype, str) or dtype not in _CODE_BYTES or not sizes_are_right:
+        raise CheckpointError(f"tensor {name!r:.80} has a wrong dtype, shape or offsets")
+    start, stop = offsets
+    if stop - start != math.prod(shape) * _CODE_BYTES[dtype]:
+        raise CheckpointError(f"tensor {name!r:.80} of shape {shape} and dtype {dtype} does not take {stop - start} bytes")
+    return Tensor(name, dtype, tuple(shape), start, stop)
+
+
+def strict_json(data: bytes, what: str) -> dict[str, Any]:
+    """Return a JSON object; refuse doubled keys, numbers that are none, and anything else at the top.
+
+    Raises:
+        CheckpointError: The bytes are something else.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise CheckpointError(f"{what} has a key twice")
+        return made
+
+    def refuse(name: str) -> Any:
+        raise CheckpointError(f"{what} has the number {name}")
+
+    try:
+        made = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is no JSON: {str(error)[:200]}") from None
+    if not isinstance(made, dict):
+        raise CheckpointError(f"{what} is no JSON object")
+    return made
