@@ -27,38 +27,37 @@ MEANINGS = {
 
 
 def resnet50(setting: Setting) -> Part:
-    """Time the synchronization with each library, in turns, for each number of workers.
+    """Time the synchronization with each library, in turns, with the first number of workers.
 
     The bound compares with what synchronization adds to the backward pass: the time of "ddp" less that of "backward",
     taken within each round.
     """
-    part = Part([], ["ResNet-50, 161 gradients of 25,557,032 float32: one synchronization; median us (quartiles over rounds)"])
-    arguments = ["--seconds", str(setting.effort.seconds)]
+    workers, effort = setting.workers[0], setting.effort
+    arguments = ["--seconds", str(effort.seconds)]
+    turns = {
+        name: partial(turn, one, workers, arguments, effort.timeout, script(SCRIPTS[name]))
+        for name, one in setting.present.items()
+        if name in SCRIPTS
+    }
+    results, problems = interleave(f"{workers} workers, ResNet-50", turns, effort.rounds)
+    times = _times(results)
+    net = times.get("torch ddp - backward")
     body = []
-    for workers in setting.workers:
-        turns = {
-            name: partial(turn, one, workers, arguments, setting.effort.timeout, script(SCRIPTS[name]))
-            for name, one in setting.present.items()
-            if name in SCRIPTS
-        }
-        results, problems = interleave(f"{workers} workers, ResNet-50", turns, setting.effort.rounds)
-        times = _times(results)
-        net = times.get("torch ddp - backward")
-        for name, value in times.items():
-            library, kind = name.split(" ", 1)
-            meaning = MEANINGS.get((library, kind), "what DDP's synchronization adds to the pass")
-            ratio = f"{net[1] / value[1]:.2f}" if net else "-"
-            low, middle, high = map(number, value)
-            body.append([str(workers), f"{middle} ({low}-{high})", ratio, setting.present[library].label, meaning])
-        for kind in ("private", "resident", "variable"):
-            own = times.get(f"syncvar {kind}")
-            what = f"ResNet-50's gradients, {workers} workers, {MEANINGS['syncvar', kind]}, against DDP over gloo"
-            part.verdicts.append(judge("resnet50", net[1] / own[1] if net and own else None, what))
-        part.report.append({"workers": workers, "us": times, "problems": problems})
-        part.lines += failures(problems)
-        part.failed = part.failed or "syncvar" in problems
-    part.lines += grid(["workers", "us", "ddp / it", "library", "what"], body, left=2)
-    return part
+    for name, value in times.items():
+        library, kind = name.split(" ", 1)
+        meaning = MEANINGS.get((library, kind), "what DDP's synchronization adds to the pass")
+        ratio = f"{net[1] / value[1]:.2f}" if net else "-"
+        low, middle, high = map(number, value)
+        body.append([f"{middle} ({low}-{high})", ratio, setting.present[library].label, meaning])
+    title = f"ResNet-50, 161 gradients of 25,557,032 float32, {workers} workers: one synchronization; median us (quartiles over rounds)"
+    lines = [title, *grid(["us", "ddp / it", "library", "what"], body, left=2), *failures(problems)]
+    verdicts = []
+    for kind in ("private", "resident", "variable"):
+        own = times.get(f"syncvar {kind}")
+        what = f"ResNet-50's gradients, {workers} workers, {MEANINGS['syncvar', kind]}, against DDP over gloo"
+        verdicts.append(judge("resnet50", net[1] / own[1] if net and own else None, what))
+    report = {"workers": workers, "us": times, "problems": problems}
+    return Part(report, lines, verdicts, "syncvar" in problems)
 
 
 def _times(results: dict[str, list[dict[str, Any]]]) -> dict[str, Spread]:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -144,8 +145,10 @@ def interleave(what: str, turns: Mapping[str, Turn], rounds: int) -> Found:
         for name, one in turns.items():
             if name in found.problems:
                 continue
-            print(f"  {what}, round {number} of {rounds}: {name}", file=sys.stderr, flush=True)
+            begin = time.monotonic()
             result, problem = one()
+            took = f"{time.monotonic() - begin:.1f} s"
+            print(f"  {what}, round {number} of {rounds}: {name}, {took}", file=sys.stderr, flush=True)
             if result is None:
                 found.problems[name] = f"failed in round {number}: {problem}"
             else:

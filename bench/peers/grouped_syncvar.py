@@ -10,6 +10,7 @@ frames with a payload that went into this rank's transport, which are none in sh
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -89,8 +90,10 @@ def _transfers(write: Any) -> dict[str, int]:
     write()
     if send is not None:
         transport.send = send
-    events = context.recorder.events()
-    return {"operations": sum(event.began_ns >= begin and event.nbytes > 0 for event in events), "frames": frames}
+    operations = sum(event.began_ns >= begin and event.group >= 0 for event in context.recorder.events())
+    if sv.world_size() > 1 and not operations:
+        sys.exit("the flight recorder saw no operation of the grouped call: transfers cannot be counted")
+    return {"operations": operations, "frames": frames}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,165 @@
+import importlib
+import sys
+import tomllib
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Import a module of the benches, which are scripts beside each other and no package."""
+    for folder in ("", "peers", "sizes"):
+        monkeypatch.syspath_prepend(BENCH / folder)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("comparison", "values", "timing", "resnet50"):
+            del sys.modules[name]
+
+
+def everywhere(values, collective, world, count=12, dtype="float32", op="sum"):
+    return [values.Values(collective, dtype, count, rank, world, op) for rank in range(world)]
+
+
+def test_what_every_rank_must_have_is_the_collective_of_what_all_bring(bench):
+    values = bench("values")
+    for world in (1, 2, 3, 4):
+        for collective in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+            ranks = everywhere(values, collective, world)
+            brought = [one.brought() for one in ranks]
+            assert [part.size for part in brought] == [one.brought_count for one in ranks]
+            cut = [np.split(part, world) for part in brought] if collective != "all_gather" else []
+            for rank, one in enumerate(ranks):
+                match collective:
+                    case "all_reduce":
+                        expected = sum(brought)
+                    case "broadcast":
+                        expected = brought[0]
+                    case "all_gather":
+                        expected = np.concatenate(brought)
+                    case "reduce_scatter":
+                        expected = sum(parts[rank] for parts in cut)
+                    case _:
+                        expected = np.concatenate([parts[rank] for parts in cut])
+                assert np.array_equal(one.expected(), expected), (collective, world, rank)
+                assert one.expected().size == one.result_count
+
+
+def test_the_mean(bench):
+    ranks = everywhere(bench("values"), "all_reduce", 4, op="mean")
+    assert np.array_equal(ranks[0].expected(), np.mean([one.brought() for one in ranks], axis=0))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "float16", "float32", "float64", "int64"])
+@pytest.mark.parametrize("world", [2, 4, 7])
+def test_every_dtype_holds_the_values_and_their_sums(bench, dtype, world):
+    for one in everywhere(bench("values"), "all_reduce", world, 3000, dtype):
+        for numbers in (one.brought(), one.expected()):
+            assert np.array_equal(numbers.astype(dtype).astype(np.float32), numbers)
+            assert np.all(numbers > 0)
+
+
+def test_bfloat16_holds_them_too(bench):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    for one in everywhere(bench("values"), "all_reduce", 4, 3000, "bfloat16"):
+        assert np.array_equal(one.expected().astype(bfloat16).astype(np.float32), one.expected())
+
+
+def test_a_size_is_that_of_the_larger_buffer(bench):
+    values = bench("values")
+    assert values.Values.sized("all_reduce", "float16", 8, 0, 4).count == 4
+    gathered = values.Values.sized("all_gather", "float32", 1 << 16, 1, 4)
+    assert (gathered.brought_count * 4, gathered.result_count * 4) == (1 << 14, 1 << 16)
+    scattered = values.Values.sized("reduce_scatter", "float64", 1 << 16, 1, 4)
+    assert (scattered.brought_count * 8, scattered.result_count * 8) == (1 << 16, 1 << 14)
+    assert values.Values.sized("all_to_all", "float32", 4, 0, 3).count == 3, "a piece for each rank"
+
+
+def test_a_wrong_element_is_found(bench):
+    timing, values = bench("timing"), bench("values")
+    team = timing.Team(0, 1, lambda: None, lambda number: number, lambda number: number)
+    x, out = np.empty(8, np.float32), np.zeros(8, np.float32)
+
+    def right():
+        out[:] = x
+
+    def wrong():
+        out[:] = x
+        out[5] += 1
+
+    one = values.Values("all_reduce", "float32", 8, 0, 1)
+    assert timing.measure(team, timing.array_case(x, right, out), one, 0.001)["calls"] >= 3
+    with pytest.raises(SystemExit, match="1 of 8 elements"):
+        timing.measure(team, timing.array_case(x, wrong, out), one, 0.001)
+
+
+def row(ratio, **more):
+    times = {"syncvar": (1, 1, 1), "openmpi": (0, ratio, 9), "torch": (0, 2 * ratio, 9)}
+    return {"collective": "all_reduce", "kind": "private", "workers": 2, "size": 1 << 20, "us": times, **more}
+
+
+def words(verdicts):
+    return [one.word for one in verdicts]
+
+
+def test_a_ratio_is_judged_against_must_and_aim(bench):
+    bounds = bench("comparison.bounds")
+    assert [words(bounds.judge_rows([row(ratio)], "float32")) for ratio in (1.2, 1.3, 2.0)] == [["MISSED"], ["reached"], ["aim"]]
+    assert bounds.judge_rows([row(1.2)], "float64") == [], "the bounds are for float32"
+
+
+def test_a_time_that_may_be_longer_is_judged_the_other_way(bench):
+    bounds = bench("comparison.bounds")
+    small = [one for one in bounds.judge_rows([row(0.5, size=8)], "float32") if one.bound.at_most]
+    assert [(one.value, one.word) for one in small] == [(2.0, "reached")]
+    assert words(bounds.judge_rows([row(0.2, size=8)], "float32"))[0] == "MISSED"
+
+
+def test_what_was_not_measured_is_said(bench):
+    bounds = bench("comparison.bounds")
+    verdicts = bounds.judge_rows([row(40, size=8)], "float32")
+    assert words(verdicts) == ["aim", "not measured", "reached"], "MPI, TensorFlow, gloo"
+    assert bounds.lines(verdicts)[-1] == "bounds: 2 of 3 reached, 1 of them the aim too; 0 missed, 1 not measured"
+    assert bounds.judge("launch mpirun", None, "launch").word == "not measured"
+
+
+def test_what_a_worker_script_is_told(bench):
+    rounds = bench("comparison.rounds")
+    works = (rounds.Work("all_reduce", "private", (8, 64)), rounds.Work("all_reduce", "resident", (64, 128)))
+    plan = rounds.Plan(works, "float16", rounds.Effort(0.5, 1, 10))
+    ends = ["--dtype", "float16", "--seconds", "0.5"]
+    assert plan.arguments("syncvar") == ["--measure", "all_reduce/private/8,64", "--measure", "all_reduce/resident/64,128", *ends]
+    assert plan.arguments("mpich") == ["--measure", "all_reduce/private/8,64,128", *ends], "each size once"
+
+
+def test_turns_alternate_and_end_with_the_first_failure(bench, capsys):
+    rounds = bench("comparison.rounds")
+    order = []
+
+    def good():
+        order.append("a")
+        return {"n": len(order)}, ""
+
+    def bad():
+        order.append("b")
+        return (None, "broken") if order.count("b") == 2 else ({}, "")
+
+    found = rounds.interleave("it", {"a": good, "b": bad}, 3)
+    assert order == ["a", "b", "a", "b", "a"]
+    assert found.problems == {"b": "failed in round 2: broken"}
+    assert (len(found.results["a"]), len(found.results["b"])) == (3, 1)
+    assert "round 3 of 3: a" in capsys.readouterr().err
+
+
+def test_the_parameters_of_resnet_50(bench):
+    script = bench("resnet50")
+    text = (BENCH / "sizes" / "resnet50.toml").read_text(encoding="utf-8")
+    assert script.text() == text, "the file is what its script writes"
+    tensors = tomllib.loads(text)["tensors"]
+    assert (len(tensors), sum(prod(tensor["shape"]) for tensor in tensors)) == (161, 25_557_032)
+    assert len({tensor["name"] for tensor in tensors}) == 161
