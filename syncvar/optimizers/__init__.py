@@ -4,7 +4,7 @@
     optimizer.apply_gradients(zip(gradients, weights))
 
 * `base`: `apply_gradients`, the same for all; start reading there.
-* `momentum`, `adaptive`, `adam`: the rules, each arithmetic on arrays and nothing else.
+* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays and nothing else.
 * `plan`: the gradients of one call, packed into one array that travels. `slots`: the state, as variables.
 * `arguments`, `arithmetic`: checks; powers and norms with the same bits on every machine.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -10,8 +10,9 @@ from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
 from syncvar.optimizers.arguments import Options, checked_choice, checked_count, checked_number, checked_rate
-from syncvar.optimizers.arithmetic import BLOCK, norm
-from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables
+from syncvar.optimizers.arithmetic import norm
+from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
+from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.casting import operand_array
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.arguments import Rate
-    from syncvar.optimizers.plan import Bucket, Part
+    from syncvar.optimizers.plan import Bucket
     from syncvar.variables import Variable
     from syncvar.variables.places import Owner
 
@@ -78,7 +79,7 @@ class _Call(NamedTuple):
         return any(not is_apart(variable) for variable in self.everything)
 
 
-class Optimizer:
+class Optimizer(Rule):
     """Base of the optimizers.
 
     Args:
@@ -95,15 +96,12 @@ class Optimizer:
         name: Part of the slots' names; None means that of the class.
     """
 
-    _slot_initials: ClassVar[dict[str, float]] = {}
-    _counts_steps: ClassVar[bool] = False
-    _decays_variable: ClassVar[bool] = False
-
     def __init__(self, learning_rate: Rate, numbers: dict[str, Any], **options: Unpack[Options]) -> None:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
             raise TypeError(f"{type(self).__name__} got an unexpected argument {unknown[0]!r}")
         self._rate = checked_rate(learning_rate)
+        super().__init__()
         self._decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
         clip_norm, clip_value = options.get("clip_norm"), options.get("clip_value")
         self._clip_norm = None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
@@ -129,8 +127,8 @@ class Optimizer:
         )
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._bases: dict[Any, tuple[Any, ...]] = {}
+        self._variables_of_step: tuple[int, ...] | None = None
         self._refused: str | None = None  # why an earlier call of this step was refused here
-        self._weighted: bool | None = None  # whether the calls of this step are
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -157,7 +155,8 @@ class Optimizer:
     def tracked(self) -> dict[str, Variable]:
         """Return its own variables that exist by the keys under which a checkpoint keeps them.
 
-        The keys do not depend on the names that the slots were given: "iterations", "<variable>/<slot>", such as "w/m".
+        The keys do not depend on the names that the slots were given: "iterations", "<variable>/<slot>", such as
+        "w/m", and "NONE:<variable>/<slot>" for NONE variables, whose names are a namespace of their own.
         """
         return dict(self._slots.tracked)
 
@@ -199,7 +198,7 @@ class Optimizer:
         if failure is not None:
             self._refuse(failure, owner, travels=any(not is_apart(one) for one in chosen))
         assert owner is not None
-        self._build(owner, chosen)
+        self._build(owner, chosen, all(is_apart(variable) for variable in chosen))
 
     def __repr__(self) -> str:
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
@@ -252,7 +251,7 @@ class Optimizer:
         failure: Exception | None = None
         plan: Plan | None = None
         try:
-            pairs = list(grads_and_vars)
+            pairs = listed(grads_and_vars)
             made, plan = self._checked(pairs, reduce, weight)
         except Exception as error:  # told to the other replicas below
             failure = error
@@ -266,8 +265,6 @@ class Optimizer:
         number = 0 if slots.calls is None else int(copy_of(slots.calls))
         rate = 0.0
         try:
-            if number == 0:
-                self._weighted = made.weight is not None
             self._load(made, plan, number)
             rate = self._rate_at(self.iterations)
         except Exception as error:  # likewise
@@ -277,8 +274,8 @@ class Optimizer:
             self._set_calls(number + 1)
             return
         try:
-            performed = self._combine(made, plan, rate)
-            self._finish(made, plan, rate, settle=not performed and made.owner.communicator.size > 1)
+            self._combine(made, plan, rate)
+            self._finish(made, plan, rate)
         finally:
             self._set_calls(0)
 
@@ -411,7 +408,7 @@ class Optimizer:
                     operand_array(gradient, variable.shape, compute_dtype(variable.dtype), what)
                 self._rate_at(self.iterations)
 
-            self._build(call.owner, call.variables, check, call.base)
+            self._build(call.owner, call.variables, not call.travels, check, call.base)
         if len(self._plans) >= _PLANS_MAX:
             self._plans.clear()
         made = self._plans[tuple(key)] = Plan(call.owner, call.variables, self._slots)
@@ -421,10 +418,10 @@ class Optimizer:
         self,
         owner: Owner,
         variables: list[Variable],
+        apart: bool,
         check: Callable[[], None] | None = None,
         base: int = 0,
     ) -> None:
-        apart = all(is_apart(variable) for variable in variables)
         if not apart:
             names = tuple((one.name, one.shape, one.dtype.name) for one in variables if not is_apart(one))
             shown = ", ".join(repr(name) for name, *_ in names[:3]) + (", …" if len(names) > 3 else "")
@@ -435,10 +432,6 @@ class Optimizer:
             check()
         self._slots.build(owner, variables, apart=apart)
 
-    def _initials(self) -> dict[str, float]:
-        """Return name -> first value of the rule's slots."""
-        return self._slot_initials
-
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def _rate_at(self, step: int) -> float:
@@ -448,16 +441,21 @@ class Optimizer:
     def _load(self, call: _Call, plan: Plan, number: int) -> None:
         """Put the gradients into the flat arrays, or add them up."""
         weight, calls = call.weight, self._accumulate
-        if (weight is not None) is not self._weighted:
-            raise ConfigError(
-                "the calls of one step must all have a weight, or none of them; pass weight in each"
-            )
-        if calls > 1:
-            assert self._slots.weight is not None
-            change_copies([self._slots.weight], _add, weight or 0.0, number)
+        if self._slots.weight is not None:
+            if number and self._variables_of_step not in (None, plan.key):
+                raise ConfigError(
+                    "the calls of one step must name the same variables, with None for the same gradients; pass zeros "
+                    "where a variable has no gradient in one of them"
+                )
+            self._variables_of_step = plan.key
+            if number and (weight is not None) is not (float(copy_of(self._slots.weight)) >= 0):
+                raise ConfigError(
+                    "the calls of one step must all have a weight, or none of them; pass weight in each"
+                )
+            change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
-            factor = None if calls == 1 and plan.apart and is_apart(part.variable) else weight
+            factor = None if calls == 1 and part.is_apart else weight
             part.load(gradient, factor, number, calls, mean=mean)
         if self._nonfinite == "error":
             for bucket in (*plan.shared, *plan.apart):
@@ -473,8 +471,8 @@ class Optimizer:
         assert call.weight is not None
         return call.weight if self._slots.weight is None else float(copy_of(self._slots.weight))
 
-    def _combine(self, call: _Call, plan: Plan, rate: float) -> bool:
-        """Make the one call of the group; returns whether other replicas took part in it."""
+    def _combine(self, call: _Call, plan: Plan, rate: float) -> None:
+        """Make the one call of the group, in which all replicas' gradients are combined or compared."""
         owner = call.owner
         refused, self._refused = self._refused, None
         if not call.travels:
@@ -482,18 +480,18 @@ class Optimizer:
                 raise ConfigError(
                     f"an earlier call of this step was refused, so the step is left out: {refused}"
                 )
-            return False
+            return
         weighted = call.weight is not None
         if weighted and plan.shared:
             plan.shared[0].whole[-1] = self._weight_here(call)
         communicator = owner.communicator
         if communicator.size == 1 and refused is None:
-            return False
+            return
         step = self.iterations
         how = "as given" if call.is_given else call.op + (", weighted" if weighted else "")
         what = f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) of {call.shown}"
         if call.is_given and not owner.check_cross_writes and refused is None:
-            return False
+            return
         digest = fingerprint("step", call.base, how, rate, step)
 
         def check() -> Request:
@@ -518,9 +516,8 @@ class Optimizer:
             return Request(what, digest, request.body)
 
         communicator.perform("apply_gradients", check, owner.timeout)
-        return True
 
-    def _finish(self, call: _Call, plan: Plan, rate: float, *, settle: bool) -> None:
+    def _finish(self, call: _Call, plan: Plan, rate: float) -> None:
         """Scale and clip the combined gradients, and make the step."""
         with np.errstate(all="ignore"):
             shared = bool(plan.shared) and self._is_ready(
@@ -535,18 +532,15 @@ class Optimizer:
                 None if call.weight is None else self._weight_here(call),
                 divide=self._accumulate > 1,
             )
-            chosen = [*(plan.shared if shared else ()), *(plan.apart if apart else ())]
-            if not chosen:
-                return
             step = self.iterations
             known: dict[int, tuple[float, ...]] = {}
-            for bucket in chosen:
+            for bucket in (*(plan.shared if shared else ()), *(plan.apart if apart else ())):
                 for part in bucket.parts:
-                    change_copies(part.changed, self._change, part, plan, rate, step, known, settle=settle)
-        if shared or not plan.shared:
+                    change_copies(part.changed, self._change, part, plan, rate, step, known)
+        # Replicas have agreed on the step of what they share; a step of NONE variables alone is each replica's own.
+        if shared if plan.shared else apart or call.travels:
             assert self._slots.iterations is not None
-            if shared or not call.travels:
-                change_copies([self._slots.iterations], _fill, step + 1)
+            change_copies([self._slots.iterations], _fill, step + 1)
 
     def _is_ready(self, buckets: list[Bucket], plan: Plan, weight: float | None, *, divide: bool) -> bool:
         """Scale and clip gradients in place; returns whether there is a step to make with them."""
@@ -569,83 +563,6 @@ class Optimizer:
                 for flat in flats:
                     np.multiply(flat, self._clip_norm / length, out=flat)
         return True
-
-    # -- the step -------------------------------------------------------------------------------------------------
-
-    def _change(
-        self,
-        arrays: list[NDArray[Any]],
-        part: Part,
-        plan: Plan,
-        rate: float,
-        step: int,
-        known: dict[int, tuple[float, ...]],
-    ) -> None:
-        """Make the step of one variable; `arrays` are its copy, its master, its slots and its counter."""
-        copy, *rest = arrays
-        made = step + 1
-        if self._counts_steps:
-            counter = rest.pop()
-            made = int(counter) + 1
-            counter[...] = made
-        numbers = known.get(made)
-        if numbers is None:
-            numbers = known[made] = self._numbers(rate, made)
-        if not part.is_half:
-            self._advance(copy, part, rest, numbers, plan.room)
-            return
-        master = rest.pop(0)
-        # What the program has written to the variable meanwhile is taken from it, element by element.
-        np.copyto(master, copy, where=master.astype(copy.dtype) != copy, casting="unsafe")
-        self._advance(master, part, rest, numbers, plan.room)
-        copy[...] = master
-
-    def _advance(
-        self,
-        weight: NDArray[Any],
-        part: Part,
-        slots: list[NDArray[Any]],
-        numbers: tuple[float, ...],
-        room: NDArray[Any],
-    ) -> None:
-        """Make the step of one variable, a block at a time so that a large one stays in the cache."""
-        del room
-        gradient, scratch = part.gradient, part.scratch
-        if gradient.size <= BLOCK:
-            self._decayed_update(weight, gradient, slots, scratch, numbers)
-            return
-        flats = [array.reshape(-1) for array in (weight, gradient, *slots)]
-        for start in range(0, gradient.size, BLOCK):
-            weight, gradient, *slots = [flat[start : start + BLOCK] for flat in flats]
-            self._decayed_update(weight, gradient, slots, scratch[: weight.size], numbers)
-
-    def _decayed_update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: list[NDArray[Any]],
-        scratch: NDArray[Any],
-        numbers: tuple[float, ...],
-    ) -> None:
-        if self._decay and not self._decays_variable:
-            np.multiply(weight, self._decay, out=scratch)
-            np.add(gradient, scratch, out=gradient)
-        self._update(weight, gradient, slots, scratch, numbers)
-
-    def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
-        """Return the factors of the rule at a step (1 for the first)."""
-        raise NotImplementedError
-
-    def _update(
-        self,
-        weight: NDArray[Any],
-        gradient: NDArray[Any],
-        slots: list[NDArray[Any]],
-        scratch: NDArray[Any],
-        numbers: tuple[float, ...],
-    ) -> None:
-        """Change `weight` and `slots` in place; `gradient` and `scratch` may be overwritten."""
-        raise NotImplementedError
 
 
 class _Identities:

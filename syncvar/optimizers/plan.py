@@ -28,7 +28,24 @@ if TYPE_CHECKING:
     from syncvar.optimizers.slots import Slots, State
     from syncvar.variables.places import Owner
 
-__all__ = ["Part", "Plan", "checked_pairs", "checked_variables"]
+__all__ = ["Part", "Plan", "checked_pairs", "checked_variables", "listed"]
+
+_NO_PAIRS = (
+    "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance zip(gradients, variables), "
+    "not {}"
+)
+
+
+def listed(grads_and_vars: Any) -> list[Any]:
+    """Return what was passed for pairs as a list.
+
+    Raises:
+        ConfigError: It cannot be iterated over.
+    """
+    try:
+        return list(grads_and_vars)
+    except TypeError as error:
+        raise ConfigError(_NO_PAIRS.format(repr(grads_and_vars)[:100])) from error
 
 
 def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
@@ -38,17 +55,12 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
         ConfigError: Not pairs of a gradient and a variable, or no gradient at all.
     """
     try:
-        pairs = [tuple(pair) for pair in grads_and_vars]
+        pairs = [tuple(pair) for pair in listed(grads_and_vars)]
     except TypeError as error:
-        raise ConfigError(
-            f"apply_gradients takes pairs of a gradient and a variable: [(g, v), …] ({error})"
-        ) from error
+        raise ConfigError(_NO_PAIRS.format(repr(grads_and_vars)[:100])) from error
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[1], Variable):
-            raise ConfigError(
-                f"apply_gradients takes pairs of a gradient and a variable, gradient first, for instance "
-                f"zip(gradients, variables), not {pair!r:.100}"
-            )
+            raise ConfigError(_NO_PAIRS.format(repr(pair)[:100]))
     if all(gradient is None for gradient, _ in pairs):
         raise ConfigError(
             "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None gradient leaves its variable "
@@ -102,22 +114,15 @@ class Part:
     """
 
     __slots__ = (
-        "accumulator",
-        "changed",
-        "compute",
-        "dtype",
-        "gradient",
-        "is_half",
-        "scratch",
-        "shape",
-        "variable",
-    )
+        "accumulator", "changed", "compute", "gradient", "is_apart", "is_half", "scratch", "shape", "variable",
+    )  # fmt: skip
 
     def __init__(
         self, variable: Variable, state: State, gradient: NDArray[Any], scratch: NDArray[Any]
     ) -> None:
         self.variable = variable
-        self.shape, self.dtype = variable.shape, variable.dtype
+        self.shape = variable.shape
+        self.is_apart = is_apart(variable)
         self.compute = gradient.dtype
         self.is_half = is_half(variable.dtype)
         self.gradient = gradient
@@ -190,6 +195,7 @@ class Plan:
         self.room = np.empty(min(BLOCK, largest), np.float64)
         by_variable = {id(part.variable): part for part in self.parts}
         self.parts = [by_variable[id(variable)] for variable in variables]
+        self.key = tuple([id(variable) for variable in variables])
 
     def _pack(self, owner: Owner, variables: list[Variable], slots: Slots, *, travels: bool) -> list[Bucket]:
         made: list[Bucket] = []

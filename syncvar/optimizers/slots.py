@@ -96,15 +96,20 @@ class Slots:
             ConfigError: Two variables would have slots of the same name.
         """
         found = [variable for variable in variables if id(variable) not in self._states]
-        names = {state.changed[0].name for state in self._states.values()}
+        names = {self._key(state.changed[0]) for state in self._states.values()}
         for variable in found:
-            if variable.name in names:
+            if self._key(variable) in names:
                 raise ConfigError(
                     f"two variables of one optimizer are named {variable.name!r}, so that a checkpoint could not tell "
                     f"their slots apart: give one of them another name, or make an optimizer for each"
                 )
-            names.add(variable.name)
+            names.add(self._key(variable))
         return found
+
+    @staticmethod
+    def _key(variable: Variable) -> str:
+        """Return the name by which a checkpoint knows a variable's slots; NONE variables have a namespace of their own."""
+        return f"NONE:{variable.name}" if is_apart(variable) else variable.name
 
     def build(self, owner: Owner, variables: Sequence[Variable], *, apart: bool) -> None:
         """Make the slots of variables that have none. Collective, except where all variables are NONE.
@@ -159,7 +164,7 @@ class Slots:
         mode: VariableSynchronization,
         beside: Variable | None = None,
     ) -> Variable:
-        key = slot if beside is None else f"{beside.name}/{slot}"
+        key = slot if beside is None else f"{self._key(beside)}/{slot}"
         ending = f"{self._name}/{slot}"
         name = ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
         made = make_beside(owner, Wish(value, False, name, None, mode, VariableAggregation.NONE))

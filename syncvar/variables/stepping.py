@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["change_copies", "copy_of", "make_beside"]
 
 
-def change_copies(
-    variables: Sequence[Variable], change: Callable[..., None], *arguments: Any, settle: bool = False
-) -> None:
+def change_copies(variables: Sequence[Variable], change: Callable[..., None], *arguments: Any) -> None:
     """Let `change([array, …], *arguments)` change this replica's copies of some variables in place; sends nothing.
 
     A view that a program has read before does not change, and whoever reads a copy from elsewhere sees the whole change of
@@ -33,7 +31,6 @@ def change_copies(
         variables: Each at most once, and always in the same order (their locks are taken in it).
         change: Must do the same on every replica for variables that are kept equal. It must not keep the arrays.
         arguments: For `change`.
-        settle: Finish this replica's pending writes first; not needed after a blocking call of the replicas' group.
 
     Example:
         >>> import syncvar as sv
@@ -42,10 +39,9 @@ def change_copies(
         >>> v.numpy()
         array([3., 3.], dtype=float32)
     """
-    if settle:
-        for variable in variables:
-            variable.local_value()
-    storages = [variable._storage for variable in variables]  # noqa: SLF001  (the other half of the variable)
+    for variable in variables:  # writes that wait come first
+        variable._settle()  # noqa: SLF001  (this is the other half of the variable)
+    storages = [variable._storage for variable in variables]  # noqa: SLF001
     for storage in storages:
         storage.lock.acquire()
     try:
