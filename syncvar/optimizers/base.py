@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
 from syncvar.optimizers.arguments import Options, checked_choice, checked_count, checked_number, checked_rate
-from syncvar.optimizers.arithmetic import norm
+from syncvar.optimizers.call import Call, combining_request, described, whose
+from syncvar.optimizers.clipping import Clipping
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import context_of, current_owner
-from syncvar.variables.policy import (
-    Context,
-    Operation,
-    VariableAggregation,
-    VariableSynchronization,
-    decide,
-)
-from syncvar.variables.requests import request_of
+from syncvar.variables.policy import Context
 from syncvar.variables.stepping import change_copies, copy_of
 
 if TYPE_CHECKING:
@@ -33,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.arguments import Rate
-    from syncvar.optimizers.plan import Bucket
     from syncvar.variables import Variable
     from syncvar.variables.places import Owner
 
@@ -41,42 +33,6 @@ __all__ = ["Optimizer"]
 
 _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
 _NONFINITE = ("allow", "error", "skip")
-_SAME = decide(VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS, Operation.ASSIGN)
-_HINT = (
-    "Gradients that are used as given must be the same on every replica. Pass each replica's own inside strategy.run, or "
-    "outside every scope, with reduce='mean'"
-)
-
-
-class _Call(NamedTuple):
-    """One checked call.
-
-    Args:
-        owner: The variables' strategy.
-        gradients: As passed, without the Nones.
-        variables: Those that have a gradient.
-        everything: All variables that were named.
-        op: "mean" or "sum": how replicas, and the calls of one step, are combined.
-        is_given: The gradients are the same everywhere already.
-        weight: Of this replica's gradients, or None.
-        base: Fingerprint of all that does not change from step to step.
-        shown: The variables in words.
-    """
-
-    owner: Owner
-    gradients: list[Any]
-    variables: list[Variable]
-    everything: list[Variable]
-    op: str
-    is_given: bool
-    weight: float | None
-    base: int
-    shown: str
-
-    @property
-    def travels(self) -> bool:
-        """Whether other replicas take part."""
-        return any(not is_apart(variable) for variable in self.everything)
 
 
 class Optimizer(Rule):
@@ -104,18 +60,17 @@ class Optimizer(Rule):
         super().__init__()
         self._decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
         clip_norm, clip_value = options.get("clip_norm"), options.get("clip_value")
-        self._clip_norm = None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
-        self._clip_value = (
-            None if clip_value is None else checked_number("clip_value", clip_value, open_low=True)
-        )
+        norm_max = None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
+        value_max = None if clip_value is None else checked_number("clip_value", clip_value, open_low=True)
         self._accumulate = checked_count("accumulate", options.get("accumulate", 1))
         self._nonfinite = checked_choice("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
+        self._clipping = Clipping(norm_max, value_max, skips=self._nonfinite == "skip")
         name = options.get("name")
         self._settings = {
             **numbers,
             "weight_decay": self._decay,
-            "clip_norm": self._clip_norm,
-            "clip_value": self._clip_value,
+            "clip_norm": norm_max,
+            "clip_value": value_max,
             "accumulate": self._accumulate,
             "nonfinite": self._nonfinite,
         }
@@ -247,7 +202,7 @@ class Optimizer(Rule):
             array([0., 0.], dtype=float32)
         """
         pairs: Any = grads_and_vars
-        made: _Call | None = None
+        made: Call | None = None
         failure: Exception | None = None
         plan: Plan | None = None
         try:
@@ -256,8 +211,10 @@ class Optimizer(Rule):
         except Exception as error:  # told to the other replicas below
             failure = error
         if made is None:
-            travels = self._travels(pairs)
-            self._refuse(failure or ConfigError("no pairs"), self._owner_of(pairs), travels=travels)
+            owner, travels = whose(pairs)
+            if self._slots.owner is not None:
+                owner, travels = self._slots.owner, not self._slots.apart
+            self._refuse(failure or ConfigError("no pairs"), owner, travels=travels)
             return
         if plan is None:
             plan = self._new_plan(made, [id(variable) for variable in made.variables])
@@ -281,7 +238,7 @@ class Optimizer(Rule):
 
     def _checked(
         self, pairs: list[Any], reduce: str | None, weight: float | None
-    ) -> tuple[_Call, Plan | None]:
+    ) -> tuple[Call, Plan | None]:
         try:
             identities = tuple([id(one) if gradient is not None else -id(one) for gradient, one in pairs])
         except (TypeError, ValueError):
@@ -295,21 +252,21 @@ class Optimizer(Rule):
             variables = [
                 one for gradient, one in zip(gradients, everything, strict=True) if gradient is not None
             ]
-            known = (owner, variables, everything, *self._described(variables, everything))
-            if not self._slots.missing(
-                variables
-            ):  # only then the optimizer keeps them, and with them their identities
+            travels = any(not is_apart(one) for one in everything)
+            settings = (type(self).__name__, *self._settings.items())
+            known = (owner, variables, everything, travels, *described(settings, variables, everything))
+            if not self._slots.missing(variables):  # only then all checks of these variables are behind us
                 if len(self._bases) >= _PLANS_MAX:
                     self._bases.clear()
-                self._bases[identities] = known
-        owner, variables, everything, base, shown = known
+                self._bases[identities] = known  # keeps the variables, and with them their identities
+        owner, variables, _, travels, base, shown = known
         context = context_of(owner, "apply_gradients")
         op = getattr(reduce, "value", reduce)
         if op is not None:
             op = checked_choice("reduce", op.lower() if isinstance(op, str) else op, ("mean", "sum"))
         is_given = op is None or context in (Context.CROSS, Context.MERGE)
-        call = _Call(
-            owner, [gradient for gradient, _ in pairs if gradient is not None], variables, everything, op or "mean",
+        call = Call(
+            owner, [gradient for gradient, _ in pairs if gradient is not None], variables, travels, op or "mean",
             is_given, None if weight is None else checked_number("weight", weight), base, shown,
         )  # fmt: skip
         if weight is not None and (op == "sum" or (is_given and call.travels)):
@@ -331,44 +288,6 @@ class Optimizer(Rule):
                 "an optimizer steps either NONE variables alone, or variables that replicas share (and NONE variables in the "
                 "same calls): else its count of steps would differ between replicas. Make another optimizer"
             )
-
-    def _described(self, variables: list[Variable], everything: list[Variable]) -> tuple[int, str]:
-        """Return the fingerprint and the words for the variables that replicas share."""
-        shared = [one for one in variables if not is_apart(one)]
-        absent = [one.name for one in everything if not is_apart(one) and one not in _Identities(variables)]
-        kinds = tuple((one.name, one.shape, one.dtype.name) for one in shared)
-        base = fingerprint(
-            "apply_gradients", type(self).__name__, tuple(self._settings.items()), kinds, tuple(absent)
-        )
-        shown = ", ".join(repr(one.name) for one in shared[:3]) + (
-            f", … ({len(shared)} variables)" if len(shared) > 3 else ""
-        )
-        if absent:
-            shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}" + (
-                " …" if len(absent) > 3 else ""
-            )
-        return base, shown
-
-    def _owner_of(self, pairs: Any) -> Owner:
-        if self._slots.owner is not None:
-            return self._slots.owner
-        for pair in pairs if isinstance(pairs, list) else []:
-            for one in pair if isinstance(pair, tuple | list) else ():
-                if hasattr(one, "_owner"):
-                    return one._owner  # type: ignore[no-any-return]  # noqa: SLF001
-        return current_owner()
-
-    def _travels(self, pairs: Any) -> bool:
-        """Return whether other replicas take part in a call whose arguments are not in order."""
-        if self._slots.owner is not None:
-            return not self._slots.apart
-        found = [
-            one
-            for pair in (pairs if isinstance(pairs, list) else [])
-            for one in (pair if isinstance(pair, tuple | list) else ())
-            if hasattr(one, "_owner")
-        ]
-        return not found or any(not is_apart(one) for one in found)
 
     def _refuse(self, failure: Exception, owner: Owner | None, *, travels: bool) -> None:
         """Raise the failure of this replica's call, and tell the others where they take part in it.
@@ -398,7 +317,7 @@ class Optimizer(Rule):
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
-    def _new_plan(self, call: _Call, key: list[int]) -> Plan:
+    def _new_plan(self, call: Call, key: list[int]) -> Plan:
         """Make the slots that are missing, and the flat arrays."""
         if self._slots.iterations is None or self._slots.missing(call.variables):
 
@@ -438,7 +357,7 @@ class Optimizer(Rule):
         rate = self._rate
         return checked_number("learning_rate", rate(step)) if callable(rate) else rate
 
-    def _load(self, call: _Call, plan: Plan, number: int) -> None:
+    def _load(self, call: Call, plan: Plan, number: int) -> None:
         """Put the gradients into the flat arrays, or add them up."""
         weight, calls = call.weight, self._accumulate
         if self._slots.weight is not None:
@@ -466,12 +385,12 @@ class Optimizer(Rule):
                         f"nonfinite='error'. Use 'skip' to leave such steps out, or clip"
                     )
 
-    def _weight_here(self, call: _Call) -> float:
+    def _weight_here(self, call: Call) -> float:
         """Return the weight of this replica's gradients, of all calls of the step."""
         assert call.weight is not None
         return call.weight if self._slots.weight is None else float(copy_of(self._slots.weight))
 
-    def _combine(self, call: _Call, plan: Plan, rate: float) -> None:
+    def _combine(self, call: Call, plan: Plan, rate: float) -> None:
         """Make the one call of the group, in which all replicas' gradients are combined or compared."""
         owner = call.owner
         refused, self._refused = self._refused, None
@@ -499,34 +418,21 @@ class Optimizer(Rule):
                 raise ConfigError(
                     f"an earlier call of this step was refused, so the step is left out: {refused}"
                 )
-            if call.is_given:
-                flats = [bucket.flat.view(np.uint8) for bucket in plan.shared]
-                together = np.concatenate(flats) if flats else np.empty(0, np.uint8)
-                request = request_of(_SAME, communicator, together, what, _HINT, reproducible=False)
-            elif not plan.shared:
-                request = request_of(_MEETING, communicator, _NOTHING, what, "", reproducible=False)
-            else:
-                first, *others = plan.shared
-                arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
-                value: Any = arrays if others else arrays[0]
-                op = "sum" if weighted else call.op
-                request = reduce_request(
-                    communicator, value, op, out=value, reproducible=owner.reproducible, name=what
-                )
-            return Request(what, digest, request.body)
+            op = "" if call.is_given else "sum" if weighted else call.op
+            return combining_request(owner, plan, op, what, digest, weighted=weighted)
 
         communicator.perform("apply_gradients", check, owner.timeout)
 
-    def _finish(self, call: _Call, plan: Plan, rate: float) -> None:
+    def _finish(self, call: Call, plan: Plan, rate: float) -> None:
         """Scale and clip the combined gradients, and make the step."""
         with np.errstate(all="ignore"):
-            shared = bool(plan.shared) and self._is_ready(
+            shared = bool(plan.shared) and self._clipping.apply(
                 plan.shared,
                 plan,
                 None if call.weight is None else float(plan.shared[0].whole[-1]),
                 divide=True,
             )
-            apart = bool(plan.apart) and self._is_ready(
+            apart = bool(plan.apart) and self._clipping.apply(
                 plan.apart,
                 plan,
                 None if call.weight is None else self._weight_here(call),
@@ -542,38 +448,6 @@ class Optimizer(Rule):
             assert self._slots.iterations is not None
             change_copies([self._slots.iterations], _fill, step + 1)
 
-    def _is_ready(self, buckets: list[Bucket], plan: Plan, weight: float | None, *, divide: bool) -> bool:
-        """Scale and clip gradients in place; returns whether there is a step to make with them."""
-        flats = [bucket.flat for bucket in buckets]
-        if weight is not None:
-            if weight == 0.0:
-                return False
-            if divide:
-                for flat in flats:
-                    np.divide(flat, weight, out=flat)
-        if self._nonfinite == "skip" and not all(bool(np.isfinite(flat).all()) for flat in flats):
-            return False
-        if self._clip_value is not None:
-            for flat in flats:
-                np.minimum(flat, self._clip_value, out=flat)
-                np.maximum(flat, -self._clip_value, out=flat)
-        if self._clip_norm is not None:
-            length = norm(flats, plan.room)
-            if length > self._clip_norm:
-                for flat in flats:
-                    np.multiply(flat, self._clip_norm / length, out=flat)
-        return True
-
-
-class _Identities:
-    """Variables to look one up in, by identity: `==` of variables is elementwise."""
-
-    def __init__(self, variables: Sequence[Variable]) -> None:
-        self._found = {id(variable) for variable in variables}
-
-    def __contains__(self, variable: object) -> bool:
-        return id(variable) in self._found
-
 
 def _fill(arrays: list[NDArray[Any]], number: float) -> None:
     arrays[0][...] = number
@@ -581,7 +455,3 @@ def _fill(arrays: list[NDArray[Any]], number: float) -> None:
 
 def _add(arrays: list[NDArray[Any]], number: float, call: int) -> None:
     arrays[0][...] = number if call == 0 else arrays[0] + number
-
-
-_NOTHING = np.empty(0, np.uint8)
-_MEETING = decide(VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS, Operation.SYNC)

@@ -66,9 +66,7 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
             "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None gradient leaves its variable "
             "as it is, but one of them must be an array"
         )
-    variables = [variable for _, variable in pairs]
-    checked_variables(variables)
-    return [gradient for gradient, _ in pairs], variables
+    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
 
 def checked_variables(variables: Sequence[Variable]) -> Owner:

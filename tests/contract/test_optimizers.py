@@ -354,6 +354,34 @@ def test_calls_with_and_without_a_weight_are_no_one_step():
     assert v.numpy().item() == 8.0 - 7 / 4
 
 
+def test_the_calls_of_one_step_name_the_same_variables():
+    v, w = sv.Variable([8.0]), sv.Variable([8.0])
+    optimizer = OPT.SGD(1.0, accumulate=2)
+    optimizer.apply_gradients([([1.0], v), ([1.0], w)])
+    with pytest.raises(sv.ConfigError, match="must name the same variables"):
+        optimizer.apply_gradients([([1.0], v), (None, w)])
+    for gradients in ([1.0], [3.0]):
+        optimizer.apply_gradients([(gradients, v), (None, w)])
+    assert (v.numpy().item(), w.numpy().item()) == (6.0, 8.0)
+
+
+def test_none_variables_step_with_shared_ones_that_have_no_gradient_at_first():
+    def fn():
+        shared, apart = sv.Variable([1.0]), sv.Variable([1.0], synchronization="NONE")
+        optimizer = OPT.SGD(1.0)
+        optimizer.apply_gradients([(None, shared), ([1.0 + sv.rank()], apart)])
+        if sv.rank() == 0:
+            with pytest.raises(sv.MismatchError):
+                optimizer.apply_gradients([(None, shared), ([1.0], apart)])
+        else:
+            with pytest.raises(sv.MismatchError):
+                optimizer.apply_gradients([([1.0], shared), ([1.0], apart)])
+        optimizer.apply_gradients([([1.0], shared), ([1.0], apart)])
+        return shared.numpy().item(), apart.numpy().item(), optimizer.iterations
+
+    assert everywhere(2, fn) == [(0.0, -1.0, 2), (0.0, -2.0, 2)]
+
+
 # -- weights ------------------------------------------------------------------------------------------------------------
 
 

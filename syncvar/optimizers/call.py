@@ -1,0 +1,128 @@
+"""One call of `apply_gradients`: what it names, whose it is, and the request that carries its gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.optimizers.slots import is_apart
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.variables import Variable
+from syncvar.variables.places import current_owner
+from syncvar.variables.policy import (
+    Context,
+    Operation,
+    VariableAggregation,
+    VariableSynchronization,
+    decide,
+)
+from syncvar.variables.requests import request_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar.optimizers.plan import Plan
+    from syncvar.variables.places import Owner
+
+__all__ = ["Call", "combining_request", "described", "whose"]
+
+_MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS
+_SAME, _MEETING = decide(*_MODE, Operation.ASSIGN), decide(*_MODE, Operation.SYNC)
+_NOTHING = np.empty(0, np.uint8)
+_HINT = (
+    "Gradients that are used as given must be the same on every replica. Pass each replica's own inside strategy.run, or "
+    "outside every scope, with reduce='mean'"
+)
+
+
+class Call(NamedTuple):
+    """One checked call.
+
+    Args:
+        owner: The variables' strategy.
+        gradients: As passed, without the Nones.
+        variables: Those that have a gradient.
+        travels: Other replicas take part: some variable that was named is not NONE.
+        op: "mean" or "sum": how replicas, and the calls of one step, are combined.
+        is_given: The gradients are the same everywhere already.
+        weight: Of this replica's gradients, or None.
+        base: Fingerprint of all that does not change from step to step.
+        shown: The variables in words.
+    """
+
+    owner: Owner
+    gradients: list[Any]
+    variables: list[Variable]
+    travels: bool
+    op: str
+    is_given: bool
+    weight: float | None
+    base: int
+    shown: str
+
+
+def described(
+    settings: tuple[Any, ...], variables: Sequence[Variable], everything: Sequence[Variable]
+) -> tuple[int, str]:
+    """Return the fingerprint of the variables that replicas share, and words for them.
+
+    Args:
+        settings: Of the optimizer, compared too.
+        variables: Those that have a gradient.
+        everything: All that were named.
+    """
+    present = {id(one) for one in variables}
+    shared = [one for one in everything if not is_apart(one) and id(one) in present]
+    absent = [one.name for one in everything if not is_apart(one) and id(one) not in present]
+    kinds = tuple((one.name, one.shape, one.dtype.name) for one in shared)
+    shown = ", ".join(repr(one.name) for one in shared[:3])
+    if len(shared) > 3:
+        shown += f", … ({len(shared)} variables)"
+    if absent:
+        shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}" + (" …" if len(absent) > 3 else "")
+    return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
+
+
+def whose(pairs: Any) -> tuple[Owner, bool]:
+    """Return the strategy of pairs that are not in order, and whether other replicas take part in the call."""
+    found = [
+        one
+        for pair in (pairs if isinstance(pairs, list) else [])
+        for one in (pair if isinstance(pair, tuple | list) else ())
+        if isinstance(one, Variable)
+    ]
+    if not found:
+        return current_owner(), True
+    owner: Owner = found[0]._owner  # noqa: SLF001  (the strategy as variables see it)
+    return owner, any(not is_apart(one) for one in found)
+
+
+def combining_request(
+    owner: Owner, plan: Plan, op: str, what: str, digest: int, *, weighted: bool
+) -> Request:
+    """Return the request that combines the gradients of all replicas in place, or compares them.
+
+    Args:
+        owner: The strategy.
+        plan: Holds this replica's gradients.
+        op: "mean" or "sum"; empty where they are used as given.
+        what: The call in words.
+        digest: What is compared of it.
+        weighted: The weights travel too.
+    """
+    communicator = owner.communicator
+    if not plan.shared:
+        request = request_of(_MEETING, communicator, _NOTHING, what, "", reproducible=False)
+    elif not op:
+        together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
+        request = request_of(_SAME, communicator, together, what, _HINT, reproducible=False)
+    else:
+        first, *others = plan.shared
+        arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
+        value: Any = arrays if others else arrays[0]
+        request = reduce_request(
+            communicator, value, op, out=value, reproducible=owner.reproducible, name=what
+        )
+    return Request(what, digest, request.body)

@@ -1,0 +1,57 @@
+"""What is done to the combined gradients before the step: weights, infinities, limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from syncvar.optimizers.arithmetic import norm
+
+if TYPE_CHECKING:
+    from syncvar.optimizers.plan import Bucket, Plan
+
+__all__ = ["Clipping"]
+
+
+class Clipping(NamedTuple):
+    """Limits of gradients.
+
+    Args:
+        norm_max: Of the 2-norm of all of them; None for none.
+        value_max: Of each element; None for none.
+        skips: Leave out a step whose gradients hold an infinity or NaN.
+    """
+
+    norm_max: float | None
+    value_max: float | None
+    skips: bool
+
+    def apply(self, buckets: list[Bucket], plan: Plan, weight: float | None, *, divide: bool) -> bool:
+        """Scale and clip gradients in place; returns whether there is a step to make with them.
+
+        Args:
+            buckets: The gradients.
+            plan: Has room to work in.
+            weight: The sum of their weights; None where they have none.
+            divide: They have to be divided by it.
+        """
+        flats = [bucket.flat for bucket in buckets]
+        if weight is not None:
+            if weight == 0.0:
+                return False
+            if divide:
+                for flat in flats:
+                    np.divide(flat, weight, out=flat)
+        if self.skips and not all(bool(np.isfinite(flat).all()) for flat in flats):
+            return False
+        if self.value_max is not None:
+            for flat in flats:
+                np.minimum(flat, self.value_max, out=flat)
+                np.maximum(flat, -self.value_max, out=flat)
+        if self.norm_max is not None:
+            length = norm(flats, plan.room)
+            if length > self.norm_max:
+                for flat in flats:
+                    np.multiply(flat, self.norm_max / length, out=flat)
+        return True
