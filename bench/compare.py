@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 SIZES = {"all_reduce": "8,4K,64K,1M,16M,64M"}
 OTHER_SIZES = "64K,1M,16M"
+LARGEST = {"tensorflow": 1 << 20}
+"""Of libraries that would take most of the time of a run; with --sizes they are measured at all of them."""
 SECONDS, ALL_SECONDS = 0.3, 0.15
 COMPARISON = "comparison"
 PARTS: dict[str, Callable[[Setting], Part]] = {
@@ -134,7 +136,7 @@ def _plan(chosen: argparse.Namespace, effort: Effort) -> Plan:
         sizes = chosen.sizes or _sizes("1M" if chosen.busy_thread else SIZES.get(collective, OTHER_SIZES))
         kinds = chosen.kinds or (KINDS if collective == "all_reduce" else KINDS[:1])
         works += [Work(collective, kind, tuple(sizes)) for kind in kinds if kind in COLLECTIVES[collective]]
-    return Plan(tuple(works), chosen.dtype, effort)
+    return Plan(tuple(works), chosen.dtype, effort, {} if chosen.sizes else LARGEST)
 
 
 def _find(names: list[str], chosen: argparse.Namespace) -> tuple[list[Library], dict[str, str], dict[str, str]]:

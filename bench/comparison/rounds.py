@@ -49,11 +49,19 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, and how long."""
+    """What is measured, and how long.
+
+    Args:
+        works: The calls.
+        dtype: Of the elements.
+        effort: How long.
+        largest: Largest size of libraries that are not measured at all sizes.
+    """
 
     works: tuple[Work, ...]
     dtype: str
     effort: Effort
+    largest: Mapping[str, int] = field(default_factory=dict)
 
     def arguments(self, library: str) -> list[str]:
         """Return what a library's worker script is told."""
@@ -61,8 +69,9 @@ class Plan:
         if library != "syncvar":  # its calls of all kinds are the same
             sizes: dict[str, dict[int, None]] = {}
             for work in works:
-                sizes.setdefault(work.collective, {}).update(dict.fromkeys(work.sizes))
-            works = tuple(Work(name, "private", tuple(found)) for name, found in sizes.items())
+                kept = (size for size in work.sizes if size <= self.largest.get(library, size))
+                sizes.setdefault(work.collective, {}).update(dict.fromkeys(kept))
+            works = tuple(Work(name, "private", tuple(found)) for name, found in sizes.items() if found)
         words = [f"{work.collective}/{work.kind}/{','.join(map(str, work.sizes))}" for work in works]
         told = [word for one in words for word in ("--measure", one)]
         return [*told, "--dtype", self.dtype, "--seconds", str(self.effort.seconds)]

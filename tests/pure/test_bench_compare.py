@@ -135,6 +135,9 @@ def test_what_a_worker_script_is_told(bench):
     ends = ["--dtype", "float16", "--seconds", "0.5"]
     assert plan.arguments("syncvar") == ["--measure", "all_reduce/private/8,64", "--measure", "all_reduce/resident/64,128", *ends]
     assert plan.arguments("mpich") == ["--measure", "all_reduce/private/8,64,128", *ends], "each size once"
+    limited = rounds.Plan(works, "float16", rounds.Effort(0.5, 1, 10), {"tensorflow": 64})
+    assert limited.arguments("tensorflow") == ["--measure", "all_reduce/private/8,64", *ends]
+    assert limited.arguments("mpich") == plan.arguments("mpich")
 
 
 def test_turns_alternate_and_end_with_the_first_failure(bench, capsys):
