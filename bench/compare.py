@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 def main() -> int:
     """Do what the command line asks for."""
     chosen = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs now is ended on the way out
     names = [name for name in NAMES if name in chosen.libraries]
     if chosen.setup:
         return 0 if set_up(chosen.peers, names) else 1
