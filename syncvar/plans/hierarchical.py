@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from syncvar.plans.chunks import even_chunks
 from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
 from syncvar.plans.select import choose
-from syncvar.plans.table import build, sums_by_the_tree
+from syncvar.plans.table import build, build_all, sums_by_the_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,8 @@ COMPOSED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange
 _ONE_LINK_NBYTES = 64 * 1024
 """Up to this size one link between hosts takes all: latency counts, and more links would not make it shorter."""
 
+_NOWHERE = Chunk(0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -49,12 +51,14 @@ class Part:
         members: Ranks of the group, in the order of the plan's ranks; empty where this rank has nothing to do.
         chunk: The elements of WORK that are the plan's WORK.
         plan: The plan of this rank among the members; None where it has nothing to do.
+        plans: On the host, the plans of all members: what is published follows from all of them.
     """
 
     on_host: bool
     members: tuple[int, ...] = ()
-    chunk: Chunk = Chunk(0, 0)
+    chunk: Chunk = _NOWHERE
     plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
 
 
 def keeps_the_tree(sizes: Sequence[int]) -> bool:
@@ -208,8 +212,8 @@ class _Stages:
         if size == 1:
             return Part(on_host=True)
         count = chunk.count if counts is None else 0
-        plan = build(collective, "direct", self.local, size, count=count, counts=counts, root=root)
-        return Part(True, self.neighbours, chunk, plan)
+        plans = tuple(build_all(collective, "direct", size, count=count, counts=counts, root=root))
+        return Part(True, self.neighbours, chunk, plans[self.local], plans)
 
     def _across(self, collective: str, algorithm: str, shards: list[Chunk], root: int = 0) -> Part:
         """One plan for each shard, of the ranks that own it on their hosts."""

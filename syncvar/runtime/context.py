@@ -33,6 +33,7 @@ from syncvar.errors import (
 from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
+from syncvar.runtime.hierarchical import Hosts
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.secret import job_secret
@@ -105,6 +106,7 @@ class Context:
         self._forced = parse_forced(config.algorithm)
         self._channels = None if self.arena is None else Channels(self.arena, self.local_ranks)
         self.hosts = HostMap((self.world_size,))
+        self._have_arena: frozenset[int] = frozenset()  # hosts whose ranks all see one
         if environment is not None and transport is not None and control is not None:
             roll = _meet(environment, config, transport, control, generation, self.without_arena)
             self.hosts = HostMap.of_places(roll["places"])
@@ -113,6 +115,8 @@ class Context:
                     f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its environment, and "
                     f"{rank_list(self.hosts.ranks(self.host_index))} by what the others say"
                 )
+            missing = {self.hosts.host_of(rank) for rank in roll["without_arena"]}
+            self._have_arena = frozenset(range(len(self.hosts.sizes))) - missing
             without = {rank: why for rank, why in roll["without_arena"].items() if rank in self.local_ranks}
             if without and self.arena is not None:  # one rank of a host that does not see it is enough
                 self._let_go_of_arena()
@@ -156,9 +160,25 @@ class Context:
         channel = None
         if shares and self._channels is not None and len(members) > 1 and self.rank in members and self._channels.serves(members):
             channel = self._channels.make(identity, members, members.index(self.rank))
-        made = Communicator(identity, members, self.rank, self.engine, channel, recorder=self.recorder, forced=self._forced)
+        made = Communicator(
+            identity, members, self.rank, self.engine, channel,
+            recorder=self.recorder, forced=self._forced, hosts=self._hosts_of(identity, members) if shares else None,
+        )  # fmt: skip
         self._communicators.add(made)
         return made
+
+    def _hosts_of(self, identity: int, members: tuple[int, ...]) -> Hosts | None:
+        """Return the hosts of a group that goes through the arenas of several; the same answer on all its ranks."""
+        sizes = self.hosts.blocks(members)
+        if self.rank not in members or sizes is None or len(sizes) == 1 or max(sizes) == 1:
+            return None
+        on_hosts = [[rank for rank in members if self.hosts.host_of(rank) == host] for host in range(len(self.hosts.sizes))]
+        if any(len(ranks) > 1 and host not in self._have_arena for host, ranks in enumerate(on_hosts)):
+            return None
+        mine = on_hosts[self.host_index]
+        if len(mine) == 1 or self._channels is None:
+            return Hosts(sizes, None)
+        return Hosts(sizes, self._channels.make(identity, mine, mine.index(self.rank)))
 
     def new_identity(self) -> int:
         """Return the next group identity; called in the same order on all ranks, it is the same on all."""
@@ -433,7 +453,7 @@ def _meet(
                 "byte_order": sys.byteorder,
                 "arena": without_arena,
                 "host_index": environment.host_index,
-                "outside": getattr(transport, "outside", ""),
+                "outside": transport.outside,
             },
         )
     )

@@ -30,6 +30,7 @@ from syncvar.runtime.asking import Answer, Question, Questions
 from syncvar.runtime.callbook import CallBook
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.flow import Flow
+from syncvar.runtime.hierarchical import HierarchicalOperation
 from syncvar.runtime.operation import Operation, State
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Recorder, Told
@@ -61,6 +62,7 @@ _LOAN_LOOK_S = 0.0005
 _APPEAR_S = 2.0  # how long a question for what is not there is repeated
 _APPEAR_LOOK_S = 0.001
 _FOREVER = float("inf")
+_LOOKED_AT = (SharedOperation, HierarchicalOperation)  # nothing tells of an arrival in shared memory
 
 
 class Engine:
@@ -110,7 +112,7 @@ class Engine:
         self._asked: collections.deque[Question] = collections.deque()
         self._suspects: dict[int, tuple[str, float]] = {}
         self._inbox: collections.deque[Operation] = collections.deque()
-        self._shared: list[SharedOperation] = []  # those of the started calls that somebody has to look at
+        self._shared: list[SharedOperation | HierarchicalOperation] = []  # those of the started calls that somebody has to look at
         self._followers: list[threading.Event] = []
         self._failure_raised = False
         self._last_caller = 0.0
@@ -389,9 +391,9 @@ class Engine:
             if due <= now:
                 continue
             pause = due - now
-            if self._shared:
+            if self._shared and any(one.needs_looks for one in self._shared):
                 waited = now - self._moved
-                if waited < _LOOK_S and isinstance(operation, SharedOperation) and operation.look():
+                if waited < _LOOK_S and isinstance(operation, _LOOKED_AT) and operation.look():
                     continue
                 pause = min(pause, pause_after(waited))
                 if pause < _SLEEP_MIN_S:
@@ -498,7 +500,7 @@ class Engine:
             if operation.mismatch and not operation.reported:
                 self._report(operation, time.monotonic())
 
-    def _tell_accident(self, operation: SharedOperation) -> None:
+    def _tell_accident(self, operation: SharedOperation | HierarchicalOperation) -> None:
         """Tell the group what has gone wrong on this rank alone: it cannot go on without this rank."""
         error = operation.accident
         if error is None:
@@ -557,11 +559,11 @@ class Engine:
                 self._use_up(self._book.take_early(operation))
                 continue
             self._active[key] = operation
-            if isinstance(operation, SharedOperation):
+            if isinstance(operation, _LOOKED_AT):
                 self._shared.append(operation)
                 self._moved = time.monotonic()
             operation.advance(self)
-            if isinstance(operation, SharedOperation):
+            if isinstance(operation, _LOOKED_AT):
                 self._tell_accident(operation)
             for frame in self._book.take_early(operation):
                 if key in self._active:
@@ -577,7 +579,7 @@ class Engine:
 
     def _retire(self, operation: Operation) -> None:
         self._active.pop((operation.group, operation.call), None)
-        if isinstance(operation, SharedOperation):
+        if isinstance(operation, _LOOKED_AT):
             with contextlib.suppress(ValueError):
                 self._shared.remove(operation)
             if operation.error is not None and self._arena is not None and operation.is_under_way:
@@ -682,7 +684,7 @@ class Engine:
             if not thread.name.startswith("syncvar-") and not type(thread).__module__.startswith("zmq.")
         )
         waiting = len({other.thread for other in self._active.values() if other.thread})
-        if isinstance(operation, SharedOperation):
+        if isinstance(operation, _LOOKED_AT) and operation.needs_looks:
             self._knock(operation)
         self._tell(
             "report",
@@ -699,7 +701,7 @@ class Engine:
             entered=self.entered(),
         )
 
-    def _knock(self, operation: SharedOperation) -> None:
+    def _knock(self, operation: Operation) -> None:
         """Tell the ranks that have not come: shared memory says nothing to those who are not looking."""
         header = pack_header(
             Kind.KNOCK, self.rank, self.generation, operation.group, operation.call, fingerprint=operation.fingerprint

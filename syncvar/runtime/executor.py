@@ -181,6 +181,9 @@ class LinkOperation(Operation):
             self.state = State.FAILED
             self.entry.end(error)
             return
+        self._begin(stage, outlet)
+
+    def _begin(self, stage: Stage, outlet: Outlet) -> None:
         plan = cast("Prepared", stage.plan)
         scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else stage.work[:0]
         self._plan, self._buffers, self._ufunc = plan, (stage.work, scratch), stage.ufunc

@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
-from syncvar.plans import build, build_all, choose, sums_by_the_tree, unsuited
+from syncvar.plans import COMPOSED, build, build_all, choose, stages, sums_by_the_tree, unsuited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
+from syncvar.runtime.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder, Told
@@ -157,6 +158,7 @@ class Communicator:
         channel: Makes this rank's end of the group's channels, where all members share an arena; else None.
         forced: Algorithms that the job's setting demands, by collective.
         recorder: Takes down what happens; None for the engine's.
+        hosts: Of a group that spans several hosts and has an arena on each; else None.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Communicator:
         channel: Channel | None = None,
         forced: Mapping[str, str] | None = None,
         recorder: Recorder | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.identity = identity
         self.members = tuple(members)
@@ -179,11 +182,12 @@ class Communicator:
         self._epoch = 0
         self.busy = threading.Lock()
         self.channel = channel
+        self.hosts = hosts
         self._forced = dict(forced or {})
         self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
         self.own_messages: dict[int, deque[NDArray[Any]]] = {}  # what this rank has sent itself, by tag
         self.shortcuts: dict[Any, Shortcut] = {}  # by (op, dtype, shape, reproducible)
-        self._plans: dict[tuple[Any, ...], Prepared | Published] = {}
+        self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
@@ -204,7 +208,7 @@ class Communicator:
         root: int = 0,
         reproducible: bool = False,
         algorithm: str | None = None,
-    ) -> Prepared | Published:
+    ) -> Prepared | Published | PreparedStages:
         """Choose an algorithm and return this rank's prepared plan, from the cache when it has been used before.
 
         Args:
@@ -237,6 +241,13 @@ class Communicator:
                     or (reproducible and not sums_by_the_tree(collective, wanted, self.size))
                 ):
                     wanted = None
+            if wanted is None and self.hosts is not None and collective in COMPOSED:
+                parts = stages(
+                    collective, self.hosts.sizes, self.member_rank, itemsize=itemsize, root=root, reproducible=reproducible, **sizes
+                )
+                if parts is not None:
+                    found = self._plans[key] = prepare_stages(parts, self.members)
+                    return found
             chosen = choose(
                 collective, total * itemsize, self.size,
                 reproducible=reproducible, forced=wanted, shared=self.is_shared, even=is_even,
@@ -274,7 +285,11 @@ class Communicator:
         """Whether another rank is seen to be in this group's next call."""
         channel, engine = self.channel, self.engine
         if channel is None:
-            return engine is not None and engine.is_awaited(self.identity, self.next_call)
+            if engine is not None and engine.is_awaited(self.identity, self.next_call):
+                return True
+            channel = None if self.hosts is None else self.hosts.channel
+            if channel is None:
+                return False
         words, begun = channel.words, (self.next_call + 1) << 1
         for other in channel.others:  # noqa: SIM110  (asked after every queued write)
             if words[other] >= begun:
@@ -362,10 +377,14 @@ class Communicator:
     def _operation(self, call: int, request: Request) -> Operation:
         channel = self.channel
         is_linked = channel is None or self.size == 1
-        told = Told(request.what, self.identity, self.members, request.digest, 0, "links" if is_linked else "arena")
+        told = Told(request.what, self.identity, self.members, request.digest, 0, "hosts" if self.hosts is not None else "links" if is_linked else "arena")
         entry = self.recorder.begin(told, call)
         operation: Operation
-        if channel is None or self.size == 1:
+        if self.hosts is not None:
+            operation = HierarchicalOperation(
+                self.hosts, self.identity, self.members, call, request.digest, request.what, request.body
+            )
+        elif channel is None or self.size == 1:
             operation = LinkOperation(self.identity, self.members, call, request.digest, request.what, request.body)
         else:
             steps = staged(channel, call, request.digest, request.body, entry)
@@ -422,7 +441,7 @@ class Communicator:
         )
         if self.engine is not None and self.is_shared:
             self.engine.count(self.identity, self.next_call)
-        self.channel = None
+        self.channel = self.hosts = None
         self.shortcuts.clear()
         self._plans.clear()
         self.streams.clear()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.executor import Prepared
     from syncvar.runtime.fused import Fused
+    from syncvar.runtime.hierarchical import PreparedStages
     from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.published import Published
     from syncvar.transports import Frame
@@ -50,14 +51,14 @@ class Stage(NamedTuple):
     """A plan with what it works on.
 
     Args:
-        plan: The prepared plan, for links or for shared memory.
+        plan: The prepared plan, for links, for shared memory, or for several hosts.
         work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
         ufunc: Combines two operands; None for plans that only move data.
         into: Of an all-reduce in shared memory: where its result goes; `work` is then only read.
         fused: Of an all-reduce in shared memory: arrays that take the place of `work`.
     """
 
-    plan: Prepared | Published
+    plan: Prepared | Published | PreparedStages
     work: NDArray[Any]
     ufunc: Combiner | None = None
     into: Into | None = None

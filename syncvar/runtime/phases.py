@@ -15,11 +15,17 @@ DISAGREE = 0
 """Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
 
 
-def settled(channel: Channel) -> Iterator[int]:
-    """Wait, where an earlier call was given up, until the others are past what this rank has published."""
+def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:
+    """Wait, where an earlier call was given up, until the others are past what this rank has published.
+
+    Args:
+        channel: This rank's end.
+        to_its_end: Where the ranks have agreed on a call, all of them come to its last phase. Not so in a call that
+            also needs other hosts: then it is enough that all have come to the call, so that no rank is two ahead.
+    """
     if not channel.is_settled:
         if channel.last:  # else it has published nothing yet
-            yield -channel.phase if channel.phase else channel.last
+            yield -channel.phase if channel.phase and to_its_end else channel.last
         channel.is_settled = True
 
 

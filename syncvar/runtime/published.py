@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.operation import Outlet, Stage
     from syncvar.runtime.recorder import Entry
 
-__all__ = ["BodyError", "Published", "SharedOperation", "prepare_published", "staged"]
+__all__ = ["BodyError", "Published", "SharedOperation", "prepare_published", "run_rounds", "staged"]
 
 
 _START = 1  # nothing: words begin at 2
@@ -91,6 +91,7 @@ class SharedOperation(Operation):
     __slots__ = ("_need", "_steps", "accident", "channel")
 
     is_shared = True
+    needs_looks = True  # nothing tells of what it waits for
 
     def __init__(
         self,
@@ -226,15 +227,23 @@ def staged(
                     accumulate=into.accumulate, divisor=into.divisor, apply=into.apply,
                 )  # fmt: skip
             else:
-                yield from _run_rounds(channel, opening, plan, stage)
+                yield from run_rounds(channel, opening, plan, stage)
             is_first = False
     finally:
         body.close()
 
 
-def _run_rounds(
+def run_rounds(
     channel: Channel, opening: tuple[int, int] | None, plan: Published, stage: Stage
 ) -> Iterator[int]:
+    """Run a plan of publications; yields the words to wait for.
+
+    Args:
+        channel: This rank's end of the channels of those who take part.
+        opening: (call, check) where phase 0 is still to be published, else None.
+        plan: What is published and taken.
+        stage: What it works on.
+    """
     work = stage.work
     itemsize = work.itemsize
     scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]

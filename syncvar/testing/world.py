@@ -18,6 +18,7 @@ from syncvar.env import RankEnvironment
 from syncvar.errors import ArenaUnavailable
 from syncvar.runtime.context import Context, use
 from syncvar.runtime.crowd import crowd
+from syncvar.topology import HostMap, divided
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
 
@@ -43,6 +44,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     shared: bool = False,
     arena_bytes: int = _ARENA_BYTES,
+    hosts: int = 1,
 ) -> list[Any]:
     """Run `fn(*args)` as every rank of an in-process world and return the results by rank.
 
@@ -57,6 +59,7 @@ def run_ranks(
         timeout_s: Seconds after which the world is given up.
         shared: The ranks share memory, as those of one host do; only control messages go over the network.
         arena_bytes: How much, where they do.
+        hosts: As how many hosts the ranks pose; each has an arena of its own, where ranks share memory.
 
     Returns:
         For each rank its result, or the exception it raised.
@@ -73,35 +76,42 @@ def run_ranks(
     config = (config or RuntimeConfig()).consistent()
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
-    arena = _make_arena(arena_bytes, world_size) if shared and world_size > 1 else None
+    places = HostMap(divided(world_size, hosts))
+    arenas = [_make_arena(arena_bytes, size) if shared and size > 1 else None for size in places.sizes]
 
     def body(rank: int) -> None:
-        me = RankEnvironment(rank, world_size, rank, world_size, 0, 1, 0, "memory://", "memory")
+        host, local = places.host_of(rank), places.local_rank(rank)
+        me = RankEnvironment(
+            rank, world_size, local, places.sizes[host], host, hosts, 0, "memory://", "memory",
+            host=f"host{host}" if hosts > 1 else "localhost",
+        )
         context: Context | None = None
         try:
             links = MemoryTransport(network, rank), MemoryControl(network, rank)
-            context = Context(me, config, *links, arena=_attach(arena, rank))
+            context = Context(me, config, *links, arena=_attach(arenas[host], local))
             with use(context):
                 results[rank] = fn(*args)
             context.close(orderly=True)
         except BaseException as error:  # noqa: BLE001  (the result of this rank)
             results[rank] = error
-            if arena is not None:
-                arena.abort()  # as the launcher does, before anything else
+            for arena in arenas:
+                if arena is not None:
+                    arena.abort()  # as the launcher does, before anything else
             network.ended(rank, f"uncaught {type(error).__name__}: {error}")
             if context is not None:
                 context.close(orderly=False)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"syncvar-rank-{rank}", daemon=True) for rank in range(world_size)]
     try:
-        with _no_crowd(world_size), _short_turns(needed=arena is not None):
+        with _no_crowd(world_size), _short_turns(needed=any(arena is not None for arena in arenas)):
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(timeout_s)
     finally:
-        if arena is not None:
-            arena.close()
+        for arena in arenas:
+            if arena is not None:
+                arena.close()
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
         raise TimeoutError(f"ranks {late} did not end within {timeout_s:g} s")

@@ -68,6 +68,10 @@ class Transport(Protocol):
     def address(self) -> str:
         """Where peers reach this rank; valid from construction."""
 
+    @property
+    def outside(self) -> str:
+        """Where peers of other hosts reach it; empty where they do not."""
+
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
         """Learn where the peers are. Links open when they are first used."""
 

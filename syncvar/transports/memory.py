@@ -236,6 +236,11 @@ class MemoryTransport:
         """Where peers reach this rank."""
         return f"memory://{self._rank}"
 
+    @property
+    def outside(self) -> str:
+        """The same: hosts of an in-process world are a matter of what they share."""
+        return self.address
+
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
         """Learn which generation this is; where the peers are is known."""
         del addresses
