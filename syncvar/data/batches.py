@@ -6,6 +6,7 @@ A structure is a nested dict, list or (named) tuple; a list or tuple of numbers 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "Kind", "as_batch", "as_leaf", "content_digest", "even_part", "kind_of", "leaves_of", "map_leaves", "no_rows", "rows_of",
+    "Kind", "as_batch", "as_leaf", "content_digest", "even_part", "inspected", "leaves_of", "map_leaves", "no_rows", "rows_of",
     "stacked",
 ]  # fmt: skip
 
@@ -47,7 +48,7 @@ class Kind(NamedTuple):
         """Return it in words.
 
         Example:
-            >>> kind_of({"x": np.zeros((4, 2)), "y": np.zeros(4, int)}).describe()
+            >>> inspected({"x": np.zeros((4, 2)), "y": np.zeros(4, int)})[2].describe()
             '{x: *, y: *} of float64[rows, 2], int64[rows]'
         """
         arrays = ", ".join(f"{name}[{', '.join(['rows', *map(str, shape)])}]" for name, shape in self.leaves)
@@ -67,7 +68,7 @@ class Kind(NamedTuple):
         """Return a batch of this kind without rows; a named tuple becomes a tuple.
 
         Example:
-            >>> kind_of((np.zeros((4, 2)), np.zeros(4, bool))).no_rows()
+            >>> inspected((np.zeros((4, 2)), np.zeros(4, bool)))[2].no_rows()
             (array([], shape=(0, 2), dtype=float64), array([], dtype=bool))
         """
         return unflatten(self.structure, [np.empty((0, *shape), _dtype_of(name)) for name, shape in self.leaves])
@@ -102,13 +103,26 @@ def leaves_of(value: Any) -> list[NDArray[Any]]:
 
 
 def as_batch(value: Any) -> Any:
-    """Return a batch whose leaves are arrays.
+    """Return a batch whose leaves are arrays; the value itself if they are.
 
     Raises:
         ConfigError: It is no batch.
     """
-    rows_of(value)
-    return map_leaves(lambda array: array, value)
+    return inspected(value)[0]
+
+
+def inspected(value: Any) -> tuple[Any, int, Kind]:
+    """Return a batch whose leaves are arrays, its number of rows, and its kind.
+
+    Raises:
+        ConfigError: It is no batch, or an array has a dtype that no batch can have.
+    """
+    structure, leaves = flatten(value)
+    arrays = [as_leaf(leaf) for leaf in leaves]
+    rows = _common_length(arrays)
+    kind = Kind(structure, tuple((_dtype_name(array.dtype), array.shape[1:]) for array in arrays))
+    is_batch = all(array is leaf for array, leaf in zip(arrays, leaves, strict=True))
+    return value if is_batch else map_leaves(lambda array: array, value), rows, kind
 
 
 def rows_of(batch: Any) -> int:
@@ -121,7 +135,10 @@ def rows_of(batch: Any) -> int:
         >>> rows_of((np.zeros((3, 2)), np.zeros(3)))
         3
     """
-    leaves = leaves_of(batch)
+    return _common_length(leaves_of(batch))
+
+
+def _common_length(leaves: list[NDArray[Any]]) -> int:
     if not leaves:
         raise ConfigError("the batch is a structure without any array; every element must hold at least one")
     for leaf in leaves:
@@ -130,44 +147,35 @@ def rows_of(batch: Any) -> int:
                 f"an element of the dataset is {leaf[()]!r}, which has no first axis to count and cut rows along; make batches: "
                 f"sv.data.from_arrays(x, batch_size=32), or dataset.batch(32)"[:400]
             )
-    lengths = sorted({len(leaf) for leaf in leaves})
-    if len(lengths) > 1:
-        raise ConfigError(f"the arrays of a batch must have first axes of one length, not {', '.join(map(str, lengths))}")
-    return lengths[0]
+    rows = len(leaves[0])
+    if any(len(leaf) != rows for leaf in leaves):
+        lengths = ", ".join(map(str, sorted({len(leaf) for leaf in leaves})))
+        raise ConfigError(f"the arrays of a batch must have first axes of one length, not {lengths}")
+    return rows
 
 
-def even_part(batch: Any, parts: int, index: int) -> Any:
+def even_part(batch: Any, rows: int, parts: int, index: int) -> Any:
     """Return one of the parts of a batch that is cut evenly along its first axis.
 
     Sizes differ by one at most, the first parts are longer, and trailing ones may have no row. Nothing is copied.
 
     Args:
         batch: Whole.
+        rows: That it has.
         parts: At least 1.
         index: 0 to `parts` - 1.
 
     Example:
-        >>> [even_part(np.arange(4), 3, index).tolist() for index in range(3)]
+        >>> [even_part(np.arange(4), 4, 3, index).tolist() for index in range(3)]
         [[0, 1], [2], [3]]
     """
-    chunk = even_chunks(rows_of(batch), parts)[index]
+    chunk = even_chunks(rows, parts)[index]
     return map_leaves(lambda array: array[chunk.start : chunk.stop], batch)
 
 
 def no_rows(batch: Any) -> Any:
     """Return a batch like this one without rows."""
     return map_leaves(lambda array: np.empty((0, *array.shape[1:]), array.dtype), batch)
-
-
-def kind_of(batch: Any) -> Kind:
-    """Return what a batch must have in common with those of other replicas.
-
-    Raises:
-        ConfigError: It is no batch, or an array has a dtype that no batch can have.
-    """
-    structure, leaves = flatten(batch)
-    arrays = [as_leaf(leaf) for leaf in leaves]
-    return Kind(structure, tuple((_dtype_name(array.dtype), tuple(map(int, array.shape[1:]))) for array in arrays))
 
 
 def content_digest(batch: Any) -> int:
@@ -221,6 +229,7 @@ def _rebuilt(model: Any, items: list[Any]) -> Any:
     return items if isinstance(model, list) else tuple(items)
 
 
+@lru_cache(maxsize=64)
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     if dtype.name in DTYPE_NAMES or dtype.name in _TIMES:
         return dtype.name

@@ -226,7 +226,7 @@ class Strategy:
             ConfigError: It cannot be read; while reading: an element has no first axis. The others raise MismatchError.
             MismatchError: While reading: replicas read different batches.
 
-        Cost: a barrier; then for each step one exchange of a small record, which no batch takes part in.
+        Cost: a barrier; then for each step an all-reduce of 96 bytes. No batch travels.
 
         Example:
             >>> import numpy as np, syncvar as sv
@@ -252,7 +252,7 @@ class Strategy:
             ConfigError: `fn` returns nothing that can be read; the others raise MismatchError.
             MismatchError: While reading: the replicas' batches differ in structure, dtype or shape of a row.
 
-        Cost: a barrier; then for each step one exchange of a small record, which no batch takes part in.
+        Cost: a barrier; then for each step an all-reduce of 96 bytes. No batch travels.
 
         Example:
             >>> import numpy as np, syncvar as sv

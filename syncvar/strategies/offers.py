@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from syncvar.collectives._headers import ARRAY, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Offer", "Verdict", "verdict"]
+    from numpy.typing import NDArray
+
+__all__ = ["Offer", "Verdict", "is_unanimous", "verdict"]
+
+_LARGEST = (1 << 64) - 1
 
 
 class Offer(NamedTuple):
@@ -30,6 +36,15 @@ class Offer(NamedTuple):
     position: int
     kind: int
     content: int = 0
+
+    def sides(self, *, is_global: bool) -> NDArray[np.uint64]:
+        """Return the numbers that are the same in the common case, and their complements.
+
+        The maximum over replicas tells whether they are: `is_unanimous`. Lengths count for global batches only.
+        """
+        rows = self.rows if is_global else 0
+        values = (int(self.has_batch), rows, self.epoch, self.position, self.kind, self.content)
+        return np.array((*values, *(_LARGEST - value for value in values)), np.uint64)
 
     def record(self) -> Record:
         """Return it as a record that can be exchanged."""
@@ -56,6 +71,22 @@ class Verdict(NamedTuple):
     is_over: bool = False
     teacher: int | None = None
     differs: bool = False
+
+
+def is_unanimous(largest: NDArray[Any]) -> bool:
+    """Return whether all replicas offer the same.
+
+    Args:
+        largest: The elementwise maximum of all replicas' `Offer.sides`.
+
+    Example:
+        >>> one, other = Offer(True, 8, 0, 2, kind=7), Offer(True, 8, 0, 3, kind=7)
+        >>> is_unanimous(np.maximum(one.sides(is_global=True), other.sides(is_global=True)))
+        False
+    """
+    numbers = largest.tolist()
+    half = len(numbers) // 2
+    return all(high + low == _LARGEST for high, low in zip(numbers[:half], numbers[half:], strict=True))
 
 
 def verdict(offers: Sequence[Offer], *, is_global: bool) -> Verdict:

@@ -440,6 +440,37 @@ def test_a_position_in_datasets_of_each_replica_and_in_lists():
     assert everywhere(2, program) == [(2, [[], []], [[], []]), (2, [[12], [13]], [[12], [13]])]
 
 
+def test_a_checkpoint_continues_on_another_number_of_replicas(tmp_path):
+    data = np.arange(1.0, 24.0)
+    path = str(tmp_path / "middle")
+
+    def make():
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            total = sv.Variable(0.0, dtype=np.float64, synchronization="ON_READ", aggregation="SUM", name="total")
+        dataset = sv.data.from_arrays(data, batch_size=4, shuffle=True, seed=2).prefetch(1)
+        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        return strategy, total, iterator, sv.Checkpoint(total=total, input=iterator)
+
+    def first():
+        strategy, total, iterator, checkpoint = make()
+        for _ in range(3):
+            strategy.run(lambda batch: total.assign_add(batch.sum()), (next(iterator),))
+        checkpoint.save(path)
+        iterator.close()
+
+    def second():
+        strategy, total, iterator, checkpoint = make()
+        checkpoint.restore(path)
+        for batch in iterator:
+            strategy.run(lambda batch: total.assign_add(batch.sum()), (batch,))
+        return float(total.sync()), iterator.state_dict()["position"]
+
+    everywhere(3, first)
+    for size in (1, 2, 4):
+        assert everywhere(size, second) == [(float(data.sum()), 6)] * size
+
+
 def test_replicas_at_different_positions_are_told():
     def program():
         iterator = iter(sv.get_strategy().experimental_distribute_dataset([np.zeros(2)] * 3))

@@ -13,7 +13,7 @@ from syncvar.data.batches import (
     as_batch,
     content_digest,
     even_part,
-    kind_of,
+    inspected,
     map_leaves,
     no_rows,
     rows_of,
@@ -21,6 +21,10 @@ from syncvar.data.batches import (
 )
 from syncvar.data.order import permutation
 from syncvar.errors import ConfigError
+
+
+def kind_of(batch):
+    return inspected(batch)[2]
 
 
 class Pair(NamedTuple):
@@ -213,7 +217,7 @@ def test_wrong_arguments(make, words):
 @given(rows=st.integers(0, 60), parts=st.integers(1, 9))
 def test_parts_of_a_batch_are_even_and_cover_it(rows, parts):
     batch = {"a": np.arange(rows), "b": [np.arange(rows * 2.0).reshape(rows, 2)]}
-    cut = [even_part(batch, parts, index) for index in range(parts)]
+    cut = [even_part(batch, rows, parts, index) for index in range(parts)]
     sizes = [rows_of(part) for part in cut]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)

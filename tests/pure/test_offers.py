@@ -2,10 +2,11 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 from syncvar.collectives._headers import pack_record, unpack_record
-from syncvar.strategies.offers import Offer, verdict
+from syncvar.strategies.offers import Offer, is_unanimous, verdict
 
 BATCH, LONGER, OTHER = (Offer(True, rows, 0, 3, kind) for rows, kind in ((4, 11), (5, 11), (4, 12)))
 ENDED, FORGOT, NEVER = (Offer(False, 0, 0, 3, kind) for kind in (11, 12, 0))
@@ -40,6 +41,20 @@ def test_contents_count_for_global_batches_only():
     assert verdict([one, other], is_global=True).differs
     assert not verdict([one, one], is_global=True).differs
     assert not verdict([one, other], is_global=False).differs
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_offers_are_unanimous_where_nothing_has_to_be_settled(is_global):
+    for offers in product([*ALL, BATCH._replace(content=9)], repeat=2):
+        largest = np.maximum.reduce([offer.sides(is_global=is_global) for offer in offers])
+        same = [offer._replace(rows=0) if not is_global else offer for offer in offers]
+        assert is_unanimous(largest) == (same[0] == same[1])
+        if is_unanimous(largest):
+            made = verdict(offers, is_global=is_global)
+            assert not made.disagreement
+            assert made.teacher is None
+            assert not made.differs
+            assert made.is_over == (not offers[0].has_batch)
 
 
 def test_an_offer_travels_as_a_record():
