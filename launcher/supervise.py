@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from syncvar_launcher.exits import INTERNAL, RENDEZVOUS, TIMEOUT, describe_exit, exit_code_of
+from syncvar_launcher.exits import INTERNAL, PREEMPTED, RENDEZVOUS, TIMEOUT, describe_exit, exit_code_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -234,9 +234,10 @@ class Supervisor:
 
     def outcome(self) -> Outcome:
         """Return how the job ended, by cause and not by clock."""
-        if self.interrupted:
-            return Outcome(128 + self.interrupted, None, self.interrupted)
         causes = list(self.causes.values())
+        if self.interrupted:  # a notice, if the workers took it for one: they have saved and ask to be run again
+            asked = bool(causes) and all(cause.exit_code == PREEMPTED for cause in causes)
+            return Outcome(PREEMPTED if asked else 128 + self.interrupted, None, self.interrupted)
         if self.job_cause is not None and not any(cause.weight == Weight.OWN for cause in causes):
             return Outcome(self.job_cause.exit_code, self.job_cause, 0)
         if not causes:

@@ -30,6 +30,9 @@ _EXIT_CODES = {
     "DeadlineExceeded": 70,
     "InternalError": 70,
     "RendezvousError": 69,
+    "CheckpointError": 74,
+    "NotFound": 74,
+    "Corrupt": 74,
     "MismatchError": 76,
     "HandshakeError": 76,
 }

@@ -50,13 +50,11 @@ class Layout(NamedTuple):
         brought: Under each key, what each rank has.
         own: Keys of which each replica keeps its own.
         parts: Of the values that all have.
-        nbytes: Of everything.
     """
 
     brought: dict[str, dict[int, Brought]]
     own: frozenset[str]
     parts: tuple[Part, ...]
-    nbytes: int
 
 
 def lay_out(everyone: list[dict[str, Brought]], table_ranks: tuple[int, ...]) -> Layout:
@@ -94,12 +92,7 @@ def lay_out(everyone: list[dict[str, Brought]], table_ranks: tuple[int, ...]) ->
     parts: list[Part] = []
     for ranks, group in values.items():
         parts += shares([(key, math.prod(one.shape), itemsize_of(one.dtype)) for key, one in group], ranks)
-    nbytes = sum(
-        math.prod(one.shape) * itemsize_of(one.dtype)
-        for key, by_rank in brought.items()
-        for one in (by_rank.values() if key in own else [next(iter(by_rank.values()))])
-    )
-    return Layout(brought, frozenset(own), tuple(parts), nbytes)
+    return Layout(brought, frozenset(own), tuple(parts))
 
 
 def _alike(one: Brought, *, is_own: bool) -> tuple[Any, ...]:

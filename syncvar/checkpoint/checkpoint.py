@@ -169,7 +169,7 @@ class Checkpoint:
         guard: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
     ) -> str | PendingSave:
-        leaves, communicator = self._collect()
+        leaves, communicator, refused = self._collect()
         with outside():
             self._finish_pending()
             waiting = self._waiting
@@ -178,7 +178,7 @@ class Checkpoint:
                     "%d entries of the checkpoint that was restored from %s wait for their objects, and are not part of %s: %s",
                     len(waiting.keys), waiting.path, path, ", ".join(sorted(waiting.keys)[:8]),
                 )  # fmt: skip
-            saving = Saving(leaves, communicator, path, step, metric, timeout, guard)
+            saving = Saving(leaves, refused, communicator, path, step, metric, timeout, guard)
             if async_op:
                 pending = PendingSave(saving, communicator.member_rank, after)
                 self.__dict__["_pending"] = pending
@@ -227,10 +227,12 @@ class Checkpoint:
         Cost: every rank reads all values, and of the copies its own; two exchanges of some bytes.
         """
         where = checked_path(path)
-        leaves, communicator = self._collect()
+        leaves, communicator, refused = self._collect()
         with outside():
             self._finish_pending()
-            identity, left = restore_leaves(leaves, communicator, where, restore_policy, timeout, partial=partial)
+            identity, left = restore_leaves(
+                leaves, communicator, where, restore_policy, timeout, partial=partial, refused=refused
+            )
         waiting = _Waiting(where, identity, restore_policy, timeout, set(left))
         self.__dict__["_waiting"] = waiting
         for name, value in list(self._objects.items()):
@@ -277,11 +279,17 @@ class Checkpoint:
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
-    def _collect(self) -> tuple[list[Leaf], Communicator]:
-        """Return everything it holds, by key, and the group that saves it."""
-        leaves = [leaf for name, value in self._objects.items() for leaf in self._walk(name, value)]
+    def _collect(self) -> tuple[list[Leaf], Communicator, Exception | None]:
+        """Return everything it holds, by key; the group that saves it; and what cannot be saved, for the group to be told."""
+        leaves: list[Leaf] = []
+        refused: Exception | None = None
+        for name, value in self._objects.items():
+            try:
+                leaves += list(self._walk(name, value))
+            except Exception as error:
+                refused = refused or error
         leaves.sort(key=lambda leaf: leaf.key)
-        return leaves, communicator_of_leaves(leaves, _default)
+        return leaves, communicator_of_leaves(leaves, _default), refused
 
     def _walk(self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None) -> Iterator[Leaf]:
         """Yield the leaves of an object under a key."""

@@ -163,8 +163,15 @@ class Folder:
             )
 
     def names(self) -> list[str]:
-        """Return the names in the folder."""
-        return sorted(os.listdir(self._descriptor))
+        """Return the names in the folder.
+
+        Raises:
+            CheckpointError: The system refused.
+        """
+        try:
+            return sorted(os.listdir(self._descriptor))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be listed: {error.strerror}") from error
 
     def has(self, name: str) -> bool:
         """Return whether there is something of this name."""

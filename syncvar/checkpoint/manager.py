@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.files import Folder, make_folder
 from syncvar.checkpoint.lock import Lock
-from syncvar.checkpoint.naming import MANIFEST, checked_path, step_name, step_of
+from syncvar.checkpoint.naming import LOCK, MANIFEST, checked_path, step_name, step_of
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
 from syncvar.checkpoint.reading import read_manifest
 from syncvar.checkpoint.retention import Kept, best_of, superfluous
@@ -24,6 +25,7 @@ from syncvar.runtime.context import current, shutdown
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.pending import PendingSave
+    from syncvar.runtime.group import Communicator
 
 __all__ = ["CheckpointManager"]
 
@@ -87,6 +89,8 @@ class CheckpointManager:
         self._lock: Lock | None = None
         self._saved: tuple[int, float | None] | None = None  # the last step that was saved here
         self._notice = Notice(listens=on_preemption)
+        weakref.finalize(self, self._notice.close)
+        self._group: tuple[Any, Communicator] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -209,14 +213,14 @@ class CheckpointManager:
 
     def _hold(self) -> None:
         """Take the directory's lock, on rank 0; remove what unfinished saves and removals left."""
-        with make_folder(self._directory):
+        with make_folder(self._directory) as folder:
             if self._lock is None or not self._lock.is_held:
                 self._lock = Lock(self._directory, "saves checkpoints")
-        committed = {kept.step for kept in self._found()}
-        for name in os.listdir(self._directory):
-            step = step_of(name)
-            if step is not None and step not in committed:
-                self._remove(step)
+            committed = {kept.step for kept in self._found()}
+            for name in folder.names():
+                step = step_of(name)
+                if step is not None and step not in committed:
+                    self._remove(step)
 
     def _remove_superfluous(self) -> None:
         rated = self._rated() if self._best is not None else self._found()
@@ -232,6 +236,8 @@ class CheckpointManager:
                     folder.remove(MANIFEST)
                     folder.sync()
                 folder.sweep(None)
+                if folder.has(LOCK):  # of a process that was killed, else this is refused
+                    Lock(path, "saves a checkpoint").release()
             with contextlib.suppress(OSError):
                 os.rmdir(path)
         except CheckpointError as error:
@@ -262,6 +268,13 @@ class CheckpointManager:
         found: str | None = path
         return found
 
+    def _communicator(self) -> Communicator:
+        """Return the group of the checkpoint, which is looked for again only where something has changed."""
+        state = current(), len(self._checkpoint._objects)  # noqa: SLF001
+        if self._group is None or self._group[0] != state:
+            self._group = state, self._checkpoint._collect()[1]  # noqa: SLF001
+        return self._group[1]
+
     # -- stopping -------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
@@ -283,7 +296,7 @@ class CheckpointManager:
 
         Cost: one all-reduce of a byte at every `check_every`-th call.
         """
-        communicator = self._checkpoint._collect()[1]  # noqa: SLF001
+        communicator = self._communicator()
         self._asked += 1
         if not self._must_stop and self._asked % self._check_every == 0:
             mine = np.array(self._notice.is_given, np.uint8)

@@ -37,6 +37,7 @@ def restore_leaves(
     partial: bool,
     identity: str | None = None,
     prefix: str = "",
+    refused: Exception | None = None,
 ) -> tuple[str, frozenset[str]]:
     """Restore objects from a checkpoint. Collective, unless there is no group.
 
@@ -49,6 +50,7 @@ def restore_leaves(
         partial: Objects without an entry stay as they are; else that is an error.
         identity: The checkpoint must be this one; None for any.
         prefix: What the keys in the checkpoint have before those of the leaves.
+        refused: Why an object cannot be restored, for the others to be told; or None.
 
     Returns:
         (the checkpoint's identity, its keys that no leaf has taken).
@@ -63,6 +65,8 @@ def restore_leaves(
 
     def stage() -> list[Any]:
         nonlocal staged, mine, found
+        if refused is not None:
+            raise refused
         if policy not in POLICIES:
             raise ConfigError(f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}")
         if not isinstance(partial, bool):

@@ -10,6 +10,7 @@ Every rank makes the same number of calls, whatever happens to its files.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import secrets
@@ -29,12 +30,14 @@ from syncvar.checkpoint.lock import Lock
 from syncvar.checkpoint.manifest import DIGEST_BYTES, Manifest, digest_of
 from syncvar.checkpoint.naming import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.reading import bytes_of, read_manifest
-from syncvar.checkpoint.tensors import header_bytes
+from syncvar.checkpoint.tensors import header_bytes, itemsize_of
 from syncvar.collectives.objects import gather_objects
 from syncvar.errors import CheckpointError, ConfigError, MismatchError, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
     from syncvar.checkpoint.objects import Leaf
     from syncvar.runtime.group import Communicator
@@ -50,6 +53,7 @@ class Saving:
 
     Args:
         leaves: What is saved, on this rank.
+        refused: Why something that should be saved cannot be, for the others to be told; or None.
         communicator: Of the ranks that save.
         path: The folder.
         step: Of the program, or None.
@@ -66,6 +70,7 @@ class Saving:
     def __init__(
         self,
         leaves: list[Leaf],
+        refused: Exception | None,
         communicator: Communicator,
         path: str,
         step: int | None,
@@ -81,26 +86,30 @@ class Saving:
         self._lock: Lock | None = None
         self._identity = ""
         self._is_written = False
+        self._arrays: dict[str, NDArray[Any]] = {}
         try:
-            self._layout = self._agree(leaves, guard)
+            self._layout = self._agree(leaves, refused, guard)
             by_key = {leaf.key: leaf for leaf in leaves}
-            self._arrays = {key: by_key[key].snapshot() for key in sorted(by_key)}
+            self._arrays.update({key: by_key[key].snapshot() for key in sorted(by_key)})
         except BaseException:
             self.let_go()
             raise
 
     def let_go(self) -> None:
-        """Give the lock back; nothing is committed from now on."""
+        """Give back the lock and the values; nothing is committed from now on."""
+        self._arrays.clear()
         if self._lock is not None:
             self._lock.release()
 
-    def _agree(self, leaves: list[Leaf], guard: Callable[[], None] | None) -> Layout:
+    def _agree(self, leaves: list[Leaf], refused: Exception | None, guard: Callable[[], None] | None) -> Layout:
         communicator = self._communicator
         mine: CheckpointError | None = None
 
         def bring() -> list[Any]:
             nonlocal mine
-            brought = {leaf.key: [*leaf.bring(communicator)] for leaf in leaves}
+            if refused is not None:
+                raise refused
+            brought = {leaf.key: leaf.bring(communicator) for leaf in leaves}
             if len(brought) != len(leaves):
                 twice = sorted({leaf.key for leaf in leaves if sum(leaf.key == other.key for other in leaves) > 1})
                 raise ConfigError(f"two objects of a checkpoint have the same key {twice[0]!r}: give one of them another name")
@@ -109,11 +118,12 @@ class Saving:
                 try:
                     if guard is not None:
                         guard()
-                    said = [self._prepare_folder(), None]
+                    said = [self._prepare_folder(_estimate(brought, communicator.size)), None]
                 except CheckpointError as error:
                     mine = error
                     said = ["", failure_of(error)]
-            return [self.path, self._step, None if self._metric is None else repr(self._metric), brought, said]
+            metric = None if self._metric is None else repr(self._metric)
+            return [self.path, self._step, metric, {key: [*one] for key, one in brought.items()}, said]
 
         everyone = gather_objects(communicator, "checkpoint save", bring, self._timeout)
         self._identity, failure = everyone[0][4]
@@ -122,7 +132,7 @@ class Saving:
         self._require_same([one[:3] for one in everyone])
         return lay_out([{key: Brought(*one) for key, one in rank[3].items()} for rank in everyone], communicator.members)
 
-    def _prepare_folder(self) -> str:
+    def _prepare_folder(self, nbytes: int) -> str:
         """Make the folder, lock it, remove what an unfinished save left there; return a new identity."""
         with make_folder(self.path) as folder:
             self._lock = Lock(self.path, "saves a checkpoint")
@@ -132,6 +142,7 @@ class Saving:
                 folder.sweep(None)
             except CheckpointError:
                 pass  # somebody may want to look at what is damaged; it is replaced by the commit
+            folder.require_room(nbytes)
         return secrets.token_hex(8)
 
     def _require_same(self, saves: list[Any]) -> None:
@@ -161,7 +172,6 @@ class Saving:
         with folder:
             if not folder.has(LOCK):
                 raise self._unseen()
-            folder.require_room(layout.nbytes)
             if not parts:
                 return [[], {}]
             return self._write_shard(folder, parts)
@@ -257,11 +267,8 @@ class Saving:
     def _discard(self) -> None:
         if self._is_written:
             self._is_written = False
-            try:
-                with Folder(self.path) as folder:
-                    folder.remove(shard_name(self._identity, self._rank, self._communicator.size))
-            except CheckpointError:
-                pass  # the folder is gone, and the shard with it
+            with contextlib.suppress(CheckpointError), Folder(self.path) as folder:  # else it is gone, and the shard with it
+                folder.remove(shard_name(self._identity, self._rank, self._communicator.size))
 
     def _write_manifest(self, written: list[Any]) -> None:
         shards = {rank: shard for rank, one in enumerate(written) if (shard := shard_of(one[0])) is not None}
@@ -269,7 +276,8 @@ class Saving:
         manifest = Manifest(self._identity, self._communicator.size, self._step, self._metric, shards, entries)
         with Folder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
-            folder.sweep(self._identity)  # the shards of the checkpoint before: the new one is on the medium
+            with contextlib.suppress(CheckpointError):
+                folder.sweep(self._identity)  # the shards of the checkpoint before: the new one is on the medium
 
     def _is_visible(self) -> bool:
         """Return whether the manifest is there although writing it failed: only syncing the folder did."""
@@ -279,10 +287,11 @@ class Saving:
         except CheckpointError:
             return False
 
-    @property
-    def nbytes(self) -> int:
-        """How much the whole checkpoint takes, without headers."""
-        return self._layout.nbytes
+
+def _estimate(brought: dict[str, Brought], count: int) -> int:
+    """Return about how many bytes all ranks will write, judged by what this one has."""
+    sizes = {key: math.prod(one.shape) * itemsize_of(one.dtype) for key, one in brought.items()}
+    return sum(size * (count if brought[key].own else 1) for key, size in sizes.items())
 
 
 def checked_metric(metric: Any) -> float | None:

@@ -164,6 +164,20 @@ def test_the_first_signal_ends_gracefully_and_the_second_at_once():
     assert one.outcome().interrupted == 2
 
 
+def test_after_a_signal_workers_that_saved_and_ask_to_be_run_again_are_believed():
+    for codes, expected in (((75, 75, 75), 75), ((75, 75, 1), 143), ((0, 0, 0), 143)):
+        one = supervisor()
+        one.signalled(15, 5.0)
+        for rank, code in enumerate(codes):
+            if code:
+                one.failed(rank, {"error": "SystemExit", "message": "", "traceback": "", "exit_code": code}, 6.0)
+            else:
+                one.goodbye(rank)
+            one.exited(rank, code, 6.0, joined=False)
+        assert one.is_over
+        assert one.outcome().exit_code == expected
+
+
 def test_after_a_signal_those_who_do_not_end_are_killed():
     one = supervisor()
     one.signalled(15, 5.0)
