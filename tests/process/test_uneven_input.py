@@ -2,7 +2,11 @@
 
 import pytest
 
-LINKS = [pytest.param({}, id="arena"), pytest.param({"SYNCVAR_TRANSPORT": "zmq"}, id="zmq")]
+LINKS = [
+    pytest.param({}, id="arena"),
+    pytest.param({"env": {"SYNCVAR_TRANSPORT": "zmq"}}, id="zmq"),
+    pytest.param({"options": ["--fake-hosts", "2"]}, id="two-hosts"),
+]
 
 UNEVEN = """
     import threading
@@ -38,9 +42,9 @@ UNEVEN = """
 """
 
 
-@pytest.mark.parametrize("env", LINKS)
-def test_uneven_data_over_processes(launch, env):
-    job = launch(UNEVEN, workers=3, env=env)
+@pytest.mark.parametrize("how", LINKS)
+def test_uneven_data_over_processes(launch, how):
+    job = launch(UNEVEN, workers=3, **how)
     assert job.wait() == 0, str(job)
     results = {event["rank"]: event for event in job.events("result")}
     assert set(results) == {0, 1, 2}, str(job)
