@@ -1,0 +1,60 @@
+"""Gradients by JAX, variables and all-reduce by syncvar.
+
+    pip install 'syncvar[jax]'
+    syncvar-launch --workers 4 -m syncvar.examples.jax_gradients
+
+JAX compiles the loss and its gradients once on each worker and computes on its CPU. The variables' values go in as NumPy
+arrays, and `apply_gradients` takes what comes out as it is: an array that anything with the array protocol can read.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import syncvar as sv
+from syncvar.examples.spirals import make_points, report, train
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def main() -> None:
+    """Run as one worker."""
+    try:
+        import jax
+    except ImportError:
+        sys.exit("this example computes gradients with JAX: pip install 'syncvar[jax]'")
+    from jax import numpy as jnp
+
+    sv.init()
+    jax.config.update("jax_platforms", "cpu")
+
+    def scores(weights: list[Any], inputs: Any) -> Any:
+        hidden = inputs
+        for matrix, bias in zip(weights[:-2:2], weights[1:-2:2], strict=True):
+            hidden = jnp.tanh(hidden @ matrix + bias)
+        return hidden @ weights[-2] + weights[-1]
+
+    def mean_loss(weights: list[Any], inputs: Any, labels: Any) -> Any:
+        likely = jax.nn.log_softmax(scores(weights, inputs))
+        return -jnp.take_along_axis(likely, labels[:, None], axis=1).mean()
+
+    compiled = jax.jit(jax.value_and_grad(mean_loss))
+
+    def gradients(
+        weights: list[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any]
+    ) -> tuple[float, list[Any]]:
+        loss, found = compiled(weights, inputs, labels.astype(np.int32))
+        return float(loss), found
+
+    def accuracy(weights: list[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any]) -> float:
+        return float((np.asarray(scores(weights, inputs)).argmax(axis=1) == labels).mean())
+
+    report(train(make_points(), gradients, accuracy), f"jax {jax.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Local SGD: every worker steps on its own weights, and only every k-th step they are averaged.
+
+    syncvar-launch --workers 4 -m syncvar.examples.local_sgd
+
+The weights are NONE variables: each worker's own, stepped without a message. Every PERIOD steps one all-reduce replaces them by
+their mean, so that the workers send 1/PERIOD of what they would send by averaging gradients, and wait as seldom. The momentum is
+each worker's own too and is not averaged. Source: McDonald, Hall, Mann 2010; Stich 2019, "Local SGD converges fast and
+communicates little"; McMahan et al. 2017 (federated averaging).
+
+The task is linear regression. Each worker has other rows of the data, and sees no others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import syncvar as sv
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ROWS, FEATURES = 4096, 16  # of the whole data
+BATCH = 32  # rows of a worker's step
+STEPS, PERIOD = 400, 8
+LEARNING_RATE, MOMENTUM = 0.02, 0.9
+NOISE = 0.1  # deviation of the targets
+
+
+class Data(NamedTuple):
+    """Rows of features, their targets, and the weights that they were made with."""
+
+    inputs: NDArray[Any]
+    targets: NDArray[Any]
+    truth: NDArray[Any]
+
+
+class Outcome(NamedTuple):
+    """What a run came to; `apart` is the largest difference of a worker's weights from their mean, before the last one."""
+
+    loss: float
+    distance: float
+    apart: float
+    averagings: int
+
+
+def make_data(seed: int = 0) -> Data:
+    """Return the data of all workers, the same everywhere."""
+    draw = np.random.default_rng(seed)
+    inputs = draw.normal(size=(ROWS, FEATURES)).astype(np.float32)
+    truth = draw.normal(size=FEATURES).astype(np.float32)
+    targets = inputs @ truth + NOISE * draw.normal(size=ROWS).astype(np.float32)
+    return Data(inputs, targets.astype(np.float32), truth)
+
+
+def gradient_of(weights: NDArray[Any], inputs: NDArray[Any], targets: NDArray[Any]) -> NDArray[Any]:
+    """Return the gradient of half the mean squared error."""
+    gradient: NDArray[Any] = inputs.T @ (inputs @ weights - targets) / np.float32(len(targets))
+    return gradient
+
+
+def average(variables: list[sv.Variable]) -> None:
+    """Replace NONE variables by their mean over all workers, by one all-reduce. Collective."""
+    means = sv.all_reduce([variable.local_value() for variable in variables], "mean")
+    for variable, mean in zip(variables, means, strict=True):
+        variable.assign(mean)
+
+
+def train(data: Data, steps: int = STEPS, period: int = PERIOD) -> Outcome:
+    """Train on this worker's rows; the outcome is the same on every worker."""
+    rank, workers = sv.rank(), sv.world_size()
+    mine = np.array_split(np.arange(len(data.targets)), workers)[rank]
+    weights = sv.Variable(
+        np.zeros(data.inputs.shape[1], np.float32),
+        name="weights",
+        synchronization=sv.VariableSynchronization.NONE,
+    )
+    optimizer = sv.optimizers.Momentum(LEARNING_RATE, MOMENTUM)
+    draw = np.random.default_rng(1 + rank)  # each worker draws its own batches
+    averagings, apart = 0, 0.0
+    for step in range(1, steps + 1):
+        rows = draw.choice(mine, BATCH)
+        gradient = gradient_of(weights.local_value(), data.inputs[rows], data.targets[rows])
+        optimizer.apply_gradients([(gradient, weights)])
+        if step % period == 0 or step == steps:
+            before = weights.local_value()
+            average([weights])
+            averagings += 1
+            apart = float(np.abs(before - weights.local_value()).max())
+    value = weights.local_value()
+    error = data.inputs @ value - data.targets
+    apart = float(sv.all_reduce(apart, "max"))
+    return Outcome(
+        float(error @ error) / len(error), float(np.abs(value - data.truth).max()), apart, averagings
+    )
+
+
+def main() -> None:
+    """Run as one worker."""
+    outcome = train(make_data())
+    if sv.rank() == 0:
+        print(
+            f"mean squared error {outcome.loss:.4f} (of the noise {NOISE**2:.4f}), weights off by at most "
+            f"{outcome.distance:.3f}, workers apart by {outcome.apart:.4f} before the last averaging\n"
+            f"workers={sv.world_size()} steps={STEPS} averagings={outcome.averagings}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

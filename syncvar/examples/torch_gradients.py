@@ -1,0 +1,62 @@
+"""Gradients by PyTorch, variables and all-reduce by syncvar.
+
+    pip install 'syncvar[torch]'
+    syncvar-launch --workers 4 -m syncvar.examples.torch_gradients
+
+PyTorch computes on each worker, in its own memory, and knows nothing of the others. The weights are variables: before each
+step they are copied into the parameters, after it `apply_gradients` takes the parameters' gradients, without a copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import syncvar as sv
+from syncvar.examples.spirals import make_points, report, train
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def main() -> None:
+    """Run as one worker."""
+    try:
+        import torch
+    except ImportError:
+        sys.exit("this example computes gradients with PyTorch: pip install 'syncvar[torch]'")
+    from torch.nn import functional
+
+    sv.init()  # first, for it says how many threads each worker may use
+    parameters: list[Any] = []
+
+    def take(weights: list[NDArray[Any]]) -> None:
+        """Copy the variables' values into the parameters."""
+        if not parameters:
+            parameters.extend(torch.empty(value.shape, requires_grad=True) for value in weights)
+        for parameter, value in zip(parameters, weights, strict=True):
+            parameter.detach().numpy()[...] = value
+
+    def scores(inputs: NDArray[Any]) -> Any:
+        hidden = torch.from_numpy(inputs)
+        for matrix, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
+            hidden = torch.tanh(hidden @ matrix + bias)
+        return hidden @ parameters[-2] + parameters[-1]
+
+    def gradients(
+        weights: list[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any]
+    ) -> tuple[float, list[Any]]:
+        take(weights)
+        loss = functional.cross_entropy(scores(inputs), torch.from_numpy(labels))
+        return loss.item(), [found.numpy() for found in torch.autograd.grad(loss, parameters)]
+
+    def accuracy(weights: list[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any]) -> float:
+        take(weights)
+        with torch.no_grad():
+            return float((scores(inputs).argmax(dim=1).numpy() == labels).mean())
+
+    report(train(make_points(), gradients, accuracy), f"torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
