@@ -71,10 +71,7 @@ def _of_arrays(empty: Callable[..., np.ndarray[Any, Any]], values: Values, *, in
         )
     out = empty(values.result_count, kind)
     out.fill(0)
-    if values.collective == "all_to_all":
-        parts = np.split(out, values.world)  # views
-        return array_case(x, lambda: sv.all_to_all(x, out=parts), out)
-    call = {"all_reduce": sv.all_reduce, "all_gather": sv.all_gather, "reduce_scatter": sv.reduce_scatter}[values.collective]
+    call: Any = getattr(sv, values.collective)
     return array_case(x, lambda: call(x, out=out), out)
 
 
