@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     Rate = float | Callable[[int], float]
 
-__all__ = ["Options", "Rate", "checked_choice", "checked_count", "checked_number", "checked_rate"]
+__all__ = ["Options", "Rate", "checked_choice", "checked_count", "checked_name", "checked_number", "checked_rate"]
 
 
 class Options(TypedDict, total=False):
@@ -85,3 +86,16 @@ def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
         return given
     hint = nearest(given, choices) if isinstance(given, str) else ""
     raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {given!r:.80}{hint}")
+
+
+def checked_name(given: Any, default: str) -> str:
+    """Return the name of an optimizer, which is a part of its slots' names.
+
+    Raises:
+        ConfigError: It breaks the rule for names of variables, or leaves no room for theirs.
+    """
+    if given is None:
+        return default
+    if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_./-]{1,64}", given):
+        return given
+    raise ConfigError(f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {given!r:.80}")

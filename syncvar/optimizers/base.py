@@ -8,7 +8,14 @@ import numpy as np
 
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
-from syncvar.optimizers.arguments import Options, checked_choice, checked_count, checked_number, checked_rate
+from syncvar.optimizers.arguments import (
+    Options,
+    checked_choice,
+    checked_count,
+    checked_name,
+    checked_number,
+    checked_rate,
+)
 from syncvar.optimizers.call import Call, combining_request, described, whose
 from syncvar.optimizers.clipping import Clipping
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
@@ -65,7 +72,6 @@ class Optimizer(Rule):
         self._accumulate = checked_count("accumulate", options.get("accumulate", 1))
         self._nonfinite = checked_choice("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
         self._clipping = Clipping(norm_max, value_max, skips=self._nonfinite == "skip")
-        name = options.get("name")
         self._settings = {
             **numbers,
             "weight_decay": self._decay,
@@ -75,7 +81,7 @@ class Optimizer(Rule):
             "nonfinite": self._nonfinite,
         }
         self._slots = Slots(
-            type(self).__name__ if name is None else name,
+            checked_name(options.get("name"), type(self).__name__),
             self._initials(),
             counts=self._counts_steps,
             accumulates=self._accumulate > 1,

@@ -558,6 +558,15 @@ def test_gradients_are_not_changed():
         assert (gradient == 3.0).all()
 
 
+def test_long_names_leave_room_for_the_slots():
+    v = sv.Variable([1.0], name="n" * 128)
+    optimizer = OPT.Adam(name="o" * 64)
+    optimizer.apply_gradients([([1.0], v)])
+    assert [len(slot.name) for slot in optimizer.variables] == [64 + len("/iterations"), 128, 128, 128]
+    assert list(optimizer.tracked())[1] == f"{v.name}/m"
+    assert repr(OPT.SGD(0.5)) == "<sv.optimizers.SGD learning_rate=0.5 iterations=0>"
+
+
 def test_a_shared_and_a_none_variable_may_have_one_name():
     shared = sv.Variable([1.0])
     apart = sv.Variable([1.0], synchronization="NONE", name=shared.name)
@@ -592,7 +601,7 @@ def test_the_arena_keeps_gradients_and_steps_without_growing():
         (lambda: OPT.RMSProp(rho=2), "rho"), (lambda: OPT.RMSProp(centered=None), "centered"), (lambda: OPT.Adagrad(initial_accumulator_value=-1), "initial"),
         (lambda: OPT.SGD(weight_decay=-1), "weight_decay"), (lambda: OPT.SGD(clip_norm=0), "clip_norm"), (lambda: OPT.SGD(clip_value="x"), "clip_value"),
         (lambda: OPT.SGD(accumulate=0), "accumulate"), (lambda: OPT.SGD(accumulate=1.5), "accumulate"), (lambda: OPT.SGD(nonfinite="skipp"), "did you mean skip"),
-        (lambda: setattr(OPT.SGD(), "learning_rate", None), "learning_rate"),
+        (lambda: setattr(OPT.SGD(), "learning_rate", None), "learning_rate"), (lambda: OPT.SGD(name="a b"), "name of an optimizer"),
     ],
 )  # fmt: skip
 def test_wrong_numbers(make, words):
@@ -620,7 +629,8 @@ def test_a_schedule_that_gives_no_number_is_told():
 # -- equal bits ---------------------------------------------------------------------------------------------------------
 
 
-def test_1_2_and_4_workers_end_with_the_same_bits():
+@pytest.mark.parametrize("way", ["links", "arena"])
+def test_1_2_and_4_workers_end_with_the_same_bits(way):
     shards = np.random.default_rng(3).normal(size=(3, 4, 2, 2)) * np.array([1e-3, 1.0, 1e3, 7.0]).reshape(4, 1, 1)
     shards = shards.astype(np.float32)
 
@@ -639,7 +649,7 @@ def test_1_2_and_4_workers_end_with_the_same_bits():
             strategy.run(step, args=(parts,))
         return v.numpy().tobytes()
 
-    made = [value for size in (1, 2, 4) for value in everywhere(size, lambda: tuple(run(name) for name in MAKERS))]
+    made = [value for size in (1, 2, 4) for value in everywhere(size, lambda: tuple(map(run, MAKERS)), shared=way == "arena")]
     assert len(made) == 7
     assert len(set(made)) == 1
 
