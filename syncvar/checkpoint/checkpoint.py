@@ -156,7 +156,8 @@ class Checkpoint:
         Cost: three exchanges of descriptions (some 100 bytes for each object and rank), one transfer for each ON_READ variable
             that is combined. Each rank writes 1/N of the values, and its own copies; nothing is copied in memory.
         """
-        return self._save(checked_path(path), None, None, timeout, async_op=async_op)
+        where, refused = _path_or_error(path)
+        return self._save(where, None, None, timeout, async_op=async_op, refused=refused)
 
     def _save(
         self,
@@ -168,8 +169,10 @@ class Checkpoint:
         async_op: bool,
         guard: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
+        refused: Exception | None = None,
     ) -> str | PendingSave:
-        leaves, communicator, refused = self._collect()
+        leaves, communicator, missing = self._collect()
+        refused = refused or missing
         with outside():
             self._finish_pending()
             waiting = self._waiting
@@ -226,12 +229,12 @@ class Checkpoint:
 
         Cost: every rank reads all values, and of the copies its own; two exchanges of some bytes.
         """
-        where = checked_path(path)
-        leaves, communicator, refused = self._collect()
+        where, refused = _path_or_error(path)
+        leaves, communicator, missing = self._collect()
         with outside():
             self._finish_pending()
             identity, left = restore_leaves(
-                leaves, communicator, where, restore_policy, timeout, partial=partial, refused=refused
+                leaves, communicator, where, restore_policy, timeout, partial=partial, refused=refused or missing
             )
         waiting = _Waiting(where, identity, restore_policy, timeout, set(left))
         self.__dict__["_waiting"] = waiting
@@ -314,6 +317,14 @@ class Checkpoint:
             self._objects[name] = state
 
         return replace
+
+
+def _path_or_error(path: Any) -> tuple[str, Exception | None]:
+    """Return a path, or why it is none, for the other ranks to be told."""
+    try:
+        return checked_path(path), None
+    except ConfigError as error:
+        return "", error
 
 
 def _refuse(_state: Any) -> None:

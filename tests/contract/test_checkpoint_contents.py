@@ -444,12 +444,15 @@ def test_ranks_that_do_not_save_the_same(tmp_path):
             bad.x.append(object)  # found out when it is saved
         found += raised(bad.save, tmp_path / "c")
         found += raised(bad.restore, tmp_path / "c")
+        found += raised(sv.Checkpoint(v=v).save, b"bytes" if rank else tmp_path / "c")
+        found += raised(sv.Checkpoint(v=v).restore, None if rank else tmp_path / "c")
+        found += raised(sv.Checkpoint(v=v).save, tmp_path / "c", timeout=-1 if rank else None)
         assert float(sv.all_reduce(1.0)) == 2.0
         return [type(error).__name__ for error in found]
 
     first, second = world(2, fn)
     assert first[:2] == second[:2] == ["MismatchError", "MismatchError"]
-    assert (first[2:], second[2:]) == (["MismatchError"] * 2, ["ConfigError"] * 2)
+    assert (first[2:], second[2:]) == (["MismatchError"] * 5, ["ConfigError"] * 5)
     assert not (tmp_path / "c" / "manifest.json").exists()
     assert not (tmp_path / "c" / "lock.json").exists()
 

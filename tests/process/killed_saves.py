@@ -103,7 +103,7 @@ def main(folder):
     old = folder / "old"
     assert forked(save, str(old), 1.0)[0] == 0
     for file, rank in FILES:
-        for step in STEPS:
+        for step in (*STEPS, "remove") if file == "manifest" else STEPS:  # the shards of the checkpoint before
             for when in ("before", "after"):
                 path = folder / "case"
                 shutil.copytree(old, path)

@@ -15,11 +15,12 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 36
+    assert len(lines) == 38
     for line in lines:
         assert line["status"] == signal.SIGKILL, line
         is_new = line["file"] == "manifest" and (line["step"], line["when"]) in {
-            ("rename", "after"), ("sync_folder", "before"), ("sync_folder", "after"),
+            ("rename", "after"), ("sync_folder", "before"), ("sync_folder", "after"), ("remove", "before"),
+            ("remove", "after"),
         }  # fmt: skip
         value = 2.0 if is_new else 1.0
         assert line["found"] == [[[value], value], [[value], value + 1], [[value], -1.0]], line
