@@ -539,6 +539,31 @@ def test_state_put_into_another_optimizer_goes_on_where_the_first_one_stopped():
     assert everywhere(2, fn) == [(True, 4, 4)] * 2
 
 
+@pytest.mark.parametrize("way", ["links", "arena"])
+def test_a_checkpoint_restored_before_the_slots_exist_goes_on_with_the_same_bits(way, tmp_path):
+    def run(restore):
+        w, half = sv.Variable(START, name="w"), sv.Variable(np.ones((2, 2), np.float16), name="half")
+        optimizer = OPT.Adam(0.1, accumulate=2)
+        checkpoint = sv.Checkpoint(w=w, half=half, optimizer=optimizer)
+
+        def steps(numbers):
+            for number in numbers:
+                optimizer.apply_gradients([(own(number, sv.rank()), w), (own(number, sv.rank()).astype(np.float16), half)])
+
+        if restore:
+            checkpoint.restore(tmp_path / "saved")
+        else:
+            steps(range(5))  # in the middle of the third step
+            checkpoint.save(tmp_path / "saved")
+        steps(range(5, 9))
+        return w.numpy().tobytes(), half.numpy().tobytes(), optimizer.iterations
+
+    through = everywhere(2, lambda: run(restore=False), shared=way == "arena")
+    resumed = everywhere(2, lambda: run(restore=True), shared=way == "arena")
+    assert through == resumed
+    assert through[0][2] == 4
+
+
 def test_what_has_been_read_does_not_change():
     v = sv.Variable(START)
     kept = v.numpy()
