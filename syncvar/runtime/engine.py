@@ -684,7 +684,7 @@ class Engine:
             if not thread.name.startswith("syncvar-") and not type(thread).__module__.startswith("zmq.")
         )
         waiting = len({other.thread for other in self._active.values() if other.thread})
-        if isinstance(operation, _LOOKED_AT) and operation.needs_looks:
+        if isinstance(operation, _LOOKED_AT) and operation.is_unheard:
             self._knock(operation)
         self._tell(
             "report",

@@ -143,6 +143,11 @@ class HierarchicalOperation(LinkOperation):
         """Whether nothing tells of what this call waits for, so that somebody has to look."""
         return self.state < State.DRAINING and (not self._is_first or self.may_look)
 
+    @property
+    def is_unheard(self) -> bool:
+        """Whether nothing tells others that this call waits: it does so on the host, where no frames go."""
+        return not self._is_first or self._need is not None
+
     def look(self) -> bool:
         """Look for a short while whether the ranks of this host have come as far as this call needs."""
         channel = self.channel

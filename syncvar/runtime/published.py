@@ -92,6 +92,7 @@ class SharedOperation(Operation):
 
     is_shared = True
     needs_looks = True  # nothing tells of what it waits for
+    is_unheard = True  # nothing tells others that it waits
 
     def __init__(
         self,

@@ -59,14 +59,15 @@ class _Launch:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(path)
         self.listener.listen(replicas)
+        hosts = ["--fake-hosts", "2"] if transport == "hosts" else []
         line = [
-            sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--no-timestamps",
+            sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--no-timestamps", *hosts,
             str(_REPLICA), path, folder,
         ]  # fmt: skip
         environment = os.environ | {
             "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(0.75 * case_s),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "SYNCVAR_TRANSPORT": transport,
+            "SYNCVAR_TRANSPORT": "auto" if transport == "hosts" else transport,
         }
         self.process = subprocess.Popen(
             line,
@@ -157,7 +158,7 @@ def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="au
         case_s: Seconds allowed for one case.
         launches: A list that gets one entry for each launch: the id of the first case.
         sabotage: To test the conductor: id of a case -> (rank, "hang" or "exit").
-        transport: "auto": what this host offers, an arena; "zmq": links.
+        transport: "auto": what this host offers, an arena; "zmq": links; "hosts": two hosts, each with an arena.
     """
     outcomes = {}
     left = list(cases)

@@ -23,6 +23,15 @@ _STRATEGIES = {
     "multi_worker_mirrored": "MultiWorkerMirroredStrategy",
     "central_storage": "CentralStorageStrategy",
 }
+
+
+def _strategy(name):
+    """Return the class for a case; over several hosts the one that spans them all stands for that of one host."""
+    if name == "mirrored" and sv.host_count() > 1:
+        name = "multi_worker_mirrored"
+    return getattr(sv, _STRATEGIES[name])
+
+
 _ABSENT = object()
 
 
@@ -86,7 +95,7 @@ class _Run(DataOperations):
             self.strategy = sv.get_strategy()
             make, scope = None, contextlib.nullcontext
         else:
-            make = getattr(sv, _STRATEGIES[case["strategy"]])
+            make = _strategy(case["strategy"])
             self.strategy = make(**options)
             scope = self.strategy.scope
         self.other = self.other_variable = None
@@ -94,7 +103,7 @@ class _Run(DataOperations):
             step["op"] in ("enter_other_scope", "run_other", "reduce_other", "use_other_variable")
             for step in grammar.operations(case)
         ):
-            self.other = sv.MirroredStrategy()
+            self.other = _strategy("mirrored")()
             if any(step["op"] == "use_other_variable" for step in grammar.operations(case)):
                 with self.other.scope():
                     self.other_variable = sv.Variable(0.0, name=f"{self.prefix}.other")

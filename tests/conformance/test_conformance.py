@@ -12,6 +12,7 @@ _CASES = collection.load()
 _NOW = [case for case in _CASES if not collection.waits(case)]
 _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
 _LINKS = [(replicas, category, "zmq") for replicas, category in _GRID if replicas in (2, 3)]
+_HOSTS = [(replicas, category, "hosts") for replicas, category in _GRID if replicas in (2, 3, 4)]
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +45,7 @@ def test_a_case_waits_exactly_while_its_feature_is_missing():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "category", "transport"), [*((*one, "auto") for one in _GRID), *_LINKS], ids=lambda value: str(value)
+    ("replicas", "category", "transport"), [*((*one, "auto") for one in _GRID), *_LINKS, *_HOSTS], ids=lambda value: str(value)
 )
 def test_cases_over_processes(launches, replicas, category, transport):
     found = [one for one in launches.outcomes(replicas, transport).values() if one.case["category"] == category]
