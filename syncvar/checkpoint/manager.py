@@ -284,7 +284,7 @@ class CheckpointManager:
     def should_stop(self, timeout: float | None = None) -> bool:
         """Return whether a rank has been asked to stop: the same answer on all ranks, at the same call. Collective.
 
-        Call it once in every step, on every rank:
+        It also commits a save that was started with `async_op=True`, once all ranks have written theirs. Call it once in every step, on every rank:
 
             for step in range(first, last):
                 train()
@@ -294,16 +294,20 @@ class CheckpointManager:
         Args:
             timeout: Seconds; None means the job's default.
 
-        Cost: one all-reduce of a byte at every `check_every`-th call.
+        Cost: one all-reduce of two bytes at every `check_every`-th call.
         """
         communicator = self._communicator()
         self._asked += 1
         if not self._must_stop and self._asked % self._check_every == 0:
-            mine = np.array(self._notice.is_given, np.uint8)
-            together = communicator.perform(
+            pending = self._checkpoint._pending  # noqa: SLF001
+            is_writing = pending is not None and not pending.done()
+            mine = np.array([self._notice.is_given, is_writing], np.uint8)
+            must_stop, somebody_writes = communicator.perform(
                 "should_stop", lambda: reduce_request(communicator, mine, "max", name="should_stop"), timeout
-            )
-            self._must_stop = bool(together)
+            ).tolist()
+            self._must_stop = bool(must_stop)
+            if pending is not None and not somebody_writes:
+                self._checkpoint._finish_pending()  # noqa: SLF001
         return self._must_stop
 
     def stop(self, step: int | None = None, metric: Any = None, timeout: float | None = None) -> NoReturn:

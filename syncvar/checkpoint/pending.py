@@ -36,8 +36,8 @@ def write_now(saving: Saving) -> list[Any] | CheckpointError:
 class PendingSave:
     """A save that was started with `async_op=True`: the values are taken, and a thread writes them.
 
-    The thread sends nothing. The commit needs all ranks, so it is made where they all are: in `wait`, or at the beginning of the
-    next save or restore of the same checkpoint. A save that is never committed does not exist: at the end of the program its
+    The thread sends nothing. The commit needs all ranks, so it is made where they all are: in `wait`, in `should_stop` of a manager,
+    or at the beginning of the next save or restore of the same checkpoint. A save that is never committed does not exist: at the end of the program its
     files are removed, with a warning.
 
     Example:

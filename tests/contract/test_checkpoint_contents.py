@@ -644,6 +644,33 @@ def test_a_manager_saves_beside_the_program(tmp_path):
         assert [os.path.basename(path) for path in manager.checkpoints] == ["step-0000000001"]
 
 
+def test_asking_whether_to_stop_commits_what_all_have_written(tmp_path):
+    gate = threading.Event()
+
+    def fn():
+        v = sv.Variable(np.arange(9.0), name="v")
+        with sv.CheckpointManager(sv.Checkpoint(v=v), tmp_path) as manager:
+            pending = manager.save(3, async_op=True)
+            before = [manager.should_stop(), manager.latest]
+            sv.barrier()
+            gate.set()
+            pending._thread.join()
+            after = [manager.should_stop(), manager.latest == pending.path]
+            return before, after, pending.wait() == pending.path
+
+    from syncvar.checkpoint.files import Disk
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def sync(descriptor, original=Disk.sync):
+            if threading.current_thread().name == "syncvar-checkpoint-1":
+                assert gate.wait(20)
+            original(descriptor)
+
+        patch.setattr(Disk, "sync", staticmethod(sync))
+        assert world(2, fn) == [([False, None], [False, True], True)] * 2
+
+
 def test_a_manager_removes_only_what_is_its_own(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-x").mkdir()

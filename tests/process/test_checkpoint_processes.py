@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import await_true
 
 
 def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
@@ -114,18 +115,28 @@ PREEMPTED = """
 """
 
 
-@pytest.mark.parametrize("whom", ["the launcher", "rank 1"])
-def test_sigterm_is_a_notice_and_all_ranks_save_the_same_step_and_exit_75(launch, tmp_path, whom):
+def test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75(launch, tmp_path):
     job = launch(PREEMPTED, workers=3, arguments=[str(tmp_path / "c")])
     job.await_events("running", 3)
-    if whom == "the launcher":
-        job.send(signal.SIGTERM)
-    else:
-        job.kill_rank(1, signal.SIGTERM)
-    code = job.wait()
+    job.kill_rank(1, signal.SIGTERM)
+    assert job.wait() == 75, job
     stops = {event["rank"]: event["step"] for event in job.events("stops")}
     assert set(stops) == {0, 1, 2}, job
     assert len(set(stops.values())) == 1
-    (name,) = os.listdir(tmp_path / "c")
-    assert name == f"step-{stops[0]:010d}"
-    assert code == 75, job
+    assert os.listdir(tmp_path / "c") == [f"step-{stops[0]:010d}"], "and nothing else, the lock neither"
+
+
+def test_the_example_that_is_stopped_by_sigterm_to_the_launcher_and_run_again_ends_as_one_left_alone(launch, tmp_path):
+    target, last_line = ["-m", "syncvar.examples.resume"], "steps=60 weights_sha256="
+    whole = launch(target=target, arguments=[str(tmp_path / "whole"), "--steps", "60"])
+    folder = tmp_path / "stopped"
+    first = launch(target=target, arguments=[str(folder), "--steps", "60", "--pause", "0.05"])
+    await_true(lambda: any(folder.glob("step-*/manifest.json")), what="the checkpoint of step 50")
+    first.send(signal.SIGTERM)
+    assert first.wait() == 75, first
+    assert whole.wait() == 0, whole
+    second = launch(target=target, arguments=[str(folder), "--steps", "60"])
+    assert second.wait() == 0, second
+    assert "goes on after step 5" in second.out
+    (expected,) = [line for line in whole.lines(0) if line.startswith(last_line)]
+    assert expected in second.lines(0)
