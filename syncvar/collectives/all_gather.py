@@ -11,17 +11,18 @@ import numpy as np
 from syncvar.collectives._arguments import (
     Structure,
     as_array,
-    checked_output,
     describe,
     flatten,
     is_structure,
     unflatten,
 )
 from syncvar.collectives._headers import array_record, exchange, require_same
+from syncvar.collectives._moving import by_shortcut, detail_of, flat_of, landed, landing, moved, moves
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
+from syncvar.runtime.shared_moves import Movement
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -65,7 +66,8 @@ def all_gather(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
+    Cost: where the ranks share memory and bring one shape, one copy in and one copy out of each block, in windows. Else a
+        header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
     Order: nothing is combined; the bytes are equal on every rank.
 
     Example:
@@ -76,6 +78,19 @@ def all_gather(
         (1,)
     """
     communicator = communicator_of(group)
+    is_plain = type(x) is np.ndarray and type(axis) is int and algorithm is None and timeout is None and not async_op
+    if is_plain and -x.ndim <= axis < x.ndim:
+
+        def prepare() -> Any:
+            return (
+                gather_request(communicator, x, axis),
+                lambda x, out: _movement(communicator, x, axis % x.ndim, out) if axis in (0, -x.ndim) else None,
+                lambda x, out: gather_request(communicator, x, axis, out, is_moved=False).body,
+            )
+
+        result = by_shortcut(communicator, ("all_gather", axis, x.dtype, x.shape), x, out, prepare)
+        if result is not None:
+            return result
     return communicator.perform(
         "all_gather", lambda: gather_request(communicator, x, axis, out, algorithm=algorithm), timeout, async_op=async_op
     )
@@ -88,21 +103,34 @@ def gather_request(
     out: Any = None,
     name: str = "all_gather",
     algorithm: str | None = None,
+    is_moved: bool | None = None,
 ) -> Request:
-    """Check the arguments of an all-gather and return the request."""
+    """Check the arguments of an all-gather and return the request.
+
+    Args:
+        communicator: The group.
+        x: What this rank brings.
+        axis: Where to concatenate.
+        out: As the caller gave it.
+        name: What is compared, and told.
+        algorithm: Forced, or None.
+        is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
+    """
     structure, arrays, axes, kinds = along_axis(x, axis, out)
+    if is_moved is None:
+        is_moved = structure is None and moves(communicator, "all_gather", algorithm)
 
     def body() -> Generator[Stage, None, Any]:
+        if is_moved:
+            movement, made = _movement(communicator, arrays[0], axes[0], out)
+            if (yield from moved(movement)):
+                return landed(made if axes[0] == 0 else _turned(made, axes[0]), out)
         results = []
         for array, place in zip(arrays, axes, strict=True):
             results.append((yield from gathered(communicator, array, place, name, None, algorithm)))
         if structure is not None:
             return unflatten(structure, results)
-        if out is not None:
-            target = checked_output(out, results[0].shape, results[0].dtype)
-            target[...] = results[0]
-            return target
-        return results[0]
+        return landed(results[0], out)
 
     return Request(f"{name}({kinds}, axis {axis})", fingerprint(name, int(axis), structure, algorithm), body())
 
@@ -143,7 +171,28 @@ def gathered(
     counts = tuple(length * row for length in lengths)
     flat = yield from gather_flat(communicator, moved.reshape(-1), counts, root, algorithm)
     whole = flat.reshape((sum(lengths), *moved.shape[1:]))
-    return whole if axis == 0 else np.ascontiguousarray(np.moveaxis(whole, 0, axis))
+    return whole if axis == 0 else _turned(whole, axis)
+
+
+def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
+    return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
+
+
+def _movement(
+    communicator: Communicator, array: NDArray[Any], axis: int, out: Any
+) -> tuple[Movement, NDArray[Any]]:
+    """Return what is moved where all ranks bring an array of one shape, and the concatenation along axis 0."""
+    size, rank, count = communicator.size, communicator.member_rank, array.size
+    mine = array if axis == 0 else np.moveaxis(array, axis, 0)
+    shape = (size * mine.shape[0], *mine.shape[1:])
+    made = landing(out if axis == 0 else None, shape, array.dtype, array)
+    flat, block = made.reshape(-1), flat_of(mine)
+    incoming = [
+        (peer, 0, flat[peer * count : (peer + 1) * count])
+        for peer in ((rank + distance) % size for distance in range(1, size))
+    ]
+    local = [(flat[rank * count : (rank + 1) * count], block)]
+    return Movement(detail_of(array, axis), array.dtype, count, 1, [block], incoming, local), made
 
 
 def gather_flat(

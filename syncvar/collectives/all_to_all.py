@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._headers import BYTES, Record, exchange
+from syncvar.collectives._moving import by_shortcut, detail_of, landed, moved, moves, place_of
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.scatter import cut
-from syncvar.errors import MismatchError
+from syncvar.errors import ConfigError, MismatchError
+from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
+from syncvar.runtime.shared_moves import Movement
 from syncvar.wire import DTYPE_NAMES, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ __all__ = ["all_to_all"]
 def all_to_all(
     parts: Any,
     *,
+    out: Any = None,
     group: Group | None = None,
     async_op: bool = False,
     timeout: float | None = None,
@@ -41,13 +45,16 @@ def all_to_all(
     Args:
         parts: A list of one array for each rank, of one dtype (the same on every rank) and any shapes; or one array, which
             is cut along axis 0, first parts longer.
+        out: List of arrays of the results' shapes and dtype to write to, one for each rank, or one array to be cut along
+            axis 0. They may not overlap `parts`.
         group: Ranks that take part; None means the world.
         async_op: Return a `Work` at once. The parts are taken when the call is made.
         timeout: Seconds; None means the job's default.
         algorithm: Force one of `syncvar plan all_to_all`; the same on every rank.
 
     Returns:
-        A list of new arrays, one from each rank, in rank order, in the shapes in which they were given.
+        A list of arrays, one from each rank, in rank order, in the shapes in which they were given; those of `out`, if
+        it is given.
 
     Raises:
         ConfigError: A wrong argument; the other ranks raise MismatchError and the group stays usable.
@@ -55,7 +62,8 @@ def all_to_all(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: an exchange of the shapes, then n-1 rounds over links, one in shared memory.
+    Cost: where the ranks share memory and all parts have one shape, one copy in and one copy out, in windows. Else an
+        exchange of the shapes, then n-1 rounds over links, one in shared memory.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -63,28 +71,106 @@ def all_to_all(
         [array([0, 1, 2])]
     """
     communicator = communicator_of(group)
+    is_plain = type(parts) is np.ndarray and algorithm is None and timeout is None and not async_op
+    if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:
 
-    def check() -> Request:
-        mine = cut(parts, communicator.size, "all_to_all")
-        if async_op:
-            mine = [part.copy() for part in mine]
-        packed = pack_object([dtype_index(mine[0].dtype), [list(part.shape) for part in mine]])
+        def prepare() -> Any:
+            return (
+                _request(communicator, parts, None, None, keep=False),
+                lambda x, out: _movement(communicator, cut(x, communicator.size, "all_to_all"), out),
+                lambda x, out: _request(communicator, x, out, None, keep=False, is_moved=False).body,
+            )
 
-        def body() -> Generator[Stage, None, list[NDArray[Any]]]:
-            records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
-            lengths = tuple(record.nbytes for record in records)
-            flat = (yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), lengths)).tobytes()
-            ends = list(accumulate(lengths))
-            told = [unpack_object(flat[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-            if any(index != told[0][0] for index, _ in told):
-                table = {communicator.members[rank]: f"brings {DTYPE_NAMES[index]}" for rank, (index, _) in enumerate(told)}
-                raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
-            return (yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm))
+        result = by_shortcut(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, prepare)
+        if result is not None:
+            return result
+    return communicator.perform(
+        "all_to_all", lambda: _request(communicator, parts, out, algorithm, keep=async_op), timeout, async_op=async_op
+    )
 
-        what = f"all_to_all({mine[0].dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
-        return Request(what, fingerprint("all_to_all", algorithm), body())
 
-    return communicator.perform("all_to_all", check, timeout, async_op=async_op)
+def _request(
+    communicator: Communicator,
+    parts: Any,
+    out: Any,
+    algorithm: str | None,
+    *,
+    keep: bool,
+    is_moved: bool | None = None,
+) -> Request:
+    """Check the arguments and return the request; `keep` takes copies of the parts now."""
+    mine = cut(parts, communicator.size, "all_to_all")
+    if out is not None:
+        _checked_outs(out, communicator.size, mine)
+    if keep:
+        mine = [part.copy() for part in mine]
+    packed = pack_object([dtype_index(mine[0].dtype), [list(part.shape) for part in mine]])
+    if is_moved is None:
+        is_moved = moves(communicator, "all_to_all", algorithm)
+
+    def body() -> Generator[Stage, None, list[NDArray[Any]]]:
+        if is_moved:
+            movement, made = _movement(communicator, mine, out) or (Movement(0, mine[0].dtype), [])
+            if (yield from moved(movement)):
+                return made
+        records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
+        lengths = tuple(record.nbytes for record in records)
+        flat = (yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), lengths)).tobytes()
+        ends = list(accumulate(lengths))
+        told = [unpack_object(flat[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+        if any(index != told[0][0] for index, _ in told):
+            table = {communicator.members[rank]: f"brings {DTYPE_NAMES[index]}" for rank, (index, _) in enumerate(told)}
+            raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
+        made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
+        if out is None:
+            return made
+        outs = _checked_outs(out, communicator.size, mine)
+        return [landed(one, target) for one, target in zip(made, outs, strict=True)]
+
+    what = f"all_to_all({mine[0].dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
+    return Request(what, fingerprint("all_to_all", algorithm), body())
+
+
+def _checked_outs(out: Any, size: int, mine: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return one array to write to for each rank.
+
+    Raises:
+        ConfigError: There are not as many, or they overlap the parts.
+    """
+    if isinstance(out, np.ndarray) and out.ndim:
+        outs = [out[chunk.start : chunk.stop] for chunk in even_chunks(out.shape[0], size)]
+    elif isinstance(out, list | tuple) and len(out) == size and all(isinstance(one, np.ndarray) for one in out):
+        outs = list(out)
+    else:
+        raise ConfigError(f"out must be a list of {size} arrays, or one array to be cut along axis 0")
+    for one in outs:
+        if any(np.may_share_memory(one, part) for part in mine):
+            raise ConfigError("out overlaps the parts that are given: pass another array, or leave it out")
+    return outs
+
+
+def _movement(
+    communicator: Communicator, mine: list[NDArray[Any]], out: Any
+) -> tuple[Movement, list[NDArray[Any]]] | None:
+    """Return what is moved where all parts of all ranks have one shape, and the results; None where they have not."""
+    size, rank = communicator.size, communicator.member_rank
+    shape, dtype, count = mine[0].shape, mine[0].dtype, mine[0].size
+    if any(part.shape != shape for part in mine):
+        return None
+    if out is None:
+        made = list(np.empty((size, *shape), dtype))
+    else:
+        outs = _checked_outs(out, size, mine)
+        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in outs):
+            return None
+        made = outs
+    outgoing = [part.reshape(-1) for dest, part in enumerate(mine) if dest != rank]
+    incoming = [
+        (peer, place_of(peer, rank), made[peer].reshape(-1))
+        for peer in ((rank + distance) % size for distance in range(1, size))
+    ]
+    local = [(made[rank].reshape(-1), mine[rank].reshape(-1))]
+    return Movement(detail_of(mine[0], "part"), dtype, count, size - 1, outgoing, incoming, local), made
 
 
 def _exchanged(

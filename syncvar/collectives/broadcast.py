@@ -9,17 +9,18 @@ import numpy as np
 from syncvar.collectives._arguments import (
     Structure,
     as_array,
-    checked_output,
     checked_root,
     flatten,
     is_structure,
     unflatten,
 )
 from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_record, exchange, require_same
+from syncvar.collectives._moving import by_shortcut, detail_of, flat_of, landed, landing, moved, moves
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
+from syncvar.runtime.shared_moves import Movement
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ def broadcast(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then
-        ceil(log2 n) rounds of the whole value.
+    Cost: where the ranks share memory and all bring the shape and dtype, one copy in and one copy out, in windows. Else a
+        header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
+        rounds of the whole value.
     Order: nothing is combined; the bytes are equal on every rank.
 
     Example:
@@ -74,6 +76,19 @@ def broadcast(
         array([0, 1, 2])
     """
     communicator = communicator_of(group)
+    is_plain = type(x) is np.ndarray and type(root) is int and algorithm is None and timeout is None and not async_op
+    if is_plain:
+
+        def prepare() -> Any:
+            return (
+                broadcast_request(communicator, x, root),
+                lambda x, out: _movement(communicator, root, x, out),
+                lambda x, out: broadcast_request(communicator, x, root, out, is_moved=False).body,
+            )
+
+        result = by_shortcut(communicator, ("broadcast", root, x.dtype, x.shape), x, out, prepare)
+        if result is not None:
+            return result
     return communicator.perform(
         "broadcast", lambda: broadcast_request(communicator, x, root, out, algorithm=algorithm), timeout, async_op=async_op
     )
@@ -86,8 +101,19 @@ def broadcast_request(
     out: Any = None,
     name: str = "broadcast",
     algorithm: str | None = None,
+    is_moved: bool | None = None,
 ) -> Request:
-    """Check the arguments of a broadcast and return the request."""
+    """Check the arguments of a broadcast and return the request.
+
+    Args:
+        communicator: The group.
+        x: What this rank brings.
+        root: Whose value is taken.
+        out: As the caller gave it.
+        name: What is compared, and told.
+        algorithm: Forced, or None.
+        is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
+    """
     root = checked_root(root, communicator.size)
     is_root = communicator.member_rank == root
     if x is None and is_root:
@@ -105,7 +131,17 @@ def broadcast_request(
         record = Record() if x is None else array_record(arrays[0])
         skeleton = b""
 
+    if is_moved is None:
+        is_moved = moves(communicator, "broadcast", algorithm)
+
     def body() -> Generator[Stage, None, Any]:
+        if is_moved:
+            nothing: NDArray[Any] = np.empty(0, np.uint8)
+            movement, made = Movement(0, nothing.dtype), nothing
+            if record.kind == ARRAY:
+                movement, made = _movement(communicator, root, arrays[0], out)
+            if (yield from moved(movement)):
+                return landed(made, out)
         records = yield from exchange(communicator, record)
         brought = [one for one in records if one.kind != NOTHING]
         if any(one != records[root] for one in brought):
@@ -117,15 +153,22 @@ def broadcast_request(
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
         dtype = dtype_from_index(theirs.dtype)
         result = (yield from broadcast_flat(communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm))
-        if out is None:
-            return result
-        # Looked at when this rank's part is done: others may be waiting for what it passes on.
-        target = checked_output(out, theirs.shape, dtype)
-        target[...] = result
-        return target
+        return landed(result, out)  # looked at when this rank's part is done: others may be waiting for what it passes on
 
     shown = "None" if x is None else "structure" if is_structure(x) else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
     return Request(f"{name}(root {root}, {shown})", fingerprint(name, root, algorithm), body())
+
+
+def _movement(communicator: Communicator, root: int, array: NDArray[Any], out: Any) -> tuple[Movement, NDArray[Any]]:
+    """Return what is moved where all ranks bring an array of one shape and dtype, and where the result goes."""
+    detail, dtype, count = detail_of(array), array.dtype, array.size
+    if communicator.member_rank == root:
+        mine = flat_of(array)
+        made = array if array is out else landing(out, array.shape, dtype, array)
+        local = [] if made is array else [(made.reshape(-1), mine)]
+        return Movement(detail, dtype, count, 1, [mine], local=local), made
+    made = landing(out, array.shape, dtype)
+    return Movement(detail, dtype, count, 1, incoming=[(root, 0, made.reshape(-1))]), made
 
 
 def broadcast_flat(

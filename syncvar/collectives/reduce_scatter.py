@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
+from syncvar.collectives._moving import by_shortcut, flat_of, landed, landing, moved, moves, place_of
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request
+from syncvar.runtime.kernels import OPS, reduction
+from syncvar.runtime.shared_moves import Fold, Movement
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    from numpy.typing import NDArray
+
     from syncvar.collectives.groups import Group
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.kernels import Reduction
     from syncvar.runtime.operation import Stage
 
 __all__ = ["reduce_scatter"]
@@ -56,7 +63,7 @@ def reduce_scatter(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: n-1 rounds over links, one in shared memory; (n-1)/n of the array sent by each rank.
+    Cost: n-1 rounds over links, windows in shared memory; (n-1)/n of the array sent by each rank.
     Order: lower ranks are left operands; fixed by shape and number of ranks.
 
     Example:
@@ -65,28 +72,77 @@ def reduce_scatter(
         array([0., 1., 2.])
     """
     communicator = communicator_of(group)
+    is_plain = type(x) is np.ndarray and type(op) is str and algorithm is None and timeout is None and not async_op
+    if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0 and _is_moved(op, x):
 
-    def check() -> Request:
-        array = as_array(x)
-        if array.ndim == 0:
-            raise ConfigError("reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce")
-        rows = _rows(lengths, array.shape[0], communicator.size)
-        how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
-        rank = communicator.member_rank
-        shape = (rows[rank], *array.shape[1:])
-        into = None if out is None else checked_output(out, shape, how.result)
-        work = contribution(array, how, rank)
-        width = prod(array.shape[1:])
-        counts = tuple(row * width for row in rows)
-        start = list(accumulate(counts, initial=0))[rank]
+        def prepare() -> Any:
+            return (
+                _request(communicator, x, op, None, None, None, keep=False),
+                lambda x, out: _movement(communicator, x, reduction(op, x.dtype), out),
+                None,
+            )
+
+        result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, prepare)
+        if result is not None:
+            return result
+    return communicator.perform(
+        "reduce_scatter",
+        lambda: _request(communicator, x, op, lengths, out, algorithm, keep=async_op),
+        timeout,
+        async_op=async_op,
+    )
+
+
+def _request(
+    communicator: Communicator, x: Any, op: str, lengths: Any, out: Any, algorithm: str | None, *, keep: bool
+) -> Request:
+    """Check the arguments and return the request; `keep` takes a copy of `x` now."""
+    array = as_array(x)
+    if array.ndim == 0:
+        raise ConfigError("reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce")
+    rows = _rows(lengths, array.shape[0], communicator.size)
+    how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
+    rank = communicator.member_rank
+    shape = (rows[rank], *array.shape[1:])
+    into = None if out is None else checked_output(out, shape, how.result)
+    if len(set(rows)) == 1 and moves(communicator, "reduce_scatter", algorithm) and _is_moved(op, array):
+        movement, made = _movement(communicator, array.copy() if keep else array, how, into)
 
         def body() -> Generator[Stage, None, Any]:
-            yield from run_plan(communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm)
-            return outcome(how, work[start : start + counts[rank]], communicator.size, shape, into)
+            yield from moved(movement)
+            return landed(made, into)
 
         return Request(what, digest, body())
+    work = contribution(array, how, rank)
+    width = prod(array.shape[1:])
+    counts = tuple(row * width for row in rows)
+    start = list(accumulate(counts, initial=0))[rank]
 
-    return communicator.perform("reduce_scatter", check, timeout, async_op=async_op)
+    def general() -> Generator[Stage, None, Any]:
+        yield from run_plan(communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm)
+        return outcome(how, work[start : start + counts[rank]], communicator.size, shape, into)
+
+    return Request(what, digest, general())
+
+
+def _is_moved(op: str, array: NDArray[Any]) -> bool:
+    """Return whether a reduction is made of what lies side by side: ops that may be replaced or locate are not."""
+    how = reduction(op, array.dtype)
+    return how.name in OPS and not how.is_locating
+
+
+def _movement(
+    communicator: Communicator, array: NDArray[Any], how: Reduction, out: Any
+) -> tuple[Movement, NDArray[Any]]:
+    size, rank = communicator.size, communicator.member_rank
+    flat = flat_of(array)
+    count = flat.size // size
+    made = landing(out, (array.shape[0] // size, *array.shape[1:]), how.result, array)
+    blocks = [flat[start : start + count] for start in range(0, size * count, count)] if count else [flat] * size
+    outgoing = blocks[:rank] + blocks[rank + 1 :]
+    incoming = [(peer, place_of(peer, rank), flat) for peer in range(size) if peer != rank]
+    fold = Fold(how.ufunc, blocks[rank], made.reshape(-1), size if how.is_mean else 0)
+    return Movement(None, how.accumulate, count, size - 1, outgoing, incoming, fold=fold), made
 
 
 def _rows(lengths: Any, total: int, size: int) -> tuple[int, ...]:

@@ -273,10 +273,13 @@ class Communicator:
         """Prepare the short way of an all-reduce that has just gone the long way."""
         from syncvar.runtime.shortcut import reduce_shortcut
 
-        if len(self.shortcuts) >= _SHORTCUTS_MAX:
-            self.shortcuts.clear()
-        made = reduce_shortcut(self, how, shape, digest, what, apply)
+        return self.keep_shortcut(key, reduce_shortcut(self, how, shape, digest, what, apply))
+
+    def keep_shortcut(self, key: Any, made: Shortcut | None) -> Shortcut | None:
+        """Remember the short way of calls, if there is one."""
         if made is not None:
+            if len(self.shortcuts) >= _SHORTCUTS_MAX:
+                self.shortcuts.clear()
             self.shortcuts[key] = made
         return made
 

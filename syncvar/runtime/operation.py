@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.hierarchical import PreparedStages
     from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.published import Published
+    from syncvar.runtime.shared_moves import Movement
     from syncvar.transports import Frame
 
 __all__ = ["Into", "Operation", "Outlet", "Stage", "State"]
@@ -56,6 +57,7 @@ class Stage(NamedTuple):
         ufunc: Combines two operands; None for plans that only move data.
         into: Of an all-reduce in shared memory: where its result goes; `work` is then only read.
         fused: Of an all-reduce in shared memory: arrays that take the place of `work`.
+        movement: Of a call in shared memory that moves blocks side by side; it takes the place of the plan.
     """
 
     plan: Prepared | Published | PreparedStages
@@ -63,6 +65,7 @@ class Stage(NamedTuple):
     ufunc: Combiner | None = None
     into: Into | None = None
     fused: Fused | None = None
+    movement: Movement | None = None
 
 
 class Outlet(Protocol):

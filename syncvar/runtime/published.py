@@ -20,6 +20,7 @@ from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.operation import Into, Operation, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
+from syncvar.runtime.shared_moves import move_shared
 from syncvar.runtime.shared_reduce import reduce_shared
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.operation import Outlet, Stage
     from syncvar.runtime.recorder import Entry
 
-__all__ = ["BodyError", "Published", "SharedOperation", "prepare_published", "run_rounds", "staged"]
+__all__ = ["SIDE_BY_SIDE", "BodyError", "Published", "SharedOperation", "prepare_published", "run_rounds", "staged"]
 
 
 _START = 1  # nothing: words begin at 2
@@ -65,6 +66,10 @@ class Published(NamedTuple):
     rounds: tuple[Publication, ...]
     scratch_count: int
     algorithm: str = ""
+
+
+SIDE_BY_SIDE = Published(reduces=False, rounds=(), scratch_count=0, algorithm="side by side")
+"""Stands for the plan of a stage that has a movement."""
 
 
 def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
@@ -192,12 +197,28 @@ class SharedOperation(Operation):
 
 
 def staged(
-    channel: Channel, call: int, fingerprint: int, body: Generator[Stage, None, Any], entry: Entry = UNRECORDED
+    channel: Channel,
+    call: int,
+    fingerprint: int,
+    body: Generator[Stage, None, Any],
+    entry: Entry = UNRECORDED,
+    *,
+    is_begun: bool = False,
 ) -> Generator[int, None, Any]:
-    """Run a body of stages. The first stage publishes with phase 0 where it is small, or an all-reduce."""
-    yield from settled(channel)
+    """Run a body of stages. The first stage publishes with phase 0 where it is small, or an all-reduce.
+
+    Args:
+        channel: This rank's end of the group's channels.
+        call: The call's number.
+        fingerprint: What it is.
+        body: Its stages.
+        entry: In the flight recorder.
+        is_begun: Phase 0 is over: all ranks make this call.
+    """
+    if not is_begun:
+        yield from settled(channel)
     check = check_of(fingerprint, call)
-    is_first = True
+    is_first = not is_begun
     try:
         while True:
             try:
@@ -211,6 +232,13 @@ def staged(
                     raise
                 raise BodyError(error) from error
             opening = (call, check) if is_first else None
+            if stage.movement is not None:
+                if opening is None:
+                    raise InternalError("blocks are moved side by side in the first stage of a call only")
+                entry.stage("side by side", stage.movement.count * stage.movement.dtype.itemsize)
+                yield from move_shared(channel, opening, stage.movement)
+                is_first = False
+                continue
             plan = stage.plan
             if not isinstance(plan, Published):
                 raise InternalError("a plan for links was given to a call in shared memory")

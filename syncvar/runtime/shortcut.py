@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
+from syncvar.errors import SyncvarError
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import divided, finish
 from syncvar.runtime.phases import DISAGREE, agreed
-from syncvar.runtime.published import SharedOperation
+from syncvar.runtime.published import SharedOperation, staged
 from syncvar.runtime.recorder import Told
+from syncvar.runtime.shared_moves import move_shared
 from syncvar.runtime.shared_reduce import is_direct, reduce_shared
 
 if TYPE_CHECKING:
@@ -30,13 +32,17 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channels import Channel
     from syncvar.runtime.engine import Engine
-    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.group import Communicator, Request
     from syncvar.runtime.kernels import Reduction
+    from syncvar.runtime.operation import Stage
+    from syncvar.runtime.shared_moves import Movement
 
+    Front = Callable[[NDArray[Any], Any], tuple[Movement, Any] | None]
+    General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
     Shortcut = Callable[[NDArray[Any], Any], NDArray[Any] | None]
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["Shortcut", "reduce_shortcut"]
+__all__ = ["Front", "General", "Shortcut", "move_shortcut", "reduce_shortcut"]
 
 
 def reduce_shortcut(
@@ -279,6 +285,79 @@ def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             return made
 
     return call
+
+
+def move_shortcut(
+    communicator: Communicator, request: Request, nbytes: int, front: Front, general: General
+) -> Shortcut | None:
+    """Return the shortcut of a call that moves blocks side by side, or None where there is none.
+
+    Args:
+        communicator: The group.
+        request: Such a call, as the long way makes it.
+        nbytes: What this rank brings.
+        front: Of (x, out): what is moved, and the array that will be the result; None where the long way has to be taken.
+        general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
+    """
+    channel, engine = communicator.channel, communicator.engine
+    if channel is None or engine is None or not channel.is_open or channel.size == 1:
+        return None
+    told = Told(request.what, communicator.identity, communicator.members, request.digest, nbytes, "arena")
+    ground = _Ground(communicator, channel, engine, told)
+    others, queue, busy = channel.others, channel.queue, communicator.busy
+    digest, add = told.fingerprint, engine.recorder.add
+
+    def call(x: NDArray[Any], out: Any) -> Any:
+        if queue or not (engine.is_quiet and channel.is_settled) or busy.locked():
+            return None
+        try:
+            found = front(x, out)
+        except SyncvarError:  # the long way tells the others what is wrong
+            return None
+        if found is None:
+            return None
+        movement, made = found
+        if out is not None and made is not out and type(made) is np.ndarray:
+            return None  # an odd `out`, or one that lies over x
+        with busy:
+            if queue:
+                return None
+            number = communicator.next_call
+            communicator.next_call = number + 1
+            begin = monotonic_ns()
+            began = perf_counter() if crowd.is_there() else 0.0
+            wait = channel.hold if began and crowd.holds() else channel.wait
+            steps = move_shared(channel, (number, (digest + number * SPREAD) & MASK), movement)
+            limit = (number << 1) + 4
+            try:
+                for need in steps:
+                    if need == DISAGREE or not wait(others, need, limit):
+                        break
+                else:
+                    if movement.is_done:
+                        add((told, number, begin, monotonic_ns(), get_ident()))
+                        return made
+                    need = channel.last  # which all have reached
+            except BaseException as error:
+                ground.interrupt(number, begin, error)
+                raise
+            rest = _moved_or_else(channel, steps, movement, made, lambda: general(x, out), number, digest)
+            made = ground.go_on(number, begin, rest, need)
+            if began:
+                crowd.note(perf_counter() - began, nbytes)
+            return made
+
+    return call
+
+
+def _moved_or_else(
+    channel: Channel, steps: Any, movement: Movement, made: Any, general: Any, number: int, digest: int
+) -> Generator[int, None, Any]:
+    """Go on with a movement; where the ranks do not bring the same, with the general body."""
+    yield from steps
+    if movement.is_done:
+        return made
+    return (yield from staged(channel, number, digest, general(), is_begun=True))
 
 
 def _then(steps: Any, made: NDArray[Any]) -> Generator[int, None, NDArray[Any]]:

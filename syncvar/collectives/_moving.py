@@ -1,0 +1,102 @@
+"""What the collectives that only move, or move and combine, put side by side in shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._arguments import checked_output
+from syncvar.runtime.group import fingerprint
+from syncvar.runtime.operation import Stage
+from syncvar.runtime.published import SIDE_BY_SIDE
+from syncvar.runtime.shortcut import move_shortcut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.group import Communicator, Request
+    from syncvar.runtime.shared_moves import Movement
+    from syncvar.runtime.shortcut import Front, General
+
+    Prepare = Callable[[], tuple[Request, Front, General]]
+
+__all__ = ["by_shortcut", "detail_of", "flat_of", "landed", "landing", "moved", "moves", "place_of"]
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def moves(communicator: Communicator, collective: str, algorithm: str | None) -> bool:
+    """Return whether a collective is moved side by side where the ranks bring the same; the same on all ranks."""
+    return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
+
+
+def moved(movement: Movement) -> Generator[Stage, None, bool]:
+    """Move, as the first stage of a call; returns False where the ranks do not bring the same."""
+    yield Stage(SIDE_BY_SIDE, _NOTHING, movement=movement)
+    return movement.is_done
+
+
+def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any, prepare: Prepare) -> Any:
+    """Make a call by its prepared way; None where nothing has been done, because there is none or it does not serve.
+
+    Args:
+        communicator: The group.
+        key: Of the call; None for one that has no prepared way.
+        x: What this rank brings.
+        out: As the caller gave it.
+        prepare: Returns (request of such a call, front, general), see `move_shortcut`; used once.
+    """
+    if key is None or not communicator.is_shared:
+        return None
+    shortcut = communicator.shortcuts.get(key)
+    if shortcut is None:
+        if not moves(communicator, key[0], None):
+            return None
+        request, front, general = prepare()
+        request.body.close()
+        shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, x.nbytes, front, general))
+    return None if shortcut is None else shortcut(x, out)
+
+
+def detail_of(array: NDArray[Any], *more: Any) -> int:
+    """Return what must be the same on all ranks for arrays to be moved side by side; never 0."""
+    return fingerprint("detail", array.dtype.name, array.shape, *more) or 1
+
+
+def flat_of(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array's elements in C order, flat; a copy only where they do not lie so."""
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def landing(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]) -> NDArray[Any]:
+    """Return where a result goes: `out` if it can be written piece by piece while `sources` are read, else a new array."""
+    is_fit = type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray
+    if is_fit and not any(np.may_share_memory(out, source) for source in sources):
+        return out  # type: ignore[no-any-return]
+    return np.empty(shape, dtype)
+
+
+def landed(made: NDArray[Any], out: Any) -> NDArray[Any]:
+    """Return the result in `out`, if there is one.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    if out is None or made is out:
+        return made
+    target = checked_output(out, made.shape, made.dtype)
+    target[...] = made
+    return target
+
+
+def place_of(source: int, dest: int) -> int:
+    """Return the place of the block for `dest` among those that `source` puts for the others, in rank order.
+
+    Example:
+        >>> [place_of(1, dest) for dest in (0, 2, 3)]
+        [0, 1, 2]
+    """
+    return dest if dest < source else dest - 1

@@ -1,0 +1,161 @@
+"""Blocks that are moved side by side: prepared calls, ranks that bring something else all at once, results and operands."""
+
+import numpy as np
+import pytest
+
+import syncvar as sv
+from syncvar.testing import run_ranks
+
+COUNTS = [0, 1, 7, 5_000, 40_000, 700_000]  # nothing, small slots, one window, several
+
+
+def results(size, fn):
+    found = run_ranks(size, fn, shared=True, timeout_s=60)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+def block(rank, count, dtype="f4", turn=0):
+    return (np.arange(count) % 97 + 100 * rank + turn).astype(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("count", COUNTS)
+def test_prepared_and_first_calls_give_the_same(size, count):
+    def fn():
+        rank = sv.rank()
+        everyone = [block(other, count) for other in range(size)]
+        rows = [np.concatenate([block(other, count, "f4", dest) for dest in range(size)]) for other in range(size)]
+        total = sum(row.astype("f8") for row in rows).astype("f4")
+        out, gathered, piece = np.empty(count, "f4"), np.empty(size * count, "f4"), np.empty(count, "f4")
+        parts = [np.empty(count, "f4") for _ in range(size)]
+        for turn in range(4):
+            root = turn % size
+            for into in (None, out):
+                made = sv.broadcast(everyone[rank], root=root, out=into)
+                assert np.array_equal(made, everyone[root])
+                assert into is None or made is into
+            for into in (None, gathered):
+                made = sv.all_gather(everyone[rank], out=into)
+                assert np.array_equal(made, np.concatenate(everyone))
+                assert into is None or made is into
+            for into in (None, piece):
+                made = sv.reduce_scatter(rows[rank], out=into)
+                assert np.array_equal(made, total[rank * count : (rank + 1) * count])
+                assert into is None or made is into
+            for into in (None, parts, gathered):
+                made = sv.all_to_all(rows[rank], out=into)
+                for source, one in enumerate(made):
+                    assert np.array_equal(one, block(source, count, "f4", rank))
+                assert into is not parts or made[0] is parts[0]
+        x = everyone[rank].copy()
+        assert np.array_equal(sv.broadcast(x, root=size - 1, out=x), everyone[size - 1])
+        assert np.array_equal(x, everyone[size - 1])
+
+    results(size, fn)
+
+
+def test_half_types_and_means_are_rounded_once():
+    def fn():
+        rank = sv.rank()
+        x = np.full((4, 3), 0.1 + rank, "f2")
+        for _ in range(3):
+            mean, total = sv.reduce_scatter(x, "mean"), sv.reduce_scatter(x)
+            whole = sv.reduce_scatter(np.arange(4) + rank, "mean")
+        exact = np.float32(np.float16(0.1)) + np.float32(np.float16(1.1))
+        assert mean.dtype == total.dtype == np.float16
+        assert mean.tolist() == [[float(np.float16(exact / 2))] * 3] * 2
+        assert total.tolist() == [[float(np.float16(exact))] * 3] * 2
+        assert whole.dtype == np.float64
+        return whole.tolist()
+
+    assert results(2, fn) == [[0.5, 1.5], [2.5, 3.5]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_bring_something_else_take_the_general_way_together(size):
+    """Some ranks are in a prepared call, others are not: what is prepared depends on what a rank has brought before."""
+
+    def fn():
+        rank, last = sv.rank(), size - 1
+        for turn in range(30):
+            odd = turn % 3 == 2
+            count = 20_000 if odd and rank == last else 10_000 * (turn % 2) + 5
+            lengths = [20_000 if odd and other == last else 10_000 * (turn % 2) + 5 for other in range(size)]
+            made = sv.all_gather(block(rank, count))
+            assert np.array_equal(made, np.concatenate([block(other, one) for other, one in enumerate(lengths)]))
+            x = None if odd and rank == last else block(rank, 6_000)
+            assert np.array_equal(sv.broadcast(x), block(0, 6_000))
+            shape = (size * 2, 3) if odd and rank == last else (size, 3)
+            found = sv.all_to_all(np.full(shape, rank))
+            assert [one.tolist() for one in found] == [
+                [[other] * 3] * (2 if odd and other == last else 1) for other in range(size)
+            ]
+
+    results(size, fn)
+
+
+def test_a_mismatch_of_a_prepared_call_is_told_and_changes_nothing():
+    def fn():
+        rank = sv.rank()
+        x, out = block(rank, 9), np.zeros(18, "f4")
+        for _ in range(3):
+            sv.all_gather(x, out=out)
+        out[:] = -1
+        with pytest.raises(sv.MismatchError):
+            sv.all_gather(x, out=out) if rank else sv.broadcast(x)
+        with pytest.raises(sv.MismatchError):
+            sv.all_gather(x.astype("f8") if rank else x, out=out)
+        changed = not np.array_equal(out, np.full(18, -1, "f4"))
+        return changed, sv.all_gather(x).size
+
+    assert results(2, fn) == [(False, 18)] * 2
+
+
+def test_wrong_outputs_are_refused():
+    def fn():
+        x = block(sv.rank(), 8)
+        sv.all_gather(x), sv.all_to_all(x)
+        for call in (
+            lambda: sv.all_gather(x, out=np.empty(15, "f4")),
+            lambda: sv.broadcast(x, out=np.empty(8, "f8")),
+            lambda: sv.reduce_scatter(x, out=np.empty(3, "f4")),
+            lambda: sv.all_to_all(x, out=[np.empty(4, "f4")]),
+            lambda: sv.all_to_all(x, out=[np.empty(3, "f4"), np.empty(4, "f4")]),
+            lambda: sv.all_to_all(x, out=x),
+        ):
+            with pytest.raises((sv.ConfigError, sv.MismatchError)):
+                call()
+        return sv.all_reduce(1).tolist()
+
+    assert results(2, fn) == [2, 2]
+
+
+def test_results_may_lie_over_operands():
+    def fn():
+        rank = sv.rank()
+        x = np.zeros(8, "f4")
+        x[4 * rank : 4 * rank + 4] = rank + 1  # as MPI_IN_PLACE: the own block is where the result has it
+        for _ in range(3):
+            sv.all_gather(x[4 * rank : 4 * rank + 4], out=x)
+        y = block(rank, 8)
+        sv.reduce_scatter(y, out=y[2:6])
+        return x.tolist(), y[2:6].tolist()
+
+    total = (block(0, 8) + block(1, 8)).tolist()
+    assert results(2, fn) == [([1.0] * 4 + [2.0] * 4, total[:4]), ([1.0] * 4 + [2.0] * 4, total[4:])]
+
+
+def test_started_calls_take_their_values_at_once():
+    def fn():
+        rank = sv.rank()
+        x = block(rank, 30_000)
+        works = [sv.reduce_scatter(x, async_op=True), sv.all_to_all(x, async_op=True)]
+        x += 1_000_000
+        piece, parts = (work.wait() for work in works)
+        half = slice(15_000 * rank, 15_000 * (rank + 1))
+        return np.array_equal(piece, (block(0, 30_000) + block(1, 30_000))[half]), np.array_equal(parts[0], block(0, 30_000)[half])
+
+    assert results(2, fn) == [(True, True)] * 2
