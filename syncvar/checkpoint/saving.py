@@ -32,7 +32,8 @@ from syncvar.checkpoint.naming import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.reading import bytes_of, read_manifest
 from syncvar.checkpoint.tensors import header_bytes, itemsize_of
 from syncvar.collectives.objects import gather_objects
-from syncvar.errors import CheckpointError, ConfigError, MismatchError, NotFound
+from syncvar.errors import CheckpointError, ConfigError, MismatchError, NotFound, UsageError
+from syncvar.runtime.context import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ class Saving:
     ) -> None:
         self.path = path
         self._step, self._metric = step, metric
+        self._context = current()
         self._communicator = communicator
         self._rank = communicator.member_rank
         self._timeout = timeout
@@ -224,7 +226,14 @@ class Saving:
 
         Raises:
             CheckpointError: On every rank, if one could not write. What was there before is as it was.
+            UsageError: This process has left the job; nothing was saved.
         """
+        if self._context.is_closed:
+            self.discard()
+            raise UsageError(
+                f"this process left the job (sv.shutdown) before the checkpoint {self.path} was committed, so it does not exist: "
+                f"call wait() on what save(…, async_op=True) returned before that"
+            )
         communicator = self._communicator
         timeout = self._timeout if timeout is None else timeout
         mine = written if isinstance(written, CheckpointError) else None

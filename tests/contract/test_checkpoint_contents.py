@@ -601,6 +601,19 @@ def test_an_error_of_the_writer_reaches_wait_on_every_rank(tmp_path, monkeypatch
     assert os.listdir(tmp_path / "c") == []
 
 
+def test_a_save_that_is_pending_when_the_job_is_left_leaves_nothing(tmp_path):
+    def fn():
+        pending = sv.Checkpoint(v=sv.Variable(1.0)).save(tmp_path / "c", async_op=True)
+        pending._thread.join()
+        sv.shutdown()
+        return raised(pending.wait)
+
+    for (error,) in world(2, fn):
+        assert type(error) is sv.UsageError
+        assert "left the job" in str(error)
+    assert os.listdir(tmp_path / "c") == []
+
+
 def test_a_save_that_nobody_commits_leaves_nothing(tmp_path, caplog):
     checkpoint = sv.Checkpoint(n=1)
     checkpoint.save(tmp_path / "c", async_op=True)
