@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.context import init, is_initialized, shutdown
     from syncvar.runtime.group import Work
     from syncvar.strategies import (
+        CentralStorageStrategy,
         DistributedDataset,
         DistributedIterator,
         InputContext,
@@ -115,8 +116,8 @@ _HOMES = {
     "syncvar.resident": ("empty", "zeros"),
     "syncvar.runtime.group": ("Work",),
     "syncvar.strategies": (
-        "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy", "MultiWorkerMirroredStrategy",
-        "ReduceOp", "ReplicaContext", "Strategy", "ValueContext", "Variable", "get_replica_context", "get_strategy",
+        "CentralStorageStrategy", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
+        "MultiWorkerMirroredStrategy", "ReduceOp", "ReplicaContext", "Strategy", "ValueContext", "Variable", "get_replica_context", "get_strategy",
         "has_strategy", "in_cross_replica_context",
     ),
     "syncvar.variables": (
@@ -130,6 +131,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "ArenaFull",
     "ArenaUnavailable",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",

@@ -1,6 +1,7 @@
 """Strategies: which replicas a variable has, and in which context a program runs.
 
-* `base`: scope, run, reduce, gather. `mirrored`: the strategies with a copy on every replica.
+* `base`: scope, run, reduce, gather. `mirrored`: the strategies with a copy on every replica. `central_storage`: one
+  copy on each host.
 * `contexts`: asking where the program is; the replica context. `reducing`: values over replicas.
 * `inputs`: each replica's batches, and the agreement on steps (`offers`, pure).
 
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 from syncvar.strategies.base import Strategy
+from syncvar.strategies.central_storage import CentralStorageStrategy
 from syncvar.strategies.contexts import (
     ReplicaContext,
     ValueContext,
@@ -24,6 +26,7 @@ from syncvar.strategies.reducing import ReduceOp
 from syncvar.variables import Variable
 
 __all__ = [
+    "CentralStorageStrategy",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",

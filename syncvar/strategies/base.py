@@ -15,11 +15,15 @@ from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places
 from syncvar.variables.policy import Context
 from syncvar.variables.queue import known_queue
+from syncvar.variables.storage import Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from syncvar.runtime.group import Communicator
+    from syncvar.variables.policy import VariableSynchronization
 
 __all__ = ["Strategy"]
 
@@ -78,6 +82,11 @@ class Strategy:
                 "again after sv.init(). `v.local_value()` still gives this replica's copy"
             )
         return self._communicator
+
+    def make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+        """Return the memory for a variable's copy; of use to this package only."""
+        del synchronization
+        return Storage(self.context, value)
 
     @property
     def num_replicas_in_sync(self) -> int:

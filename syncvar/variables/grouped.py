@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
 from syncvar.variables.requests import together_request
+from syncvar.variables.shared_copy import written_once
 from syncvar.variables.variable import UFUNCS, Variable
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
                 owner.communicator, name, names, arrays, ops, targets, UFUNCS[operation], reproducible=owner.reproducible
             )
 
-        owner.communicator.perform(name, check, owner.timeout)
+        with written_once(owner, [variable._storage for variable, _ in together]):  # noqa: SLF001
+            owner.communicator.perform(name, check, owner.timeout)
         for variable, _ in together:
             variable._count_write()  # noqa: SLF001
     for variable, x in apart:

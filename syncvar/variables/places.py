@@ -6,7 +6,7 @@ The stack of places belongs to (context, thread). The strategies push to it; var
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.errors import InternalError, UsageError
 from syncvar.runtime.context import current
@@ -15,8 +15,12 @@ from syncvar.variables.policy import Context
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from syncvar.runtime.context import Context as Joined
     from syncvar.runtime.group import Communicator
+    from syncvar.variables.policy import VariableSynchronization
+    from syncvar.variables.storage import Storage
 
 __all__ = [
     "Owner",
@@ -43,6 +47,9 @@ class Owner(Protocol):
     @property
     def communicator(self) -> Communicator:
         """The calls of the replicas' group."""
+
+    def make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+        """Return the memory for a variable's copy."""
 
 
 class Place(NamedTuple):

@@ -6,9 +6,11 @@ have been combined, so every copy changes in the same way, and nothing is sent. 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from syncvar.variables.creation import Wish, make_on_replicas
+from syncvar.variables.shared_copy import written_once
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ __all__ = ["change_copies", "copy_of", "make_beside"]
 
 def change_copies(variables: Sequence[Variable], change: Callable[..., None], *arguments: Any) -> None:
     """Let `change([array, …], *arguments)` change this replica's copies of some variables in place; sends nothing.
+
+    Copies that the replicas of a host share are changed once: all replicas meet for it.
 
     A view that a program has read before does not change, and whoever reads a copy from elsewhere sees the whole change of
     it or nothing.
@@ -42,13 +46,15 @@ def change_copies(variables: Sequence[Variable], change: Callable[..., None], *a
     for variable in variables:  # writes that wait come first
         variable._settle()  # noqa: SLF001  (this is the other half of the variable)
     storages = [variable._storage for variable in variables]  # noqa: SLF001
-    for storage in storages:
-        storage.lock.acquire()
-    try:
-        change([storage.writable() for storage in storages], *arguments)
-    finally:
+    shared = next((variable for variable in variables if variable._storage.is_shared), None)  # noqa: SLF001
+    with written_once(shared.strategy, storages) if shared is not None else nullcontext():
         for storage in storages:
-            storage.lock.release()
+            storage.lock.acquire()
+        try:
+            change([storage.writable() for storage in storages], *arguments)
+        finally:
+            for storage in storages:
+                storage.lock.release()
 
 
 def copy_of(variable: Variable) -> NDArray[Any]:

@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.context import Context
 
-__all__ = ["Storage"]
+__all__ = ["Storage", "say_arena_is_full"]
 
 _log = logging.getLogger("syncvar")
+
+
+def say_arena_is_full(context: Context, error: ArenaFull) -> None:
+    """Say once what it means that there is no room in the arena."""
+    if not context.extras.get("said_arena_is_full"):
+        context.extras["said_arena_is_full"] = True
+        _log.warning("variables of this rank take private memory from now on, their writes are copied: %s", str(error))
 
 
 class Storage:
@@ -44,6 +51,8 @@ class Storage:
     """
 
     __slots__ = ("_bytes", "_context", "_references", "array", "is_being_written", "lock", "view")
+
+    is_shared = False  # by the replicas of a host, as their only copy
 
     def __init__(self, context: Context, value: NDArray[Any]) -> None:
         self._context = context
@@ -68,9 +77,7 @@ class Storage:
         try:
             return arena.empty(shape, dtype)
         except ArenaFull as error:
-            if not self._context.extras.get("said_arena_is_full"):
-                self._context.extras["said_arena_is_full"] = True
-                _log.warning("variables of this rank take private memory from now on, their writes are copied: %s", error)
+            say_arena_is_full(self._context, error)
             return None
 
     @property

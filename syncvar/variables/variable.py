@@ -31,8 +31,8 @@ from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.queue import WriteQueue, queue_of
 from syncvar.variables.requests import request_of, rows_request
 from syncvar.variables.rows import Rows, applied, checked_rows
+from syncvar.variables.shared_copy import SharedCopy, written_once
 from syncvar.variables.splitting import share_of
-from syncvar.variables.storage import Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,7 +101,7 @@ class Variable(ArrayProtocol):
         self._queue: WriteQueue | None = None  # while it is deferred
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
-        self._storage = Storage(made.owner.context, made.value)
+        self._storage = made.owner.make_storage(made.value, self._synchronization)
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
         if action.travel is Travel.QUESTION:
             publish(made.owner, made.namespace, self)
@@ -427,7 +427,7 @@ class Variable(ArrayProtocol):
         known = self._increments.get(operation.value)
         if known is not None and stack and stack[-1].owner is self._owner and stack[-1].context is known[0]:
             return True
-        if operation is Operation.ASSIGN:
+        if operation is Operation.ASSIGN or self._storage.is_shared:
             return False
         travel = self._decide(operation).travel
         if travel not in (Travel.SUM, Travel.MEAN):
@@ -513,7 +513,7 @@ class Variable(ArrayProtocol):
             return request_of(*arguments, **options, out=out, apply=ufunc)
 
         self._write(action, what, mine, request, store)
-        if is_in_place and operation.value not in self._prepared:
+        if is_in_place and operation.value not in self._prepared and not self._storage.is_shared:
             self._prepare(operation, action, what, ufunc)
         return self
 
@@ -566,6 +566,10 @@ class Variable(ArrayProtocol):
 
     def _write(self, action: Action, what: str, mine: Any, request: Any, store: Any) -> Variable:
         """Make a write: `mine` checks the operand, `request` carries it, `store` puts what came into the copy."""
+        storage = self._storage
+        if isinstance(storage, SharedCopy) and not storage.is_staging:
+            with written_once(self._owner, [storage]):
+                return self._write(action, what, mine, request, store)
         is_free = action.travel is Travel.SAME and not self._owner.check_cross_writes
         if action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW):
             together = mine()
