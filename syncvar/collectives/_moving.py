@@ -10,6 +10,7 @@ from syncvar.collectives._arguments import checked_output
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.published import SIDE_BY_SIDE
+from syncvar.runtime.shared_moves import Blocks, Layout, Movement
 from syncvar.runtime.shortcut import move_shortcut
 
 if TYPE_CHECKING:
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.group import Communicator, Request
-    from syncvar.runtime.shared_moves import Movement
     from syncvar.runtime.shortcut import Front, General
 
-    Prepare = Callable[[], tuple[Request, Front, General]]
+    Prepare = Callable[[], tuple[Request, Layout, Front, General | None]]
 
-__all__ = ["by_shortcut", "detail_of", "flat_of", "landed", "landing", "moved", "moves", "place_of"]
+__all__ = ["UNMOVED", "by_shortcut", "detail_of", "fits", "landed", "landing", "moved", "moves", "place_of"]
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -33,10 +33,15 @@ def moves(communicator: Communicator, collective: str, algorithm: str | None) ->
     return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
 
 
-def moved(movement: Movement) -> Generator[Stage, None, bool]:
+def moved(layout: Layout, blocks: Blocks) -> Generator[Stage, None, bool]:
     """Move, as the first stage of a call; returns False where the ranks do not bring the same."""
+    movement = Movement(layout, blocks)
     yield Stage(SIDE_BY_SIDE, _NOTHING, movement=movement)
     return movement.is_done
+
+
+UNMOVED = Layout(0, _NOTHING.dtype), Blocks(_NOTHING)
+"""What a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
 
 
 def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any, prepare: Prepare) -> Any:
@@ -47,7 +52,7 @@ def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any,
         key: Of the call; None for one that has no prepared way.
         x: What this rank brings.
         out: As the caller gave it.
-        prepare: Returns (request of such a call, front, general), see `move_shortcut`; used once.
+        prepare: Returns (request of such a call, layout, front, general), see `move_shortcut`; used once.
     """
     if key is None or not communicator.is_shared:
         return None
@@ -55,20 +60,15 @@ def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any,
     if shortcut is None:
         if not moves(communicator, key[0], None):
             return None
-        request, front, general = prepare()
+        request, layout, front, general = prepare()
         request.body.close()
-        shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, x.nbytes, front, general))
+        shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, layout, front, general))
     return None if shortcut is None else shortcut(x, out)
 
 
-def detail_of(array: NDArray[Any], *more: Any) -> int:
+def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
     """Return what must be the same on all ranks for arrays to be moved side by side; never 0."""
-    return fingerprint("detail", array.dtype.name, array.shape, *more) or 1
-
-
-def flat_of(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array's elements in C order, flat; a copy only where they do not lie so."""
-    return np.ascontiguousarray(array).reshape(-1)
+    return fingerprint("detail", dtype.name, shape, *more) or 1
 
 
 def landing(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]) -> NDArray[Any]:
@@ -77,6 +77,11 @@ def landing(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: ND
     if is_fit and not any(np.may_share_memory(out, source) for source in sources):
         return out  # type: ignore[no-any-return]
     return np.empty(shape, dtype)
+
+
+def fits(out: Any, made: Any) -> bool:
+    """Return whether the result lies where the caller wants it."""
+    return out is None or made is out
 
 
 def landed(made: NDArray[Any], out: Any) -> NDArray[Any]:

@@ -17,12 +17,12 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._headers import array_record, exchange, require_same
-from syncvar.collectives._moving import by_shortcut, detail_of, flat_of, landed, landing, moved, moves
+from syncvar.collectives._moving import by_shortcut, detail_of, fits, landed, landing, moved, moves
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
-from syncvar.runtime.shared_moves import Movement
+from syncvar.runtime.shared_moves import Blocks, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -79,12 +79,14 @@ def all_gather(
     """
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and type(axis) is int and algorithm is None and timeout is None and not async_op
-    if is_plain and -x.ndim <= axis < x.ndim:
+    if is_plain and axis in (0, -x.ndim) and x.ndim:
 
         def prepare() -> Any:
+            size, rank = communicator.size, communicator.member_rank
             return (
                 gather_request(communicator, x, axis),
-                lambda x, out: _movement(communicator, x, axis % x.ndim, out) if axis in (0, -x.ndim) else None,
+                _layout(x, 0, size, rank),
+                lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, size, rank)).made) else None,
                 lambda x, out: gather_request(communicator, x, axis, out, is_moved=False).body,
             )
 
@@ -117,14 +119,16 @@ def gather_request(
         is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
     """
     structure, arrays, axes, kinds = along_axis(x, axis, out)
+    digest = fingerprint(name, int(axis), structure, algorithm)
     if is_moved is None:
         is_moved = structure is None and moves(communicator, "all_gather", algorithm)
 
     def body() -> Generator[Stage, None, Any]:
         if is_moved:
-            movement, made = _movement(communicator, arrays[0], axes[0], out)
-            if (yield from moved(movement)):
-                return landed(made if axes[0] == 0 else _turned(made, axes[0]), out)
+            size, rank, array, place = communicator.size, communicator.member_rank, arrays[0], axes[0]
+            blocks = _blocks(np.moveaxis(array, place, 0), out if place == 0 else None, size, rank)
+            if (yield from moved(_layout(array, place, size, rank), blocks)):
+                return landed(blocks.made if place == 0 else _turned(blocks.made, place), out)
         results = []
         for array, place in zip(arrays, axes, strict=True):
             results.append((yield from gathered(communicator, array, place, name, None, algorithm)))
@@ -132,7 +136,7 @@ def gather_request(
             return unflatten(structure, results)
         return landed(results[0], out)
 
-    return Request(f"{name}({kinds}, axis {axis})", fingerprint(name, int(axis), structure, algorithm), body())
+    return Request(f"{name}({kinds}, axis {axis})", digest, body())
 
 
 def along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
@@ -178,21 +182,18 @@ def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
     return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
 
-def _movement(
-    communicator: Communicator, array: NDArray[Any], axis: int, out: Any
-) -> tuple[Movement, NDArray[Any]]:
-    """Return what is moved where all ranks bring an array of one shape, and the concatenation along axis 0."""
-    size, rank, count = communicator.size, communicator.member_rank, array.size
-    mine = array if axis == 0 else np.moveaxis(array, axis, 0)
-    shape = (size * mine.shape[0], *mine.shape[1:])
-    made = landing(out if axis == 0 else None, shape, array.dtype, array)
-    flat, block = made.reshape(-1), flat_of(mine)
-    incoming = [
-        (peer, 0, flat[peer * count : (peer + 1) * count])
-        for peer in ((rank + distance) % size for distance in range(1, size))
-    ]
-    local = [(flat[rank * count : (rank + 1) * count], block)]
-    return Movement(detail_of(array, axis), array.dtype, count, 1, [block], incoming, local), made
+def _layout(array: NDArray[Any], axis: int, size: int, rank: int) -> Layout:
+    """Return how arrays are moved where all ranks bring one of this shape and dtype."""
+    shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
+    takes = tuple(((rank + distance) % size, 0) for distance in range(1, size))
+    return Layout(detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes)
+
+
+def _blocks(array: NDArray[Any], out: Any, size: int, rank: int) -> Blocks:
+    rows = array.shape[0]
+    made = landing(out, (size * rows, *array.shape[1:]), array.dtype, array)
+    parts = [made[start : start + rows] for start in range(0, size * rows, rows)] if rows else [made] * size
+    return Blocks(made, (array,), (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
 
 
 def gather_flat(

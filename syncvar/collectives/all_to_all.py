@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._headers import BYTES, Record, exchange
-from syncvar.collectives._moving import by_shortcut, detail_of, landed, moved, moves, place_of
+from syncvar.collectives._moving import UNMOVED, by_shortcut, detail_of, landed, moved, moves, place_of
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.scatter import cut
@@ -17,7 +17,7 @@ from syncvar.errors import ConfigError, MismatchError
 from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
-from syncvar.runtime.shared_moves import Movement
+from syncvar.runtime.shared_moves import Blocks, Layout
 from syncvar.wire import DTYPE_NAMES, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -75,9 +75,14 @@ def all_to_all(
     if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:
 
         def prepare() -> Any:
+            size, rank = communicator.size, communicator.member_rank
+            rows = parts.shape[0] // size
+            shape = (rows, *parts.shape[1:])
+            starts = range(0, parts.shape[0], rows) if rows else [0] * size
             return (
                 _request(communicator, parts, None, None, keep=False),
-                lambda x, out: _movement(communicator, cut(x, communicator.size, "all_to_all"), out),
+                _layout(parts.dtype, shape, size, rank),
+                lambda x, out: _blocks([x[start : start + rows] for start in starts], shape, out, rank),
                 lambda x, out: _request(communicator, x, out, None, keep=False, is_moved=False).body,
             )
 
@@ -110,9 +115,14 @@ def _request(
 
     def body() -> Generator[Stage, None, list[NDArray[Any]]]:
         if is_moved:
-            movement, made = _movement(communicator, mine, out) or (Movement(0, mine[0].dtype), [])
-            if (yield from moved(movement)):
-                return made
+            layout, blocks = UNMOVED
+            shape = mine[0].shape
+            if all(part.shape == shape for part in mine):
+                found = _blocks(mine, shape, out, communicator.member_rank)
+                if found is not None:
+                    layout, blocks = _layout(mine[0].dtype, shape, communicator.size, communicator.member_rank), found
+            if (yield from moved(layout, blocks)):
+                return list(blocks.made)
         records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
         lengths = tuple(record.nbytes for record in records)
         flat = (yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), lengths)).tobytes()
@@ -149,28 +159,23 @@ def _checked_outs(out: Any, size: int, mine: list[NDArray[Any]]) -> list[NDArray
     return outs
 
 
-def _movement(
-    communicator: Communicator, mine: list[NDArray[Any]], out: Any
-) -> tuple[Movement, list[NDArray[Any]]] | None:
-    """Return what is moved where all parts of all ranks have one shape, and the results; None where they have not."""
-    size, rank = communicator.size, communicator.member_rank
-    shape, dtype, count = mine[0].shape, mine[0].dtype, mine[0].size
-    if any(part.shape != shape for part in mine):
-        return None
+def _layout(dtype: np.dtype[Any], shape: tuple[int, ...], size: int, rank: int) -> Layout:
+    """Return how parts are moved where those of all ranks have this shape and dtype."""
+    takes = tuple((peer, place_of(peer, rank)) for peer in ((rank + distance) % size for distance in range(1, size)))
+    return Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes)
+
+
+def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], out: Any, rank: int) -> Blocks | None:
+    """Return the arrays of a call whose parts all have one shape; None where they cannot be written to piece by piece."""
+    size, dtype = len(mine), mine[0].dtype
     if out is None:
-        made = list(np.empty((size, *shape), dtype))
+        made = list(np.empty((size, *shape), dtype)) if shape else [np.empty((), dtype) for _ in mine]
     else:
-        outs = _checked_outs(out, size, mine)
-        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in outs):
+        made = _checked_outs(out, size, mine)
+        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):
             return None
-        made = outs
-    outgoing = [part.reshape(-1) for dest, part in enumerate(mine) if dest != rank]
-    incoming = [
-        (peer, place_of(peer, rank), made[peer].reshape(-1))
-        for peer in ((rank + distance) % size for distance in range(1, size))
-    ]
-    local = [(made[rank].reshape(-1), mine[rank].reshape(-1))]
-    return Movement(detail_of(mine[0], "part"), dtype, count, size - 1, outgoing, incoming, local), made
+    targets = (*made[rank + 1 :], *made[:rank])
+    return Blocks(made, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], made[rank])
 
 
 def _exchanged(

@@ -15,12 +15,12 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_record, exchange, require_same
-from syncvar.collectives._moving import by_shortcut, detail_of, flat_of, landed, landing, moved, moves
+from syncvar.collectives._moving import UNMOVED, by_shortcut, detail_of, fits, landed, landing, moved, moves
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
-from syncvar.runtime.shared_moves import Movement
+from syncvar.runtime.shared_moves import Blocks, Layout
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -80,9 +80,11 @@ def broadcast(
     if is_plain:
 
         def prepare() -> Any:
+            is_root = communicator.member_rank == root
             return (
                 broadcast_request(communicator, x, root),
-                lambda x, out: _movement(communicator, root, x, out),
+                _layout(x, root, is_root=is_root),
+                lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, is_root=is_root)).made) else None,
                 lambda x, out: broadcast_request(communicator, x, root, out, is_moved=False).body,
             )
 
@@ -136,12 +138,11 @@ def broadcast_request(
 
     def body() -> Generator[Stage, None, Any]:
         if is_moved:
-            nothing: NDArray[Any] = np.empty(0, np.uint8)
-            movement, made = Movement(0, nothing.dtype), nothing
+            layout, blocks = UNMOVED
             if record.kind == ARRAY:
-                movement, made = _movement(communicator, root, arrays[0], out)
-            if (yield from moved(movement)):
-                return landed(made, out)
+                layout, blocks = _layout(arrays[0], root, is_root=is_root), _blocks(arrays[0], out, is_root=is_root)
+            if (yield from moved(layout, blocks)):
+                return landed(blocks.made, out)
         records = yield from exchange(communicator, record)
         brought = [one for one in records if one.kind != NOTHING]
         if any(one != records[root] for one in brought):
@@ -159,16 +160,19 @@ def broadcast_request(
     return Request(f"{name}(root {root}, {shown})", fingerprint(name, root, algorithm), body())
 
 
-def _movement(communicator: Communicator, root: int, array: NDArray[Any], out: Any) -> tuple[Movement, NDArray[Any]]:
-    """Return what is moved where all ranks bring an array of one shape and dtype, and where the result goes."""
-    detail, dtype, count = detail_of(array), array.dtype, array.size
-    if communicator.member_rank == root:
-        mine = flat_of(array)
-        made = array if array is out else landing(out, array.shape, dtype, array)
-        local = [] if made is array else [(made.reshape(-1), mine)]
-        return Movement(detail, dtype, count, 1, [mine], local=local), made
-    made = landing(out, array.shape, dtype)
-    return Movement(detail, dtype, count, 1, incoming=[(root, 0, made.reshape(-1))]), made
+def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> Layout:
+    """Return how an array is moved where all ranks bring one of its shape and dtype."""
+    return Layout(detail_of(array.dtype, array.shape), array.dtype, array.shape, 1, () if is_root else ((root, 0),))
+
+
+def _blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
+    if not is_root:
+        made = landing(out, array.shape, array.dtype)
+        return Blocks(made, targets=(made,))
+    if array is out:
+        return Blocks(array, (array,))
+    made = landing(out, array.shape, array.dtype, array)
+    return Blocks(made, (array,), own=array, own_target=made)
 
 
 def broadcast_flat(

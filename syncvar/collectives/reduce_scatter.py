@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
-from syncvar.collectives._moving import by_shortcut, flat_of, landed, landing, moved, moves, place_of
+from syncvar.collectives._moving import by_shortcut, fits, landed, landing, moved, moves, place_of
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import OPS, reduction
-from syncvar.runtime.shared_moves import Fold, Movement
+from syncvar.runtime.shared_moves import Blocks, Fold, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -76,9 +76,11 @@ def reduce_scatter(
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0 and _is_moved(op, x):
 
         def prepare() -> Any:
+            size, rank, how = communicator.size, communicator.member_rank, reduction(op, x.dtype)
             return (
                 _request(communicator, x, op, None, None, None, keep=False),
-                lambda x, out: _movement(communicator, x, reduction(op, x.dtype), out),
+                _layout(x, how, size, rank),
+                lambda x, out: blocks if fits(out, (blocks := _blocks(x, how, out, size, rank)).made) else None,
                 None,
             )
 
@@ -106,11 +108,11 @@ def _request(
     shape = (rows[rank], *array.shape[1:])
     into = None if out is None else checked_output(out, shape, how.result)
     if len(set(rows)) == 1 and moves(communicator, "reduce_scatter", algorithm) and _is_moved(op, array):
-        movement, made = _movement(communicator, array.copy() if keep else array, how, into)
+        blocks = _blocks(array.copy() if keep else array, how, into, communicator.size, rank)
 
         def body() -> Generator[Stage, None, Any]:
-            yield from moved(movement)
-            return landed(made, into)
+            yield from moved(_layout(array, how, communicator.size, rank), blocks)
+            return landed(blocks.made, into)
 
         return Request(what, digest, body())
     work = contribution(array, how, rank)
@@ -131,18 +133,17 @@ def _is_moved(op: str, array: NDArray[Any]) -> bool:
     return how.name in OPS and not how.is_locating
 
 
-def _movement(
-    communicator: Communicator, array: NDArray[Any], how: Reduction, out: Any
-) -> tuple[Movement, NDArray[Any]]:
-    size, rank = communicator.size, communicator.member_rank
-    flat = flat_of(array)
-    count = flat.size // size
-    made = landing(out, (array.shape[0] // size, *array.shape[1:]), how.result, array)
-    blocks = [flat[start : start + count] for start in range(0, size * count, count)] if count else [flat] * size
-    outgoing = blocks[:rank] + blocks[rank + 1 :]
-    incoming = [(peer, place_of(peer, rank), flat) for peer in range(size) if peer != rank]
-    fold = Fold(how.ufunc, blocks[rank], made.reshape(-1), size if how.is_mean else 0)
-    return Movement(None, how.accumulate, count, size - 1, outgoing, incoming, fold=fold), made
+def _layout(array: NDArray[Any], how: Reduction, size: int, rank: int) -> Layout:
+    takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
+    fold = Fold(how.ufunc, size if how.is_mean else 0)
+    return Layout(None, how.accumulate, (array.shape[0] // size, *array.shape[1:]), size - 1, takes, fold)
+
+
+def _blocks(array: NDArray[Any], how: Reduction, out: Any, size: int, rank: int) -> Blocks:
+    rows = array.shape[0] // size
+    made = landing(out, (rows, *array.shape[1:]), how.result, array)
+    blocks = [array[start : start + rows] for start in range(0, size * rows, rows)] if rows else [array] * size
+    return Blocks(made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank]))
 
 
 def _rows(lengths: Any, total: int, size: int) -> tuple[int, ...]:

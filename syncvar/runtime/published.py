@@ -235,7 +235,7 @@ def staged(
             if stage.movement is not None:
                 if opening is None:
                     raise InternalError("blocks are moved side by side in the first stage of a call only")
-                entry.stage("side by side", stage.movement.count * stage.movement.dtype.itemsize)
+                entry.stage("side by side", stage.movement.layout.elements * stage.movement.layout.dtype.itemsize)
                 yield from move_shared(channel, opening, stage.movement)
                 is_first = False
                 continue

@@ -10,6 +10,7 @@ beside the check: where the details differ nothing is taken, and the call goes o
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from syncvar.arena.channels import Channel
     from syncvar.runtime.kernels import Combiner
 
-__all__ = ["Fold", "Movement", "move_shared"]
+__all__ = ["Blocks", "Fold", "Layout", "Movement", "Said", "folded", "move_shared", "put_blocks", "said_of", "take_blocks"]
 
 _WINDOWS = 2  # in a segment: of all blocks that a rank puts side by side
 
@@ -37,55 +38,89 @@ class Fold(NamedTuple):
 
     Args:
         ufunc: Combines two operands.
-        own: This rank's own block, flat.
-        out: Where the combination goes, flat.
-        divisor: What it is divided by; 0 for nothing.
+        divisor: What the combination is divided by; 0 for nothing.
     """
 
     ufunc: Combiner
-    own: NDArray[Any]
-    out: NDArray[Any]
     divisor: int = 0
 
 
-class Movement:
-    """What a call puts and takes.
+class Layout(NamedTuple):
+    """What calls of one kind have in common.
 
     Args:
         detail: Says what this rank brings, for a call in which that may differ: unequal details take nothing. 0 stands
             for what cannot be moved this way; None for a call in which nothing may differ.
         dtype: Of the elements in shared memory.
-        count: Elements of each block.
+        shape: Of each block.
         blocks: Largest number of blocks that a rank of the group puts.
-        outgoing: Flat blocks that this rank puts.
-        incoming: (peer, which of its blocks, flat array to write to) for each block to take; with `fold` in the order of
-            ranks, and the arrays are not looked at.
-        local: (target, source) of what is copied within this rank, flat.
+        takes: (peer, which of its blocks) for each block to take; with `fold` in the order of ranks.
         fold: How what comes in is combined; None for calls that only move.
     """
 
-    __slots__ = ("blocks", "count", "detail", "dtype", "fold", "incoming", "is_done", "local", "outgoing")
+    detail: int | None
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] = ()
+    blocks: int = 0
+    takes: tuple[tuple[int, int], ...] = ()
+    fold: Fold | None = None
 
-    def __init__(
-        self,
-        detail: int | None,
-        dtype: np.dtype[Any],
-        count: int = 0,
-        blocks: int = 0,
-        outgoing: Sequence[NDArray[Any]] = (),
-        incoming: Sequence[tuple[int, int, NDArray[Any]]] = (),
-        local: Sequence[tuple[NDArray[Any], NDArray[Any]]] = (),
-        fold: Fold | None = None,
-    ) -> None:
-        self.detail = detail
-        self.dtype = dtype
-        self.count = count
+    @property
+    def elements(self) -> int:
+        """Elements of each block."""
+        return prod(self.shape)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the blocks of a rank go into its small slot."""
+        return self.elements * self.blocks * self.dtype.itemsize <= SMALL_BYTES
+
+    @property
+    def width(self) -> int:
+        """Elements of each block in one window."""
+        return min(self.elements, max(1, SEGMENT_BYTES // _WINDOWS // (self.dtype.itemsize * self.blocks)))
+
+
+class Blocks(NamedTuple):
+    """The arrays of one call, each of the layout's shape.
+
+    Args:
+        made: The result.
+        outgoing: What this rank puts.
+        targets: Where what it takes goes, contiguous; with a fold one array, for the combination.
+        own: What this rank brings for itself.
+        own_target: Where it goes; None for nowhere, or with a fold.
+    """
+
+    made: Any
+    outgoing: Sequence[NDArray[Any]] = ()
+    targets: Sequence[NDArray[Any]] = ()
+    own: NDArray[Any] | None = None
+    own_target: NDArray[Any] | None = None
+
+
+class Movement:
+    """A call that moves blocks: its layout, its arrays, and whether it has come to an end."""
+
+    __slots__ = ("blocks", "is_done", "layout")
+
+    def __init__(self, layout: Layout, blocks: Blocks) -> None:
+        self.layout = layout
         self.blocks = blocks
-        self.outgoing = outgoing
-        self.incoming = incoming
-        self.local = local
-        self.fold = fold
         self.is_done = False  # else the details differ, and the call has to go on in the general way
+
+
+class Said(NamedTuple):
+    """What a rank has published of a call: its check, the check with the detail, and the side of its first window."""
+
+    check: int
+    full: int
+    side: int
+
+
+def said_of(layout: Layout, check: int, side: int = 0) -> Said:
+    """Return what a rank says of a call."""
+    return Said(check, check if layout.detail is None else (check + layout.detail) & MASK, side)
 
 
 def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) -> Iterator[int]:
@@ -100,50 +135,64 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         What the others have to reach.
     """
     call, check = opening
-    detail, count, dtype = movement.detail, movement.count, movement.dtype
-    copy: Any = copy_holding if crowd.holds() else np.copyto
-    rank = channel.rank
-    is_small = count * movement.blocks * dtype.itemsize <= SMALL_BYTES
+    said = put_blocks(channel, check, movement)
+    yield channel.begin(call, said.full, check, said.side)
+    yield from take_blocks(channel, said, movement)
+
+
+def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
+    """Put what goes with phase 0; returns what is published with it."""
+    layout, outgoing = movement.layout, movement.blocks.outgoing
     side = 0
-    if is_small:
-        if movement.outgoing:
-            slot = channel.small(rank, channel.side ^ 1, count * len(movement.outgoing), dtype)
-            for place, block in enumerate(movement.outgoing):
-                copy(slot[place * count : (place + 1) * count], block)
+    if layout.is_small:
+        count = layout.elements
+        if outgoing:
+            slot = channel.small(channel.rank, channel.side ^ 1, count * len(outgoing), layout.dtype)
+            for place, block in enumerate(outgoing):
+                slot[place * count : (place + 1) * count] = block.reshape(-1)
     else:
         side = channel.tail ^ 1
-        if movement.outgoing:
+        if outgoing:
             channel.reserve_segments()
-            _put(channel, movement, side, 0, copy)
-    said = check if detail is None else (check + detail) & MASK
-    reached = channel.begin(call, said, 0 if detail is None else check, side)
-    yield reached
+            _put(channel, layout, _flat(outgoing), side, 0, _copier())
+    return said_of(layout, check, side)
+
+
+def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
+    """Take what is for this rank, when all ranks have published phase 0; put and publish what does not go with it."""
+    layout, blocks = movement.layout, movement.blocks
     sources, sides = channel.arrays()
-    if channel.disagreeing(said):
-        if detail is None or any(source != check for source in sources):
+    if channel.disagreeing(said.full):
+        if layout.detail is None or any(source != said.check for source in sources):
             yield DISAGREE
         return
-    if detail == 0:
+    if layout.detail == 0:
         return
-    for target, source in movement.local:
-        copy(target, source)
-    if is_small:
-        _take(movement, [
+    copy = _copier()
+    if blocks.own_target is not None and blocks.own is not None:
+        copy(blocks.own_target.reshape(-1), blocks.own.reshape(-1))
+    count, dtype = layout.elements, layout.dtype
+    targets = [target.reshape(-1) for target in blocks.targets]
+    own = None if blocks.own is None else blocks.own.reshape(-1)
+    if layout.is_small:
+        parts = [
             channel.small(peer, channel.side_of(peer), count * (place + 1), dtype)[place * count :]
-            for peer, place, _ in movement.incoming
-        ], 0, count, rank, copy)  # fmt: skip
+            for peer, place in layout.takes
+        ]
+        _take(layout, channel.rank, parts, targets, own, copy)
         movement.is_done = True
         return
-    width = _width(movement)
+    outgoing, width, side = _flat(blocks.outgoing), layout.width, said.side
     window = start = 0
     while True:
         stop = min(count, start + width)
-        if stop < count and movement.outgoing:
-            _put(channel, movement, side ^ 1, stop, copy)
-        _take(movement, [
+        if stop < count and outgoing:
+            _put(channel, layout, outgoing, side ^ 1, stop, copy)
+        parts = [
             channel.segment(peer, (sides[peer] + window) & 1, stop - start, dtype, place * width)
-            for peer, place, _ in movement.incoming
-        ], start, stop, rank, copy)  # fmt: skip
+            for peer, place in layout.takes
+        ]
+        _take(layout, channel.rank, parts, [target[start:stop] for target in targets], own if own is None else own[start:stop], copy)
         if stop >= count:
             movement.is_done = True
             return
@@ -152,33 +201,55 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         window += 1
 
 
-def _width(movement: Movement) -> int:
-    """Return how many elements of each block go in one window."""
-    return min(movement.count, max(1, SEGMENT_BYTES // _WINDOWS // (movement.dtype.itemsize * movement.blocks)))
+def _copier() -> Any:
+    return copy_holding if crowd.holds() else np.copyto
 
 
-def _put(channel: Channel, movement: Movement, side: int, start: int, copy: Any) -> None:
-    width = _width(movement)
-    stop = min(movement.count, start + width)
-    for place, block in enumerate(movement.outgoing):
-        copy(channel.segment(channel.rank, side, stop - start, movement.dtype, place * width), block[start:stop])
+def _flat(blocks: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    return [np.ascontiguousarray(block).reshape(-1) for block in blocks]
+
+
+def _put(channel: Channel, layout: Layout, outgoing: list[NDArray[Any]], side: int, start: int, copy: Any) -> None:
+    width = layout.width
+    stop = min(layout.elements, start + width)
+    for place, block in enumerate(outgoing):
+        copy(channel.segment(channel.rank, side, stop - start, layout.dtype, place * width), block[start:stop])
     channel.tail = side
 
 
-def _take(movement: Movement, parts: list[NDArray[Any]], start: int, stop: int, rank: int, copy: Any) -> None:
-    """Take the elements [start, stop) of each block, which lie at the beginning of `parts`."""
-    count = stop - start
-    fold = movement.fold
-    if fold is None:
-        for part, (_, _, target) in zip(parts, movement.incoming, strict=True):
-            copy(target[start:stop], part[:count])
-        return
-    terms = [part[:count] for part in parts]
-    terms.insert(rank, fold.own[start:stop].astype(movement.dtype, copy=False))
-    out = fold.out[start:stop]
-    made = out if out.dtype == movement.dtype else np.empty(count, movement.dtype)
+def _take(
+    layout: Layout,
+    rank: int,
+    parts: list[NDArray[Any]],
+    targets: list[NDArray[Any]],
+    own: NDArray[Any] | None,
+    copy: Any,
+) -> None:
+    if layout.fold is None:
+        for part, target in zip(parts, targets, strict=True):
+            copy(target, part)
+    else:
+        folded(layout.fold, layout.dtype, rank, parts, own, targets[0])
+
+
+def folded(
+    fold: Fold, dtype: np.dtype[Any], rank: int, parts: Sequence[NDArray[Any]], own: Any, target: NDArray[Any]
+) -> None:
+    """Combine what the other ranks have put, and what this one brings for itself, in the order of ranks.
+
+    Args:
+        fold: How.
+        dtype: In which is combined.
+        rank: This process in the group.
+        parts: Of the other ranks, in their order.
+        own: Of this rank.
+        target: Where the combination goes; it is none of the operands.
+    """
+    terms = list(parts)
+    terms.insert(rank, own if own.dtype == dtype else own.astype(dtype))
+    made = target if target.dtype == dtype else np.empty(target.shape, dtype)
     combine(terms, fold.ufunc, made)
     if fold.divisor:
         np.divide(made, fold.divisor, out=made)
-    if made is not out:
-        out[...] = made
+    if made is not target:
+        target[...] = made

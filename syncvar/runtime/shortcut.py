@@ -7,6 +7,7 @@ way, and so is a wait that takes long: the engine goes on from where the shortcu
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from threading import get_ident
 from time import monotonic_ns, perf_counter
@@ -22,7 +23,7 @@ from syncvar.runtime.kernels import divided, finish
 from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation, staged
 from syncvar.runtime.recorder import Told
-from syncvar.runtime.shared_moves import move_shared
+from syncvar.runtime.shared_moves import Movement, folded, move_shared, said_of, take_blocks
 from syncvar.runtime.shared_reduce import is_direct, reduce_shared
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator, Request
     from syncvar.runtime.kernels import Reduction
     from syncvar.runtime.operation import Stage
-    from syncvar.runtime.shared_moves import Movement
+    from syncvar.runtime.shared_moves import Blocks, Layout
 
-    Front = Callable[[NDArray[Any], Any], tuple[Movement, Any] | None]
+    Front = Callable[[NDArray[Any], Any], Blocks | None]
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
     Shortcut = Callable[[NDArray[Any], Any], NDArray[Any] | None]
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
@@ -288,37 +289,36 @@ def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
 
 
 def move_shortcut(
-    communicator: Communicator, request: Request, nbytes: int, front: Front, general: General
+    communicator: Communicator, request: Request, layout: Layout, front: Front, general: General | None
 ) -> Shortcut | None:
-    """Return the shortcut of a call that moves blocks side by side, or None where there is none.
+    """Return the shortcut of calls that move blocks side by side, or None where there is none.
 
     Args:
         communicator: The group.
         request: Such a call, as the long way makes it.
-        nbytes: What this rank brings.
-        front: Of (x, out): what is moved, and the array that will be the result; None where the long way has to be taken.
+        layout: What these calls have in common.
+        front: Of (x, out): the arrays of a call; None, or an error, where the long way has to be taken.
         general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
     """
     channel, engine = communicator.channel, communicator.engine
     if channel is None or engine is None or not channel.is_open or channel.size == 1:
         return None
+    nbytes = layout.elements * layout.blocks * layout.dtype.itemsize
     told = Told(request.what, communicator.identity, communicator.members, request.digest, nbytes, "arena")
     ground = _Ground(communicator, channel, engine, told)
-    others, queue, busy = channel.others, channel.queue, communicator.busy
+    queue, busy = channel.queue, communicator.busy
     digest, add = told.fingerprint, engine.recorder.add
+    attempt = (_small_blocks if layout.is_small else _by_windows)(channel, layout)
 
     def call(x: NDArray[Any], out: Any) -> Any:
-        if queue or not (engine.is_quiet and channel.is_settled) or busy.locked():
+        if not (engine.is_quiet and channel.is_settled) or queue or busy.locked():
             return None
         try:
-            found = front(x, out)
+            blocks = front(x, out)
         except SyncvarError:  # the long way tells the others what is wrong
             return None
-        if found is None:
+        if blocks is None:
             return None
-        movement, made = found
-        if out is not None and made is not out and type(made) is np.ndarray:
-            return None  # an odd `out`, or one that lies over x
         with busy:
             if queue:
                 return None
@@ -326,23 +326,16 @@ def move_shortcut(
             communicator.next_call = number + 1
             begin = monotonic_ns()
             began = perf_counter() if crowd.is_there() else 0.0
-            wait = channel.hold if began and crowd.holds() else channel.wait
-            steps = move_shared(channel, (number, (digest + number * SPREAD) & MASK), movement)
-            limit = (number << 1) + 4
             try:
-                for need in steps:
-                    if need == DISAGREE or not wait(others, need, limit):
-                        break
-                else:
-                    if movement.is_done:
-                        add((told, number, begin, monotonic_ns(), get_ident()))
-                        return made
-                    need = channel.last  # which all have reached
+                movement, need, steps = attempt(number, (digest + number * SPREAD) & MASK, blocks)
+                if movement is None or movement.is_done:
+                    add((told, number, begin, monotonic_ns(), get_ident()))
+                    return blocks.made
             except BaseException as error:
                 ground.interrupt(number, begin, error)
                 raise
-            rest = _moved_or_else(channel, steps, movement, made, lambda: general(x, out), number, digest)
-            made = ground.go_on(number, begin, rest, need)
+            body = None if general is None else partial(general, x, out)
+            made = ground.go_on(number, begin, _moved_or_else(channel, steps, movement, body, number, digest), need)
             if began:
                 crowd.note(perf_counter() - began, nbytes)
             return made
@@ -350,13 +343,78 @@ def move_shortcut(
     return call
 
 
+def _small_blocks(channel: Channel, layout: Layout) -> Any:
+    """Return what tries to make a call in one phase: (None, 0, None), or what has to be gone on with."""
+    others, words, wait, rank = channel.others, channel.words, channel.wait, channel.rank
+    shape, dtype, detail, fold = layout.shape, layout.dtype, layout.detail, layout.fold
+    count = layout.elements
+    mine, theirs = [], []
+    for side in (0, 1):
+        own = channel.small(rank, side, count * layout.blocks, dtype)
+        mine.append([own[place * count : (place + 1) * count].reshape(shape) for place in range(layout.blocks)])
+        theirs.append([
+            channel.small(peer, side, count * (place + 1), dtype)[place * count :].reshape(shape)
+            for peer, place in layout.takes
+        ])  # fmt: skip
+    checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
+
+    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
+        side = channel.side ^ 1
+        for slot, block in zip(mine[side], blocks.outgoing):  # noqa: B905  (not every rank puts as many)
+            slot[...] = block
+        full = check if detail is None else (check + detail) & MASK
+        target = channel.begin(number, full, check)
+        for other in others:
+            if words[other] < target and not wait(others, target):
+                break
+        else:
+            for place in checks[side]:
+                if words[place] != full:
+                    break
+            else:
+                if fold is not None:
+                    with np.errstate(all="ignore"):
+                        folded(fold, dtype, rank, theirs[side], blocks.own, blocks.targets[0])
+                    return None, 0, None
+                if blocks.own_target is not None:
+                    blocks.own_target[...] = blocks.own
+                for into, slot in zip(blocks.targets, theirs[side], strict=True):
+                    into[...] = slot
+                return None, 0, None
+        movement = Movement(layout, blocks)
+        return movement, target, take_blocks(channel, said_of(layout, check), movement)
+
+    return attempt
+
+
+def _by_windows(channel: Channel, layout: Layout) -> Any:
+    """Return what makes a call by windows: (movement, need, steps), and the movement is done or has to be gone on with."""
+    others = channel.others
+
+    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement, int, Any]:
+        movement = Movement(layout, blocks)
+        steps = move_shared(channel, (number, check), movement)
+        wait = channel.hold if crowd.holds() else channel.wait
+        limit = (number << 1) + 4
+        need = 0
+        with np.errstate(all="ignore"):
+            for need in steps:
+                if need == DISAGREE or not wait(others, need, limit):
+                    break
+            else:
+                need = channel.last  # which all have reached
+        return movement, need, steps
+
+    return attempt
+
+
 def _moved_or_else(
-    channel: Channel, steps: Any, movement: Movement, made: Any, general: Any, number: int, digest: int
+    channel: Channel, steps: Any, movement: Movement, general: Any, number: int, digest: int
 ) -> Generator[int, None, Any]:
     """Go on with a movement; where the ranks do not bring the same, with the general body."""
     yield from steps
     if movement.is_done:
-        return made
+        return movement.blocks.made
     return (yield from staged(channel, number, digest, general(), is_begun=True))
 
 
