@@ -78,6 +78,7 @@ class LaunchOptions:
         timestamps: Put the local time before each line.
         color: "auto", "always" or "never"; ask `color_on`.
         timeout_s: The time limit of the whole job, in seconds; infinite for none.
+        max_restarts: How often all ranks may be started again after a failure.
         bind: "auto", "none" or "cores".
         cores_per_worker: Cores of each worker, or None for an equal share.
         torch_env: Also set MASTER_ADDR and MASTER_PORT.
@@ -102,6 +103,7 @@ class LaunchOptions:
     timestamps: bool
     color: str
     timeout_s: float
+    max_restarts: int
     bind: str
     cores_per_worker: int | None
     torch_env: bool
@@ -169,12 +171,17 @@ _OPTIONS = (
     _Option("color", ("--color",), _OUTPUT, "colour the prefixes", "choice", "WHEN", "auto", ("auto", "always", "never")),
     _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
     _Option("timeout", ("--timeout",), _LIMITS, "end the whole job after S seconds", "limit", "S", math.inf),
+    _Option("max_restarts", ("--max-restarts",), _LIMITS, "start all again when one fails", "restarts", "K", 0),
     _Option(
         "start_timeout", ("--start-timeout",), _LIMITS, "longest wait for all ranks to meet", "seconds", "S",
         knob="rendezvous_timeout_s",
     ),
     _Option(
         "grace", ("--grace",), _LIMITS, "time between SIGTERM and SIGKILL", "seconds", "S", knob="term_grace_s",
+    ),
+    _Option(
+        "preempt_grace", ("--preempt-grace",), _LIMITS, "the same for ranks that save first", "seconds", "S",
+        knob="preempt_grace_s",
     ),
 )  # fmt: skip
 
@@ -270,8 +277,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     _apply_color_habits(values, origin, environ)
     runtime = _runtime(line, environ, knobs, origin)
-    if runtime.trace:
-        runtime = replace(runtime, trace=str(base / runtime.trace))
+    for name in ("trace", "auto_log", "auto_replay"):
+        if getattr(runtime, name):
+            runtime = replace(runtime, **{name: str(base / getattr(runtime, name))})
     if values["debug"] is not None:
         if values["debug"] >= values["workers"]:
             raise ConfigError(
@@ -311,6 +319,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         timestamps=values["timestamps"],
         color=values["color"],
         timeout_s=values["timeout"],
+        max_restarts=values["max_restarts"],
         bind=values["bind"],
         cores_per_worker=values["cores_per_worker"],
         torch_env=values["torch_env"],
@@ -443,7 +452,7 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
         return _read_seconds(value, is_text=is_text, above_zero=kind == "limit")
     if kind == "workers" and value == "auto":
         return core_count()
-    return _read_whole(value, is_text=is_text, low=0 if kind == "rank" else 1, also="auto or " if kind == "workers" else "")
+    return _read_whole(value, is_text=is_text, low=0 if kind in ("rank", "restarts") else 1, also="auto or " if kind == "workers" else "")
 
 
 def _read_whole(value: Any, *, is_text: bool, low: int, also: str) -> int:

@@ -230,6 +230,21 @@ class OutputForwarder:
                 lines.append(source.pending[:_TAIL_NBYTES])
         return tuple(escape(_SEQUENCES.sub("", _decode(line))) for line in lines[-TAIL_LINES:])
 
+    def begin(self, mark: str) -> None:
+        """Begin anew: the ranks have ended, and are started again with the same names.
+
+        What they wrote last is forgotten. Their files go on, with a line that marks where.
+
+        Args:
+            mark: One line.
+        """
+        for source in list(self._sources.values()):
+            start = "\n" if source.pending else ""
+            self.close(source.rank, source.stream)
+            if self._logs is not None:
+                self._logs.open(source.rank, source.stream, f"{start}=== {mark} ===\n".encode())
+        self._tails.clear()
+
     def say(self, text: str) -> None:
         """Write text of the launcher itself, such as the failure block, to the standard error.
 
@@ -406,12 +421,15 @@ class _Logs:
         self._warned = False
         self._files: dict[tuple[int, Stream], int] = {}
 
-    def open(self, rank: int, stream: Stream) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
+        """Open a file: a fresh one, or with a mark that is written after what is there."""
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mark else os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._files[rank, stream] = os.open(self._path(rank, stream), flags, 0o666)
         except OSError as error:
             self._failed(rank, stream, error)
+            return
+        self.write(rank, stream, mark)
 
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
         file = self._files.get((rank, stream))

@@ -24,6 +24,7 @@ __all__ = [
     "describe_exit",
     "exit_code_of",
     "failure_block",
+    "failure_sentence",
     "mask_arguments",
     "mask_environment",
 ]
@@ -118,6 +119,16 @@ def failure_block(
     if flight_dir:
         lines.append(f"evidence: flight records in {escape(flight_dir)} (syncvar explain {escape(shlex.quote(flight_dir))})")
     return "".join(f"{line}\n" for line in lines)
+
+
+def failure_sentence(failure: Failure) -> str:
+    """Say in one sentence what failed, as the first line of the block does.
+
+    Example:
+        >>> failure_sentence(Failure(rank=2, status=-9, elapsed_s=1.25))
+        'rank 2 was killed by signal 9 (SIGKILL) after 1.2 s'
+    """
+    return _what(failure).removeprefix("syncvar: ")
 
 
 def mask_environment(environ: Mapping[str, str]) -> dict[str, str]:

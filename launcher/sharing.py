@@ -52,6 +52,7 @@ class Sharing:
         job_id: The job's identity.
         core_count: How many cores its ranks may use together.
         directories: The private folder of each host.
+        generation: The first generation of the ranks that will ask.
         hands_over: Workers will ask for it; not so where somebody only wants to know (`--dry-run`).
     """
 
@@ -62,12 +63,14 @@ class Sharing:
         core_count: int,
         directories: Sequence[Path],
         *,
+        generation: int = 0,
         hands_over: bool = True,
     ) -> None:
         self._arena_bytes = options.runtime.arena_bytes
         self._sizes = divided(options.workers, options.fake_hosts)
         self._cores = tuple(max(1, core_count * size // options.workers) for size in self._sizes)
         self._directories = directories
+        self._generation = generation
         self._why_not = why_no_arena(options, os.uname().machine)
         self._handings: dict[int, Handing] = {}  # by host
         self._said: list[str] = []
@@ -76,7 +79,7 @@ class Sharing:
                 for host, size in enumerate(self._sizes):
                     if size > 1:
                         path = arena_path(str(directories[host]))
-                        self._handings[host] = Handing(path, job_id, size, partial(self.make, host))
+                        self._handings[host] = Handing(path, job_id, size, partial(self.make, host), generation)
             except OSError as error:
                 self.close()
                 self._why_not = f"unix sockets; no arena because it cannot be handed over ({error.strerror})"
@@ -88,7 +91,7 @@ class Sharing:
         between = f"; tcp on loopback between {hosts} fake hosts" if hosts > 1 else ""
         if self._why_not:
             return f"unix sockets{between}", f"transport zmq: {self._why_not}{between}"
-        arena, reason = self._handings[0].prepare(0) if 0 in self._handings else self.make(0, 0)
+        arena, reason = self._handings[0].prepare(self._generation) if 0 in self._handings else self.make(0, self._generation)
         if arena is None:
             return f"unix sockets{between}", f"transport zmq: unix sockets; no arena because {reason}{between}"
         if not self._handings:

@@ -97,7 +97,7 @@ class Outcome:
     """How the job ended.
 
     Args:
-        exit_code: The launcher's exit code.
+        exit_code: The launcher's exit code; 75 without a cause means that the ranks stopped and ask to be run again.
         cause: The first failure by cause, None when there was none.
         interrupted: The number of the signal that ended the job, or 0.
     """
@@ -126,9 +126,11 @@ class Supervisor:
     timeout_s: float = float("inf")
     running: set[int] = field(default_factory=set)
     causes: dict[int, Cause] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
     job_cause: Cause | None = None
     interrupted: int = 0
     _said_goodbye: set[int] = field(default_factory=set)
+    _save_first: set[int] = field(default_factory=set)
     _term_at: float | None = None
     _kill_at: float | None = None
     _terminated: bool = False
@@ -145,6 +147,13 @@ class Supervisor:
         """Note that a worker's script has ended in order; its process is about to end."""
         self._said_goodbye.add(rank)
 
+    def takes_notice(self, rank: int, *, is_on: bool) -> None:
+        """Note whether a worker takes SIGTERM as a notice: it saves before it ends, and needs more time for it."""
+        if is_on:
+            self._save_first.add(rank)
+        else:
+            self._save_first.discard(rank)
+
     def failed(self, rank: int, record: Mapping[str, str | int], now: float) -> list[Action]:
         """Note what a worker said of its own failure, before its process ends.
 
@@ -156,6 +165,9 @@ class Supervisor:
         error = str(record["error"])
         reason = f"uncaught {error}: {record['message']}" if error != "SystemExit" else f"exited with status {record['exit_code']}"
         exit_code = int(record["exit_code"])
+        if error == "SystemExit" and exit_code == PREEMPTED:
+            self._end_at(now + self.config.preempt_grace_s)
+            return []  # whether it has left in order, so that nobody misses it, is known when it has ended
         weight = Weight.CONSEQUENCE if self._terminated and exit_code in _TERMINATED else _WEIGHTS.get(error, Weight.OWN)
         actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
         return [] if error in _TELL_THEMSELVES else actions
@@ -181,6 +193,13 @@ class Supervisor:
         if status == 0 and (rank in self._said_goodbye or (self.is_command and not joined)):
             return []
         weight = Weight.CONSEQUENCE if self._terminated and status in _TERMINATED else Weight.OWN
+        if status == PREEMPTED and not joined:
+            # It left in order and asks to be run again. The others are expected to do the same.
+            weight = Weight.CONSEQUENCE if self._terminated else Weight.DISAGREEMENT
+            self.stopped.add(rank)
+            self.causes[rank] = Cause(rank, weight, status, status, describe_exit(status))
+            self._end_at(now + self.config.preempt_grace_s)
+            return []
         if status == 0:
             reason, code = "left with status 0 before shutdown", INTERNAL
         elif status < 0:
@@ -196,7 +215,7 @@ class Supervisor:
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
         """Note that the ranks did not all meet."""
         self.job_cause = self.job_cause or Cause(-1, Weight.OWN, None, RENDEZVOUS, reason)
-        self._end_at(now)
+        self._end_at(now + self.config.abort_grace_s)
         return []
 
     def signalled(self, number: int, now: float) -> list[Action]:
@@ -204,7 +223,10 @@ class Supervisor:
         if self.interrupted or self._killed:
             return self._kill()
         self.interrupted = number
-        return self._terminate(now)
+        actions = self._terminate(now)
+        if self._save_first & self.running:
+            self._kill_at = now + self.config.preempt_grace_s
+        return actions
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
@@ -235,9 +257,11 @@ class Supervisor:
     def outcome(self) -> Outcome:
         """Return how the job ended, by cause and not by clock."""
         causes = list(self.causes.values())
+        have_stopped = bool(causes) and all(cause.exit_code == PREEMPTED for cause in causes)
         if self.interrupted:  # a notice, if the workers took it for one: they have saved and ask to be run again
-            asked = bool(causes) and all(cause.exit_code == PREEMPTED for cause in causes)
-            return Outcome(PREEMPTED if asked else 128 + self.interrupted, None, self.interrupted)
+            return Outcome(PREEMPTED if have_stopped else 128 + self.interrupted, None, self.interrupted)
+        if have_stopped and self.job_cause is None:
+            return Outcome(PREEMPTED, None, 0)
         if self.job_cause is not None and not any(cause.weight == Weight.OWN for cause in causes):
             return Outcome(self.job_cause.exit_code, self.job_cause, 0)
         if not causes:
@@ -251,13 +275,14 @@ class Supervisor:
         if cause.rank in self.causes:
             return []
         self.causes[cause.rank] = cause
-        self._end_at(now)
+        self._end_at(now + self.config.abort_grace_s)
         return [Announce(cause.rank, cause.reason)]
 
-    def _end_at(self, now: float) -> None:
-        if self._term_at is None:
-            self._term_at = now + self.config.abort_grace_s
-            self._kill_at = self._term_at + self.config.term_grace_s
+    def _end_at(self, at: float) -> None:
+        """Terminate the ranks that still run at this time, or earlier if that was decided before."""
+        if not self._terminated and (self._term_at is None or at < self._term_at):
+            self._term_at = at
+            self._kill_at = at + self.config.term_grace_s
 
     def _terminate(self, now: float) -> list[Action]:
         self._terminated = True

@@ -16,12 +16,13 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
+from syncvar.word import Word, adopt
+
 if TYPE_CHECKING:
     from types import FrameType
 
 __all__ = ["main"]
 
-_TEXT_MAX = 200_000
 _RUNPY = (runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 _CONSEQUENCES = ("PeerLost", "GroupBroken")
 _EXIT_CODES = {
@@ -38,49 +39,10 @@ _EXIT_CODES = {
 }
 
 
-class _Word:
-    """The worker's own word to its agent, over an inherited pipe."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._process = os.getpid()
-        self._has_failed = False
-        if descriptor >= 0:
-            os.set_inheritable(descriptor, False)
-
-    def goodbye(self) -> None:
-        """Say that the script ended in order; nothing after a failure."""
-        if not self._has_failed:
-            self._send({"event": "goodbye"})
-
-    def failed(self, error: str, message: str, text: str, exit_code: int) -> None:
-        """Say how the script failed."""
-        self._has_failed = True
-        record: dict[str, str | int] = {
-            "event": "failed",
-            "error": error,
-            "message": message[:2000],
-            "traceback": text[-_TEXT_MAX:],
-            "exit_code": exit_code,
-        }
-        self._send(record)
-
-    def _send(self, record: dict[str, str | int]) -> None:
-        if self._descriptor < 0 or os.getpid() != self._process:
-            return
-        import msgpack
-
-        data = msgpack.packb(record, use_bin_type=True)
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError:
-            self._descriptor = -1  # the agent is gone, and this process is about to be
-
-
 def main() -> None:
     """Run the script or module that the arguments name."""
-    word = _Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
+    word = Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
+    adopt(word)
     process = os.getpid()
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -130,7 +92,7 @@ def _let_go(reason: str) -> None:
             sys.stderr.write(f"syncvar: leaving the job failed: {error}\n")
 
 
-def _fail(word: _Word, error: BaseException) -> NoReturn:
+def _fail(word: Word, error: BaseException) -> NoReturn:
     name = type(error).__name__
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
     text = _traceback_text(error)

@@ -55,6 +55,8 @@ class RuntimeConfig:
     collective_timeout_s: float = _knob(1800.0, "s", "longest wait of a call that is given no timeout")
     abort_grace_s: float = _knob(2.0, "s", "time for survivors to end by themselves after a failure")
     term_grace_s: float = _knob(10.0, "s", "time between SIGTERM and SIGKILL")
+    preempt_grace_s: float = _knob(20.0, "s", "time that ranks which take SIGTERM as a notice get to save and end")
+    restart_delay_s: float = _knob(1.0, "s", "pause before the first restart; each further one waits twice as long, up to 30 s")
     shutdown_timeout_s: float = _knob(2.0, "s", "longest wait for the peers' goodbye at the end")
     window_bytes: int = _knob(64 << 20, "B", "unconsumed bytes allowed on a link for each group", 4096)
     segment_bytes: int = _knob(1 << 20, "B", "largest payload of one frame", 1024)

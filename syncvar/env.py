@@ -26,7 +26,9 @@ _INTEGERS = {
     "host_index": "HOST_INDEX",
     "host_count": "HOST_COUNT",
     "generation": "GENERATION",
+    "restarts": "RESTARTS",
 }
+_MAY_BE_ABSENT = {"host_count": "1", "restarts": "0"}
 _TEXTS = {
     "rendezvous": "RENDEZVOUS",
     "job_id": "JOB_ID",
@@ -50,7 +52,7 @@ class RankEnvironment:
         local_world_size: Ranks on this host.
         host_index: 0-based index of this host.
         host_count: Hosts of the job.
-        generation: Version of the membership, 0 at first.
+        generation: Version of the membership, 0 at first; it grows when the ranks meet anew and when they are started again.
         rendezvous: ZeroMQ endpoint of the store in the launcher.
         job_id: The job's random identity; frames of another job are refused.
         role: "worker" (servers come with the parameter server strategy).
@@ -58,6 +60,7 @@ class RankEnvironment:
         flight_dir: Folder for the flight record of a worker that fails; empty for none.
         host_directory: Private folder of this host's sockets; empty for that of the rendezvous.
         host_address: Where this host listens for the others, for instance "10.0.0.7"; empty for a job of one host.
+        restarts: How often the job's ranks have been started again before (`--max-restarts`), 0 at first.
     """
 
     rank: int
@@ -74,6 +77,7 @@ class RankEnvironment:
     flight_dir: str = ""
     host_directory: str = ""
     host_address: str = ""
+    restarts: int = 0
 
     @property
     def socket_directory(self) -> str:
@@ -99,8 +103,8 @@ class RankEnvironment:
         values: dict[str, int | str] = {}
         for field, name in _INTEGERS.items():
             text = environ.get(PREFIX + name)
-            if text is None and field == "host_count":
-                text = "1"
+            if text is None:
+                text = _MAY_BE_ABSENT.get(field)
             if text is None:
                 raise ConfigError(
                     f"{PREFIX}RANK is set but {PREFIX}{name} is not: start the script with syncvar-launch, "

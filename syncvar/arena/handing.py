@@ -51,10 +51,16 @@ class Handing:
         job_id: Who asks must name this job.
         local_world_size: Ranks of this host.
         make: Makes the arena of a generation: (arena, "") or (None, reason).
+        generation: The first that is handed over; who asks for an earlier one is refused.
     """
 
     def __init__(
-        self, path: str, job_id: str, local_world_size: int, make: Callable[[int], tuple[CreatedArena | None, str]]
+        self,
+        path: str,
+        job_id: str,
+        local_world_size: int,
+        make: Callable[[int], tuple[CreatedArena | None, str]],
+        generation: int = 0,
     ) -> None:
         self.path = path
         self.refused_requests = 0
@@ -63,7 +69,7 @@ class Handing:
         self._make = make
         self._arenas: dict[int, tuple[CreatedArena | None, str]] = {}
         self._fetched: dict[int, set[int]] = {}
-        self._newest = -1
+        self._newest = generation
         self._aborts_all = False
         self._has_said = False
         self._said: list[str] = []

@@ -326,6 +326,7 @@ class CheckpointManager:
         if step is None or self._saved != (step, checked_metric(metric)):
             self.save(step, metric, timeout=timeout)
         rank = current().rank
+        self._notice.end()
         self.close()
         shutdown()
         if rank == 0:

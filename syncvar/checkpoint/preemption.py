@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import UsageError
 from syncvar.runtime.context import current, is_initialized
+from syncvar.word import tell
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -15,13 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_CODE", "Notice"]
 
 EXIT_CODE = 75  # of the sysexits: temporary failure, run me again
+_ECHO_S = 1.0
 
 
 class Notice:
     """Whether this rank has been asked to stop.
 
     Args:
-        listens: Take SIGTERM for it. The second SIGTERM, and one that comes when the job is broken, does what it did before.
+        listens: Take SIGTERM for it. The second SIGTERM, and one that comes when the job is broken, does what it did before;
+            but two within a second are one notice: a scheduler that signals every process also signals the launcher, which
+            passes it on.
 
     Raises:
         UsageError: Signals can be taken in the main thread only.
@@ -29,6 +34,7 @@ class Notice:
 
     def __init__(self, *, listens: bool) -> None:
         self.is_given = False
+        self._told_at: float | None = None
         self._before: Any = None
         self._listens = listens
         if listens:
@@ -38,16 +44,21 @@ class Notice:
                     "manager.request_stop() where you learn of it"
                 )
             self._before = signal.signal(signal.SIGTERM, self._signalled)
+            tell("takes_notice", on=1)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         engine = current().engine if is_initialized() else None
-        if self.is_given or (engine is not None and engine.failure is not None):
+        now = time.monotonic()
+        is_echo = self._told_at is not None and now - self._told_at < _ECHO_S
+        is_broken = engine is not None and engine.failure is not None
+        if (self._told_at is not None and not is_echo) or is_broken:
             before = self._before
             self.close()
             if callable(before):
                 before(number, frame)
             elif before != signal.SIG_IGN:
                 raise SystemExit(128 + number)
+        self._told_at = now if self._told_at is None else self._told_at
         self.is_given = True
 
     def close(self) -> None:
@@ -56,3 +67,11 @@ class Notice:
             self._listens = False
             if signal.getsignal(signal.SIGTERM) == self._signalled:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+                tell("takes_notice", on=int(isinstance(getattr(self._before, "__self__", None), Notice)))
+
+    def end(self) -> None:
+        """Give SIGTERM back for good: what it asks for is done, and the process is about to end with that exit code."""
+        listened = self._listens
+        self.close()
+        if listened and not self._listens:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)

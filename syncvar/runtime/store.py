@@ -25,10 +25,11 @@ class Store:
         world_size: Ranks of the job.
         job_id: Its random identity.
         config: Deadlines and intervals.
+        generation: The first that ranks may join; those of an earlier one are refused.
     """
 
-    def __init__(self, endpoint: str, world_size: int, job_id: str, config: RuntimeConfig) -> None:
-        self.coordinator = Coordinator(world_size, job_id, config)
+    def __init__(self, endpoint: str, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0) -> None:
+        self.coordinator = Coordinator(world_size, job_id, config, generation)
         self.said: list[str] = []
         self.failure: Fail | None = None
         self.refused_messages = 0

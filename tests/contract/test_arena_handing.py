@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -300,6 +301,22 @@ def test_each_generation_has_its_own_and_old_ones_are_let_go(launcher):
     assert second.is_aborted
     for arena in (*first, second, late, last):
         arena.close()
+
+
+def test_after_a_restart_nobody_gets_memory_of_an_earlier_generation(pytestconfig):
+    path = f"{pytestconfig.syncvar_runtime}/arena"
+    asked = []
+    server = Handing(path, JOB, 2, lambda generation: (asked.append(generation), (None, "none"))[1], 2)
+    try:
+        assert server._answer(_request(1)) == (-1, "generation 1 is over, 2 is in force")
+        assert server._answer(_request(2)) == (-1, "none")
+        assert asked == [2]
+    finally:
+        server.close()
+
+
+def _request(generation):
+    return struct.pack("=8s64sQQ", b"ARENA\0\0\1", JOB.encode(), generation, 0)
 
 
 def test_a_lost_rank_marks_all_there_are_and_will_be(launcher):

@@ -84,6 +84,16 @@ def test_who_does_not_belong_is_refused_with_the_reason(more, reason):
     assert actions == []
 
 
+@pytest.mark.parametrize("generation", [0, 2, 5])
+def test_after_a_restart_those_of_an_earlier_generation_are_refused(generation):
+    coordinator = Coordinator(3, "j", CONFIG, 3)
+    refused, actions = join(coordinator, 0, generation=generation)
+    assert refused == f"generation {generation} cannot be joined, 3 is in force"
+    assert actions == []
+    assert coordinator.roll.members == coordinator.next_roll.members == {}
+    assert join(coordinator, 0, generation=3) == ("", [])
+
+
 def test_the_missing_are_named_then_the_meeting_fails_for_launcher_and_ranks():
     coordinator = made()
     join(coordinator, 1)

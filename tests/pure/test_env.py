@@ -17,6 +17,7 @@ def environments(draw):
     return RankEnvironment(
         draw(st.integers(0, world - 1)), world, draw(st.integers(0, local - 1)), local,
         draw(st.integers(0, hosts - 1)), hosts, draw(st.integers(0, 99)), *(draw(texts) for _ in range(7)),
+        draw(st.integers(0, 99)),
     )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def test_a_missing_half_is_refused_by_name(name):
         RankEnvironment.from_mapping(written)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT", "GENERATION"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT", "GENERATION", "RESTARTS"])
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "1e3", " 1", "1 ", "0x1", "²", "٣", "1" * 30 + "x"])
 def test_what_is_no_whole_number_is_refused_by_name(name, text):
     with pytest.raises(ConfigError, match=f"SYNCVAR_{name} must be a non-negative integer"):

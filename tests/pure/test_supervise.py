@@ -178,6 +178,92 @@ def test_after_a_signal_workers_that_saved_and_ask_to_be_run_again_are_believed(
         assert one.outcome().exit_code == expected
 
 
+STOP = {"error": "SystemExit", "message": "75", "traceback": "", "exit_code": 75}
+
+
+def test_ranks_that_take_a_signal_for_a_notice_get_more_time_and_others_do_not():
+    for listening, expected in (((), 15.0), ((1,), 25.0)):
+        one = supervisor()
+        one.takes_notice(2, is_on=True)
+        one.takes_notice(2, is_on=False)
+        for rank in listening:
+            one.takes_notice(rank, is_on=True)
+        assert one.signalled(15, 5.0) == [Terminate((0, 1, 2))]
+        assert one.next_due() == expected
+        assert one.tick(expected - 0.1) == []
+        assert one.tick(expected) == [Kill((0, 1, 2))]
+    one = supervisor()
+    one.takes_notice(1, is_on=True)
+    one.goodbye(1)
+    one.exited(1, 0, 1.0, joined=False)
+    one.signalled(15, 5.0)
+    assert one.next_due() == 15.0, "who has ended needs no time"
+
+
+def test_a_failure_gives_nobody_time_to_save():
+    one = supervisor()
+    one.takes_notice(0, is_on=True)
+    one.exited(1, -9, 100.0, joined=True)
+    assert one.tick(102.0) == [Terminate((0, 2))]
+    assert one.tick(112.0) == [Kill((0, 2))]
+
+
+def test_ranks_that_all_left_in_order_with_75_have_stopped_and_none_has_failed():
+    for order in itertools.permutations(range(3)):
+        one = supervisor()
+        for rank in order:
+            assert one.failed(rank, STOP, 1.0) == []
+            assert one.exited(rank, 75, 1.1, joined=False) == [], "the others are not told of a loss: they save too"
+        assert one.is_over
+        assert one.outcome().exit_code == 75
+        assert one.outcome().cause is None
+        assert one.stopped == {0, 1, 2}
+
+
+def test_who_stops_alone_is_the_cause_and_the_others_get_time_to_follow():
+    one = supervisor()
+    one.failed(0, STOP, 100.0)
+    one.exited(0, 75, 100.1, joined=False)
+    assert one.next_due() == 120.0
+    assert one.tick(119.9) == []
+    assert one.tick(120.0) == [Terminate((1, 2))]
+    end(one, 1, 2)
+    assert one.outcome().exit_code == 75
+    assert one.outcome().cause.rank == 0
+
+
+def test_who_exits_with_75_in_the_middle_of_the_job_is_lost():
+    one = supervisor()
+    assert one.failed(1, STOP, 100.0) == []
+    assert one.exited(1, 75, 100.1, joined=True) == [Announce(1, "exited with status 75")]
+    assert one.tick(102.1) == [Terminate((0, 2))]
+    one.failed(0, LOST, 102.2)
+    end(one, 0, 2)
+    assert one.outcome().cause.rank == 1
+    assert one.outcome().exit_code == 75
+
+
+def test_a_failure_while_others_stop_ends_the_job_as_soon_as_any_failure_and_is_its_cause():
+    one = supervisor()
+    one.failed(0, STOP, 100.0)
+    one.exited(0, 75, 100.1, joined=False)
+    one.failed(1, OWN, 101.0)
+    assert one.next_due() == 103.0
+    one.exited(1, 1, 101.1, joined=True)
+    end(one, 2)
+    assert one.outcome().exit_code == 1
+    assert one.outcome().cause.rank == 1
+
+
+def test_ranks_that_save_at_the_time_limit_do_not_hide_it():
+    one = supervisor(timeout_s=60.0)
+    one.tick(60.0)
+    for rank in range(3):
+        one.failed(rank, STOP, 61.0)
+        one.exited(rank, 75, 61.0, joined=False)
+    assert one.outcome().exit_code == 124
+
+
 def test_after_a_signal_those_who_do_not_end_are_killed():
     one = supervisor()
     one.signalled(15, 5.0)

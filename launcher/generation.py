@@ -1,0 +1,370 @@
+"""One start of all ranks of a job: from the first process to the last one's end, and what is said of it.
+
+With `--max-restarts` a job may need several. Each has its own private directory, and in it its own rendezvous and arenas;
+what a rank of an earlier start still sends or asks finds nobody, or is refused for its generation.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from syncvar.errors import ConfigError
+from syncvar.runtime.store import Store
+from syncvar.wire import KEY_BYTES, Health, pack_object
+from syncvar_launcher import exits
+from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
+from syncvar_launcher.flight import FlightRecords
+from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence
+from syncvar_launcher.restarting import Ending
+from syncvar_launcher.sharing import Sharing
+from syncvar_launcher.supervise import Action, Announce, Cause, Outcome, Supervisor, Terminate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar_launcher.directory import JobDirectory
+    from syncvar_launcher.output import OutputForwarder
+    from syncvar_launcher.run import Job
+    from syncvar_launcher.watch import Watch
+
+__all__ = ["Generation"]
+
+_KEY_FD = "SYNCVAR_KEY_FD"
+_NEVER_PASSED = (_KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE")
+
+
+class Generation:
+    """The loop of one start.
+
+    Args:
+        job: What is started.
+        forwarder: Where the output of the ranks goes.
+        directory: A private directory, fresh.
+        watch: What asks to end.
+        number: The first generation of the membership that ranks may join.
+        restarts: How often the job has been started again before.
+        began: When the job began, in seconds of the monotonic clock; its time limit counts from then.
+        had_met: All ranks have met in an earlier start.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        forwarder: OutputForwarder,
+        directory: JobDirectory,
+        watch: Watch,
+        number: int,
+        restarts: int,
+        began: float,
+        *,
+        had_met: bool = False,
+    ) -> None:
+        chosen = job.options
+        self.job = job
+        self.options = chosen
+        self.config = job.config
+        self.forwarder = forwarder
+        self.directory = directory
+        self.watch = watch
+        self.number = number
+        self.restarts = restarts
+        self.began = time.monotonic()
+        self.has_met = had_met
+        self.positions: dict[int, str] = {}
+        self.has_said = False
+        umask = os.umask(0o077)
+        try:
+            self.rendezvous = f"ipc://{directory.path}/store"
+            self.store = Store(self.rendezvous, chosen.workers, job.job_id, job.config, number)
+            self.host_directories = [directory.path]
+            if len(job.hosts.sizes) > 1:
+                self.host_directories = [directory.path / f"h{host}" for host in range(len(job.hosts.sizes))]
+                for folder in self.host_directories:
+                    folder.mkdir(mode=0o700)
+            self.sharing = Sharing(chosen, job.job_id, job.core_count, self.host_directories, generation=number)
+        finally:
+            os.umask(umask)
+        self.agent = Agent(directory.path, directory.lock)
+        self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
+        self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
+        self.looked = 0.0
+
+    def run(self) -> Outcome:
+        """Start the ranks and stay until all have ended."""
+        try:
+            self._start()
+            self._loop()
+        finally:
+            for event in self.agent.close():
+                self._handle(event)
+            self.store.close()
+            self.sharing.close()
+        return self.supervisor.outcome()
+
+    def ending(self, outcome: Outcome) -> Ending:
+        """Return what the rules of restarting look at."""
+        cause = outcome.cause
+        return Ending(
+            exit_code=outcome.exit_code,
+            why=failure_sentence(replace(self._failure(cause), elapsed_s=None)) if cause is not None else "",
+            error=cause.error if cause is not None else "",
+            was_told=outcome.interrupted != 0 or bool(self.watch.pending),
+            had_met=self.has_met,
+            lasted_s=time.monotonic() - self.began,
+        )
+
+    @property
+    def next_number(self) -> int:
+        """The generation that no rank of this start has joined or could have joined."""
+        coming = self.store.coordinator.next_roll
+        return coming.generation + 1 if coming.members else coming.generation
+
+    def _start(self) -> None:
+        chosen = self.options
+        torch = _torch_environment() if chosen.torch_env else {}
+        inherited = [int(text) for text in self.job.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
+        base = {name: value for name, value in self.job.environ.items() if name not in _NEVER_PASSED}
+        argv = self.job.command()
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        key: int | None = None
+        if len(self.job.hosts.sizes) > 1:
+            key = _secret_descriptor(self.directory.path)
+            inherited.append(key)
+            base[_KEY_FD] = str(key)
+        if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
+            self.forwarder.say(
+                f"syncvar {_version()} | {chosen.workers} rank{'s' * (chosen.workers > 1)} on {self.job.host} | "
+                f"{self.sharing.describe()[0]} | {self.job.binding.reason}\n"
+            )
+        try:
+            for rank in range(chosen.workers):
+                has_terminal = chosen.debug == rank
+                has_input = has_terminal if chosen.debug is not None else rank == 0
+                self.agent.start(
+                    rank,
+                    argv,
+                    base | self.job.own_environment(rank, self.rendezvous, self._directory_of(rank), torch, self.number, self.restarts),
+                    chosen.cwd,
+                    self.job.binding.cores[rank],
+                    stdin=0 if has_input else null,
+                    terminal=has_terminal,
+                    pass_fds=inherited,
+                )
+        except OSError as error:
+            raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
+        finally:
+            os.close(null)
+            if key is not None:
+                os.close(key)
+
+    def _directory_of(self, rank: int) -> str:
+        return str(self.host_directories[self.job.hosts.host_of(rank)])
+
+    def _loop(self) -> None:
+        idle: float | None = None
+        while not self.supervisor.is_over:
+            now = time.monotonic()
+            due = min(self.supervisor.next_due(), self.looked + self.config.heartbeat_interval_s, now + 1.0)
+            if idle is not None:
+                due = min(due, idle)
+            poller = zmq.Poller()
+            poller.register(self.store.socket, zmq.POLLIN)
+            for descriptor in (*self.watch.descriptors(), *self.agent.descriptors(), *self.sharing.descriptors()):
+                poller.register(descriptor, zmq.POLLIN)
+            ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
+            now = time.monotonic()
+            # What workers say of themselves comes before what is seen of them.
+            self._serve(now)
+            for item in ready:
+                if isinstance(item, int):
+                    self.watch.readable(item)
+                    for event in self.agent.readable(item):
+                        self._handle(event)
+                    self.sharing.readable(item)
+            while self.watch.pending:
+                self._interrupt(self.watch.pending.popleft(), now)
+            self._look(now)
+            self._do(self.supervisor.tick(now))
+            for sentence in (*self.store.take_said(), *self.sharing.take_said()):
+                self.has_said = True
+                self.forwarder.say(f"syncvar: {sentence}\n")
+            if self.store.failure is not None and self.supervisor.job_cause is None:
+                self._do(self.supervisor.did_not_meet(self.store.failure.reason, now))
+            idle = self.forwarder.tick(now)
+            if self.forwarder.broken and not self.supervisor.interrupted:
+                self._do(self.supervisor.signalled(signal.SIGPIPE, now))
+
+    def _handle(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, Output):
+            if event.data:
+                self.forwarder.feed(event.rank, event.stream, event.data, now)
+            else:
+                self.forwarder.close(event.rank, event.stream)
+        elif isinstance(event, Spoke):
+            if event.record.get("event") == "goodbye":
+                self.supervisor.goodbye(event.rank)
+            elif event.record.get("event") == "failed":
+                self._do(self.supervisor.failed(event.rank, event.record, now))
+            elif event.record.get("event") == "takes_notice":
+                self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
+        elif isinstance(event, Ended):
+            self._serve(now)
+            coordinator = self.store.coordinator
+            joined = event.rank in coordinator.roll.members and event.rank not in coordinator.left
+            self._do(self.supervisor.exited(event.rank, event.status, now, joined=joined))
+            if event.rank not in self.supervisor.causes or event.rank in self.supervisor.stopped:
+                self.store.finished(event.rank, now)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Announce):
+                self.sharing.abort()  # first of all: who waits in shared memory looks at nothing else
+                self._note_positions()
+                self.store.ended(action.rank, action.reason, time.monotonic())
+            elif isinstance(action, Terminate):
+                self.agent.send(action.ranks, signal.SIGTERM)
+            else:
+                self.agent.kill(action.ranks)
+
+    def _serve(self, now: float) -> None:
+        self.store.serve(now)
+        coordinator = self.store.coordinator
+        self.has_met = self.has_met or coordinator.roll.is_complete
+        if coordinator.broken_by is not None:  # a rank gave up; the others have just been told why
+            self.sharing.abort(coordinator.roll.generation)
+
+    def _interrupt(self, number: int, now: float) -> None:
+        debugged = self.options.debug
+        if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
+            self.agent.send([debugged], signal.SIGINT)  # Ctrl-C belongs to the rank that has the terminal
+            return
+        self._do(self.supervisor.signalled(number, now))
+
+    def _look(self, now: float) -> None:
+        if now - self.looked < self.config.heartbeat_interval_s:
+            return
+        self.looked = now
+        for rank in sorted(self.supervisor.running):
+            stopped = self.agent.state(rank) == "T"
+            opinion = self.health.observe(rank, "its process is stopped (state T)" if stopped else "", now)
+            if opinion is None:
+                continue
+            if opinion.is_lost:
+                self._do(self.supervisor.silent(rank, opinion.reason, now))
+            else:
+                self.forwarder.say(f"syncvar: rank {rank} on {self.job.host_name(rank)}: {opinion.reason}\n")
+
+    # -- the last word --------------------------------------------------------------------------------------------
+
+    def _note_positions(self) -> None:
+        """Remember, at the first failure, what every rank was doing."""
+        if not self.positions:
+            coordinator = self.store.coordinator
+            self.positions = {rank: coordinator.position(rank) for rank in range(self.options.workers)}
+
+    def tell(self, outcome: Outcome, *, is_last: bool) -> None:
+        """Say how it ended.
+
+        Args:
+            outcome: What `run` returned.
+            is_last: The ranks are not started again.
+        """
+        cause = outcome.cause
+        if outcome.exit_code == exits.PREEMPTED and cause is None:
+            told = f" after {exits.signal_name(outcome.interrupted)}" if outcome.interrupted else ""
+            advice = "; run it again to go on" if is_last else ""
+            self.forwarder.say(f"syncvar: the ranks stopped as asked{told} (exit code {exits.PREEMPTED}){advice}\n")
+        elif outcome.interrupted:
+            name = exits.signal_name(outcome.interrupted)
+            self.forwarder.say(f"syncvar: interrupted by {name}; all ranks have ended\n")
+        flight_dir = self._flight_dir(outcome)
+        if cause is None:
+            if flight_dir:
+                self.forwarder.say(f"syncvar: evidence: flight records in {flight_dir}\n")
+            return
+        log_dir = str(self.options.log_dir) if self.options.log_dir else ""
+        others = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if rank != cause.rank]
+        outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
+        arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
+        text = failure_block(self._failure(cause), others, arguments=arguments, log_dir=log_dir, flight_dir=flight_dir)
+        if outcome_file and is_last:
+            told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
+            Path(outcome_file).write_bytes(pack_object(told_file))
+        else:
+            self.forwarder.say(text)
+
+    def _failure(self, cause: Cause) -> Failure:
+        return Failure(
+            rank=cause.rank,
+            status=cause.status,
+            host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
+            reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else "",
+            call=self._call(cause),
+            elapsed_s=time.monotonic() - self.began,
+            traceback=cause.traceback,
+            last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
+        )
+
+    def _flight_dir(self, outcome: Outcome) -> str:
+        """Return the folder of the flight records, or an empty text; who has no use for records is left none.
+
+        Ranks write theirs when something goes wrong, which the program may have dealt with. After an interruption they
+        are of use where something had been said, for instance that ranks wait for others. After a restart they are
+        evidence of earlier failures, which have been reported.
+        """
+        records = FlightRecords(self.job.flight_dir)
+        is_of_use = outcome.interrupted and self.has_said
+        if outcome.cause is None and self.options.log_dir is None and not is_of_use and not self.restarts:
+            records.remove()
+            return ""
+        if not records.paths():
+            return ""
+        return str(self.job.flight_dir) if self.options.log_dir else self.job.flight_name
+
+    def _call(self, cause: Cause) -> str:
+        position = self.positions.get(cause.rank, "")
+        return position.removeprefix("waiting in ") if position.startswith("waiting in ") else ""
+
+    def _position(self, rank: int) -> str:
+        told = self.supervisor.causes.get(rank)
+        position = self.positions.get(rank) or self.store.coordinator.position(rank)
+        if told is not None and told.error:
+            what = told.reason.removeprefix("uncaught ").split("\n", 1)[0]
+            return f"{position}; then {told.error}" if position.startswith("waiting") else what
+        return position
+
+
+def _secret_descriptor(directory: Path) -> int:
+    """Return a descriptor of a fresh secret: nobody else can open what it refers to, and it is in no command line."""
+    try:
+        descriptor = os.memfd_create("syncvar-key", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        path = directory / "key"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        path.unlink()
+    os.write(descriptor, secrets.token_bytes(KEY_BYTES))
+    return descriptor
+
+
+def _torch_environment() -> dict[str, str]:
+    """Return the variables by which torch.distributed meets; the one place where a free port is guessed."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+def _version() -> str:
+    import syncvar
+
+    return syncvar.__version__

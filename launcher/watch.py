@@ -1,0 +1,63 @@
+"""What asks the launcher to end: signals, and the end of the program that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Watch"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Watch:
+    """Notes what comes while it is entered; handlers only note, whoever polls acts.
+
+    Args:
+        environ: SYNCVAR_PARENT_FD there is the read end of a pipe whose other end `sv.run` holds: its end means that the
+            calling program is gone.
+
+    Attributes:
+        pending: Numbers of the signals that nobody has handled yet, oldest first.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.pending: deque[int] = deque()
+        self._parent = int(environ.get("SYNCVAR_PARENT_FD", "-1"))
+        if self._parent >= 0:
+            os.set_inheritable(self._parent, False)
+        self._before: dict[int, Any] = {}
+        self._read = self._write = self._previous = -1
+
+    def __enter__(self) -> Self:
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.set_wakeup_fd(self._previous)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._read)
+        os.close(self._write)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return [self._read, self._parent] if self._parent >= 0 else [self._read]
+
+    def readable(self, descriptor: int) -> None:
+        """Handle a descriptor that poll reported; others are not looked at."""
+        if descriptor == self._read:
+            os.read(self._read, 4096)
+        elif descriptor == self._parent:
+            self._parent = -1
+            self.pending.append(signal.SIGHUP)
+
+    def _signalled(self, number: int, _frame: object) -> None:
+        self.pending.append(number)
