@@ -37,7 +37,7 @@ from syncvar.runtime.hierarchical import Hosts
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.secret import job_secret
-from syncvar.topology import HostMap, rank_list
+from syncvar.topology import HostMap, rank_list, told_elsewhere
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
 
 if TYPE_CHECKING:
@@ -355,6 +355,11 @@ def _connect(environ: MutableMapping[str, str]) -> Context:
     environment = RankEnvironment.from_mapping(environ)
     config = RuntimeConfig.from_mapping(environ).consistent()
     _log_at(config.log_level)
+    told = told_elsewhere(environ, environment)
+    if environment is None and told is not None and told.world_size > 1:
+        from syncvar.runtime.meeting import environment_of
+
+        environment = environment_of(told, config, environ, job_secret(environ))
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
         return Context(environment, config)
     import zmq
@@ -377,7 +382,7 @@ def _connect(environ: MutableMapping[str, str]) -> Context:
     transport: ZeromqTransport | None = None
     arena: Arena | str = ""
     try:
-        control = ZeromqControl(zeromq, environment.rendezvous, environment.rank)
+        control = ZeromqControl(zeromq, environment.rendezvous, environment.rank, keys)
         transport = ZeromqTransport(
             zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
             outside=outside, keys=keys,

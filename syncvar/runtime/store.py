@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import WireError
+from syncvar.errors import ConfigError, RendezvousError, WireError
+from syncvar.transports.curve import Gate
 from syncvar.transports.zeromq import parse_control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Say, pack_message, parse_message
 
 if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
+    from syncvar.transports.curve import LinkKeys
 
 __all__ = ["Store"]
 
@@ -26,9 +28,18 @@ class Store:
         job_id: Its random identity.
         config: Deadlines and intervals.
         generation: The first that ranks may join; those of an earlier one are refused.
+        keys: What a tcp endpoint is protected by.
     """
 
-    def __init__(self, endpoint: str, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        world_size: int,
+        job_id: str,
+        config: RuntimeConfig,
+        generation: int = 0,
+        keys: LinkKeys | None = None,
+    ) -> None:
         self.coordinator = Coordinator(world_size, job_id, config, generation)
         self.said: list[str] = []
         self.failure: Fail | None = None
@@ -40,7 +51,20 @@ class Store:
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.SNDHWM, 10_000)
         self.socket.setsockopt(zmq.RCVHWM, 10_000)
-        self.socket.bind(endpoint)
+        self._gate: Gate | None = None
+        try:
+            if endpoint.startswith("tcp://"):
+                if keys is None:
+                    raise ConfigError(f"nobody may listen on {endpoint} without the job's secret")
+                self._gate = Gate(self._context, keys)
+                keys.listen(self.socket)
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise RendezvousError(f"rank 0 cannot listen on {endpoint}: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
 
     def serve(self, now: float) -> None:
         """Handle every message that has come, and what the clock makes due."""
@@ -68,6 +92,8 @@ class Store:
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self.socket.close(linger=0)
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _handle(self, parts: list[bytes], now: float) -> None:

@@ -115,13 +115,18 @@ class ZeromqControl:
         context: ZeroMQ context of this process.
         endpoint: Where the launcher listens.
         rank: This process's rank.
+        keys: What a tcp endpoint is protected by.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, rank: int) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, rank: int, keys: LinkKeys | None = None
+    ) -> None:
         self.socket: Any = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank))
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None and endpoint.startswith("tcp://"):
+            keys.connect(self.socket)
         self.socket.connect(endpoint)
         self._closed = False
         self._has_sent = False

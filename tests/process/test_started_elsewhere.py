@@ -1,0 +1,126 @@
+"""Processes that another launcher has started find each other by what it tells them."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import syncvar as sv
+from syncvar.runtime.context import current
+try:
+    sv.init()
+    total = sv.all_reduce(np.arange(3.0))
+    print("met", sv.rank(), sv.world_size(), sv.local_rank(), sv.host_index(), sv.host_count(), total[2], current().transport, flush=True)
+    if "again" in sys.argv:
+        sv.shutdown()
+        sv.init()
+        print("again", sv.all_reduce(1), flush=True)
+    if "kill" in sys.argv:
+        if sv.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sv.barrier()
+except sv.SyncvarError as error:
+    print(type(error).__name__, error, flush=True)
+    sys.exit(3)
+"""
+
+
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start processes with the given environments; return their (exit code, output)."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    running = []
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCVAR_", "MASTER_"))}
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    limits = {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": "10", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "10", "XDG_RUNTIME_DIR": str(runtime)}
+
+    def begin(environments, *arguments):
+        for environ in environments:
+            line = [sys.executable, str(tmp_path / "script.py"), *arguments]
+            with (tmp_path / f"out{len(running)}").open("wb") as out:
+                running.append(subprocess.Popen(line, stdout=out, stderr=out, cwd=tmp_path, env=plain | limits | environ))
+        until = time.monotonic() + 30
+        codes = [one.wait(max(0.1, until - time.monotonic())) for one in running]
+        outputs = [(tmp_path / f"out{number}").read_text() for number in range(len(running))]
+        assert not any(path.is_dir() for path in (runtime / "syncvar").glob("*")), "private folders are removed"
+        return list(zip(codes, outputs, strict=True))
+
+    yield begin
+    for one in running:
+        if one.poll() is None:
+            one.kill()
+        one.wait(10)
+
+
+def torch(rank, size, number, **more):
+    named = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": number}
+    return {name: str(value) for name, value in (named | more).items()}
+
+
+def test_torchruns_variables_on_one_host_share_memory(start):
+    number = port()
+    told = [torch(rank, 3, number, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3) for rank in (2, 1, 0)]
+    for (code, out), rank in zip(start(told, "again"), (2, 1, 0), strict=True):
+        assert code == 0, out
+        assert out.startswith(f"met {rank} 3 {rank} 0 1 6.0 arena: 3 ranks")
+        assert "again 3" in out
+
+
+def test_several_hosts_meet_with_a_secret_and_are_refused_without(start):
+    number, key = port(), secrets.token_hex(32)
+    places = [(0, 2, 0), (1, 2, 0), (0, 1, 1)]  # local rank, ranks here, host
+    told = [
+        torch(rank, 3, number, LOCAL_RANK=local, LOCAL_WORLD_SIZE=size, GROUP_RANK=host, GROUP_WORLD_SIZE=2)
+        for rank, (local, size, host) in enumerate(places)
+    ]
+    for code, out in start([one | {"SYNCVAR_KEY": key} for one in told]):
+        assert code == 0, out
+        assert "6.0" in out
+        assert "tcp between 2 hosts" in out
+        assert key not in out
+    assert all(code == 3 and "SYNCVAR_KEY_FILE" in out for code, out in start(told)[3:])
+
+
+def test_tf_config(start):
+    workers = [f"localhost:{port()}", f"localhost:{port()}"]
+    told = [
+        {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})}
+        for index in range(2)
+    ]
+    for code, out in start(told):
+        assert code == 0, out
+        assert "4.0 arena: 2 ranks" in out
+
+
+def test_a_killed_rank_is_told(start):
+    number = port()
+    told = [torch(rank, 3, number) for rank in range(3)]
+    results = start(told, "kill")
+    assert results[1][0] == -signal.SIGKILL
+    for code, out in (results[0], results[2]):
+        assert code == 3, out
+        assert "PeerLost rank 1" in out
+
+
+def test_a_contradiction_names_both_sources(launch):
+    script = "import syncvar as sv\nsv.init()\n"
+    job = launch(script, workers=2, env={"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})})
+    assert job.wait() != 0
+    assert "TF_CONFIG says world_size 1" in job.err or "TF_CONFIG says rank 0" in job.err
+    assert "SYNCVAR_RANK" in job.err
