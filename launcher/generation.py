@@ -7,7 +7,6 @@ what a rank of an earlier start still sends or asks finds nobody, or is refused 
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -353,7 +352,7 @@ def _secret_descriptor(directory: Path) -> int:
         path = directory / "key"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         path.unlink()
-    os.write(descriptor, secrets.token_bytes(KEY_BYTES))
+    os.write(descriptor, os.urandom(KEY_BYTES))
     return descriptor
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import sys
 import time
@@ -69,7 +68,7 @@ class Job:
         self.arguments = list(arguments)
         self.environ = environ
         self.config = chosen.runtime
-        self.job_id = secrets.token_hex(16)
+        self.job_id = os.urandom(16).hex()
         self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
         self.host = socket.gethostname()
         self.flight_name = f"syncvar-flight-{self.job_id[:8]}"

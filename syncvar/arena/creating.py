@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -143,7 +142,7 @@ def _open_memfd() -> int:
 
 
 def _open_unlinked(folder: str) -> int:
-    path = f"{folder}/syncvar-{secrets.token_hex(8)}"
+    path = f"{folder}/syncvar-{os.urandom(8).hex()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.unlink(path)

@@ -7,7 +7,7 @@ whom. An **algorithm** is a generator of **rounds** for one rank (`ring`, `direc
 `doubling`, `halving`, `pairwise`, `bruck`, `chain`, `dissemination`, `reproducible`), a pure function of rank, world
 size and count. A **plan** is those rounds, with the buffer sizes they need. The words are defined in `model`.
 
-The checker (`verify`) runs the plans of all ranks on symbols. It keeps the order of operands, so it proves not only
+The checker (`checker`) runs the plans of all ranks on symbols. It keeps the order of operands, so it proves not only
 that no contribution is lost or counted twice, but that every rank ends with the same bytes even if the operation is
 not quite commutative (NaN payloads, -0.0) and not at all associative. It gives the plans no buffering to lean on, and
 treats sent memory as borrowed until its receipt is known. It is itself checked: every single change to a small plan
@@ -38,27 +38,14 @@ Example:
     8
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from syncvar.plans.bruck import bruck_all_to_all
 from syncvar.plans.chain import chain_broadcast
 from syncvar.plans.chunks import PIECES, consecutive_chunks, even_chunks, exchange_blocks
-from syncvar.plans.contracts import (
-    Contract,
-    Expression,
-    Wanted,
-    all_gather_contract,
-    all_reduce_contract,
-    all_to_all_contract,
-    barrier_contract,
-    broadcast_contract,
-    contract_of,
-    gather_contract,
-    reduce_contract,
-    reduce_scatter_contract,
-    scan_contract,
-    scatter_contract,
-    tree_expression,
-)
-from syncvar.plans.cost import ARENA, LINKS, CostModel, predicted_seconds
 from syncvar.plans.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -84,7 +71,6 @@ from syncvar.plans.published import Publication, Take, publications
 from syncvar.plans.reproducible import reproducible_all_reduce, tree_order, tree_steps
 from syncvar.plans.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from syncvar.plans.select import Choice, choose, parse_forced
-from syncvar.plans.show import plan_text, step_text
 from syncvar.plans.table import ALGORITHMS, build, build_all, sums_by_the_tree, unsuited
 from syncvar.plans.tree import (
     binomial_all_reduce,
@@ -94,7 +80,40 @@ from syncvar.plans.tree import (
     binomial_scatter,
     scattered_broadcast,
 )
-from syncvar.plans.verify import Report, traffic, verify
+
+if TYPE_CHECKING:
+    from syncvar.plans.contracts import (
+        Contract,
+        Expression,
+        Wanted,
+        all_gather_contract,
+        all_reduce_contract,
+        all_to_all_contract,
+        barrier_contract,
+        broadcast_contract,
+        contract_of,
+        gather_contract,
+        reduce_contract,
+        reduce_scatter_contract,
+        scan_contract,
+        scatter_contract,
+        tree_expression,
+    )
+    from syncvar.plans.cost import ARENA, LINKS, CostModel, predicted_seconds
+    from syncvar.plans.show import plan_text, step_text
+    from syncvar.plans.checker import Report, traffic, verify
+
+_PROOFS = {  # what programs that run plans do not need is loaded when it is asked for
+    "contracts": (
+        "Contract", "Expression", "Wanted", "all_gather_contract", "all_reduce_contract", "all_to_all_contract",
+        "barrier_contract", "broadcast_contract", "contract_of", "gather_contract", "reduce_contract",
+        "reduce_scatter_contract", "scan_contract", "scatter_contract", "tree_expression",
+    ),
+    "cost": ("ARENA", "LINKS", "CostModel", "predicted_seconds"),
+    "show": ("plan_text", "step_text"),
+    "checker": ("Report", "traffic", "verify"),
+}  # fmt: skip
+_HOME = {name: home for home, names in _PROOFS.items() for name in names}
 
 __all__ = [
     "ALGORITHMS",
@@ -191,3 +210,11 @@ __all__ = [
     "unsuited",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return found

@@ -72,7 +72,7 @@ def predicted_seconds(plans: Sequence[Plan], itemsize: int, model: CostModel = L
     """Return how long the plans of a group take by the model, from a common start to the end of the last rank.
 
     Args:
-        plans: The plans of all ranks, in rank order; correct ones, as `syncvar.plans.verify` accepts them.
+        plans: The plans of all ranks, in rank order; correct ones, as `syncvar.plans.checker` accepts them.
         itemsize: Bytes of an element.
         model: The constants, and the kind of path.
 

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import secrets
 import select
 import struct
 import time
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.backend import zmq_poll
-from zmq.utils.monitor import recv_monitor_message
 
 from syncvar.errors import ConfigError, TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
@@ -46,6 +44,7 @@ __all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "parse_contro
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CONTROL_IDENTITY = struct.Struct("<cI8s")
+_MONITORED = struct.Struct("=Hi")  # zmq_socket_monitor(3): event, and its value
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
 _BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
 _BRIEF_MS = 2
@@ -61,7 +60,7 @@ def _job_nonce(job_id: str) -> bytes:
 
 def control_identity(rank: int) -> bytes:
     """Return a fresh routing identity for a rank's control channel."""
-    return _CONTROL_IDENTITY.pack(b"C", rank, secrets.token_bytes(8))
+    return _CONTROL_IDENTITY.pack(b"C", rank, os.urandom(8))
 
 
 def parse_control_identity(identity: bytes) -> int | None:
@@ -69,6 +68,18 @@ def parse_control_identity(identity: bytes) -> int | None:
     if len(identity) != _CONTROL_IDENTITY.size or identity[:1] != b"C":
         return None
     return int(_CONTROL_IDENTITY.unpack(identity)[1])
+
+
+def _monitored(monitor: Any) -> tuple[int, int]:
+    """Return the next (event, value) of a socket's monitor.
+
+    pyzmq has a function for it, in a module that imports asyncio, which costs every worker 30 ms.
+
+    Raises:
+        zmq.Again: There is none.
+    """
+    event: tuple[int, int] = _MONITORED.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+    return event
 
 
 class _QueuedLoan:
@@ -186,7 +197,7 @@ class ZeromqTransport:
         self._rank = rank
         self._config = config
         self._nonce = _job_nonce(job_id)
-        self._incarnation = secrets.token_bytes(8)
+        self._incarnation = os.urandom(8)
         self._generation = 0
         self._addresses: Mapping[int, str] = {}
         self._links: dict[int, _Link] = {}
@@ -507,10 +518,10 @@ class ZeromqTransport:
     def _watch_router(self) -> None:
         while True:
             try:
-                event = recv_monitor_message(self._router_monitor, zmq.NOBLOCK)
+                _, descriptor = _monitored(self._router_monitor)
             except zmq.Again:
                 return
-            peer = self._source_of_descriptor.pop(int(event["value"]), None)
+            peer = self._source_of_descriptor.pop(descriptor, None)
             if peer is not None:
                 self._closing[peer] = 0.0
 
@@ -523,7 +534,7 @@ class ZeromqTransport:
             closed = False
             while True:
                 try:
-                    event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
+                    event, _ = _monitored(link.monitor)
                 except zmq.Again:
                     break
                 if event == zmq.EVENT_CONNECTED:
