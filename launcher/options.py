@@ -277,9 +277,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     _apply_color_habits(values, origin, environ)
     runtime = _runtime(line, environ, knobs, origin)
-    for name in ("trace", "auto_log", "auto_replay"):
-        if getattr(runtime, name):
-            runtime = replace(runtime, **{name: str(base / getattr(runtime, name))})
+    paths: dict[str, Any] = {name: str(base / getattr(runtime, name)) for name in ("trace", "auto_log", "auto_replay") if getattr(runtime, name)}
+    runtime = replace(runtime, **paths)
     if values["debug"] is not None:
         if values["debug"] >= values["workers"]:
             raise ConfigError(

@@ -66,6 +66,9 @@ class RuntimeConfig:
     log_level: str = _knob("warning", "", "what workers log on standard error", choices=("warning", "info", "debug"))
     trace: str = _knob("", "path", "folder for the flight record of every rank, written at the end of every run")
     transport: str = _knob("auto", "", "data path between processes of one host", choices=("auto", "zmq"))
+    check_every: int = _knob(100, "runs", "how often copies of variables that are kept equal are compared; 0 for never", 0)
+    auto_log: str = _knob("", "path", "file to which AUTO's decisions are added, as JSON lines")
+    auto_replay: str = _knob("", "path", "file of such decisions, which AUTO follows instead of deciding")
 
     def __post_init__(self) -> None:
         for item in fields(self):

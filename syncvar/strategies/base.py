@@ -15,6 +15,7 @@ from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places
 from syncvar.variables.policy import Context
 from syncvar.variables.queue import known_queue
+from syncvar.variables.roster import Roster
 from syncvar.variables.storage import Storage
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Strategy:
         timeout: Seconds that a call waits; None means the job's default.
         is_default: It is the strategy of a program that enters no scope.
     """
+
+    has_copies = True  # of every variable on every replica
 
     def __init__(
         self,
@@ -68,6 +71,34 @@ class Strategy:
         self.reproducible = reproducible
         self.timeout = timeout
         self.is_default = is_default
+        self._check_every = self.context.config.check_every
+        self.roster: Roster | None = None
+        if self.has_copies and communicator.rank is not None and communicator.size > 1:
+            self.roster = Roster(self)
+
+    @property
+    def check_every(self) -> int:
+        """At the end of every so many runs, copies that are kept equal are compared by digests; 0 for never.
+
+        May be set, to the same on every replica. `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). A check looks
+        at no more than 16 KiB for each run since the last one, and goes round all variables; so a large model is compared
+        in parts, and what differs may be found some checks later. `run` then raises MismatchError on every replica.
+
+        Raises:
+            ConfigError: It is set to anything but a whole number of at least 0.
+
+        Example:
+            >>> import syncvar as sv
+            >>> strategy = sv.MirroredStrategy()
+            >>> strategy.check_every = 10
+        """
+        return self._check_every
+
+    @check_every.setter
+    def check_every(self, runs: int) -> None:
+        if isinstance(runs, bool) or not isinstance(runs, int) or runs < 0:
+            raise ConfigError(f"check_every must be a whole number of runs of at least 0 (0 for never), not {runs!r}")
+        self._check_every = runs
 
     @property
     def communicator(self) -> Communicator:
@@ -127,7 +158,8 @@ class Strategy:
         Raises:
             UsageError: Inside `run` or `merge_call`, or under another strategy.
             ConfigError: args or kwargs of another type.
-            MismatchError: An exception left `fn` on another replica while this one waited for it.
+            MismatchError: An exception left `fn` on another replica while this one waited for it; or copies of a variable
+                differ (see `check_every`).
 
         Example:
             >>> import syncvar as sv
@@ -149,12 +181,17 @@ class Strategy:
             queue.begin()
             aligned.append(queue.calls)
         ends = [communicator.begin_epoch() for communicator in aligned]
+        roster = self.roster
+        if roster is not None:
+            roster.runs += 1
         stack = places()
         depth = len(stack)
         stack.append(Place(self, Context.REPLICA))
         try:
             result = fn(*given, **named)
             self._send_queued()
+            if roster is not None:
+                roster.end_run(self._check_every)
         except BaseException as error:
             self._start_queued()
             for communicator, end in zip(aligned, ends, strict=True):

@@ -47,6 +47,8 @@ class CentralStorageStrategy(MirroredStrategy):
         True
     """
 
+    has_copies = False
+
     def __init__(
         self,
         group: Group | None = None,

@@ -133,6 +133,10 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
     value = checked.value if apart else value
     name = free_name(checked.base, namespace)
     _taken(namespace).add(name)
+    roster = owner.roster
+    if roster is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
+        combines = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN) and value.dtype.kind != "b"
+        roster.enter(name, value.nbytes, is_auto=combines and checked.requested is VariableSynchronization.AUTO)
     if checked.action.effect is Effect.SHARE and not own:
         value = share_of(value, communicator.size, communicator.member_rank)
     if differ and communicator.rank == 0:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.context import Context as Joined
     from syncvar.runtime.group import Communicator
     from syncvar.variables.policy import VariableSynchronization
+    from syncvar.variables.roster import Roster
     from syncvar.variables.storage import Storage
 
 __all__ = [
@@ -43,6 +44,8 @@ class Owner(Protocol):
     reproducible: bool
     timeout: float | None
     context: Joined
+    check_every: int
+    roster: Roster | None
 
     @property
     def communicator(self) -> Communicator:

@@ -112,9 +112,14 @@ class WriteQueue:
         self._refused = False
         self._started: Work | None = None
         self._awaited_since = 0.0
+        self.sends = 0  # since it was made
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def waiting(self, variable: Variable) -> int:
+        """Return how many writes of a variable wait."""
+        return sum(one.variable is variable for one in self._waiting)
 
     def settle(self, variable: Variable) -> None:
         """Send if writes of a variable wait, those of all queues."""
@@ -255,6 +260,7 @@ class WriteQueue:
         return list(sums.values())
 
     def _take(self, wait: Callable[[], Outcome]) -> None:
+        self.sends += 1
         try:
             outcome = wait()
         except MismatchError:  # the others have gone on without these writes

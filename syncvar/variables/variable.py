@@ -96,8 +96,10 @@ class Variable(ArrayProtocol):
         self._kind = f"{self._synchronization.name} {self._aggregation.name}"  # all that decides, beside the context
         self._shape, self._dtype = made.value.shape, made.value.dtype
         self._reads = self._writes = self._collectives = 0
-        self._prepared: dict[str, tuple[Context, Shortcut]] = {}
-        self._pace: str | None = None
+        self._added = self._turned = self._turns = 0  # increments; how many at the last read after one; such reads
+        self._prepared: dict[str, tuple[Context, Shortcut, int]] = {}
+        self._pace = "eager"
+        self._is_pinned = False
         self._queue: WriteQueue | None = None  # while it is deferred
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
@@ -105,6 +107,9 @@ class Variable(ArrayProtocol):
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
         if action.travel is Travel.QUESTION:
             publish(made.owner, made.namespace, self)
+        is_mirrored = self._synchronization is VariableSynchronization.ON_WRITE
+        self._entry = made.owner.roster.attach(self) if is_mirrored and made.owner.roster is not None else None
+        self._is_counted = self._entry is not None and self._entry.is_auto
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -314,7 +319,10 @@ class Variable(ArrayProtocol):
             "collectives": self._collectives,
             "nbytes": self._copy.nbytes,
         }
-        mode = self._synchronization.name + (f" ({self._pace or 'eager'})" if auto else "")
+        if self._is_counted:
+            pending = 0 if self._queue is None else self._queue.waiting(self)
+            numbers |= {"increments": self._added, "turns": self._turns, "pending": pending}
+        mode = self._synchronization.name + (f" ({self._pace}{', pinned' if self._is_pinned else ''})" if auto else "")
         return Explanation(mode, self._requested.name, self._rule, numbers, list(self._changes))
 
     def pin(self, mode: str | None) -> None:
@@ -338,11 +346,14 @@ class Variable(ArrayProtocol):
 
         what = f"pin variable {self.name!r} to {mode}"
         meet(self._owner.communicator, what, ("pin", self.name, mode), self._owner.timeout, check)
-        if mode != self._pace:
-            why = "pinned" if mode else "pin taken off"
-            self._changes.append((self._writes, self._pace or "eager", mode or "eager", why))
-            self._pace = mode
-            self._queue = queue_of(self._owner) if mode == "deferred" and self._replicas > 1 else None
+        if mode == (self._pace if self._is_pinned else None):
+            return
+        self._is_pinned = mode is not None
+        roster = self._owner.roster
+        step = self._writes if roster is None or not roster.runs else roster.runs
+        self.change_pace(mode or "eager", step, "pinned" if mode else "pin taken off")
+        if self._is_counted and roster is not None and self._entry is not None:
+            roster.pinned(self._entry, self.counts(), is_pinned=self._is_pinned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         self._settle()
@@ -378,6 +389,9 @@ class Variable(ArrayProtocol):
     def _read(self, operation: Operation, replica: Any = 0, *, copy: bool = True) -> NDArray[Any]:
         action = self._decide(operation)
         self._settle()
+        if self._added != self._turned:
+            self._turned = self._added
+            self._turns += 1
         travel = action.travel
         if operation is Operation.READ_FROM:
             what = f"read_from({replica!r}) of variable {self.name!r}"
@@ -421,6 +435,21 @@ class Variable(ArrayProtocol):
         if advice not in text:
             error.args = (text + advice,)
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether its increments wait in a queue; for AUTO only, `explain()` tells people."""
+        return self._queue is not None
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return (increments, reads that came after one, other writes); for AUTO only."""
+        return self._added, self._turns, self._writes - self._added
+
+    def change_pace(self, pace: str, step: int, why: str) -> None:
+        """Let increments travel at once or wait, from now on; on all replicas at the same point; for AUTO only."""
+        self._changes.append((step, self._pace, pace, why))
+        self._pace = pace
+        self._queue = queue_of(self._owner) if pace == "deferred" and self._replicas > 1 else None
+
     def _is_deferrable(self, operation: Operation) -> bool:
         """Return whether a write, made here and now, is an increment that the replicas combine."""
         stack = places(self._owner.context)
@@ -440,7 +469,8 @@ class Variable(ArrayProtocol):
 
     def _defer(self, queue: WriteQueue, operation: Operation, x: Any) -> Variable:
         """Put an increment into the queue; one that is refused here is told to the others when their turn comes."""
-        _, op, digest = self._increments[operation.value]
+        context, op, digest = self._increments[operation.value]
+        self._added += 1
         try:
             array = self._operand(operation, x, reduced=True)
         except Exception as error:
@@ -448,6 +478,8 @@ class Variable(ArrayProtocol):
             raise
         self._writes += 1
         queue.add(self, operation, op, digest, array)
+        if context is Context.SPMD and self._is_counted and self._owner.roster is not None:
+            self._owner.roster.after_write(self, self._added)
         return self
 
     def apply_queued(self, operation: Operation, total: NDArray[Any]) -> None:
@@ -465,7 +497,7 @@ class Variable(ArrayProtocol):
             self._settle()
         prepared = self._prepared.get(operation.value)
         if prepared is not None and type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape:
-            context, shortcut = prepared
+            context, shortcut, increments = prepared
             stack = places(self._owner.context)
             is_there = stack and stack[-1].owner is self._owner and stack[-1].context is context
             if is_there and self._owner.communicator.channel is not None:
@@ -477,6 +509,7 @@ class Variable(ArrayProtocol):
                     storage.is_being_written = False
                 if done is not None:
                     self._count_write()
+                    self._added += increments
                     return self
         action = self._decide(operation)
         if isinstance(x, Variable):
@@ -515,6 +548,11 @@ class Variable(ArrayProtocol):
         self._write(action, what, mine, request, store)
         if is_in_place and operation.value not in self._prepared and not self._storage.is_shared:
             self._prepare(operation, action, what, ufunc)
+        if is_in_place and self._is_counted and operation is not Operation.ASSIGN:
+            self._added += 1
+            roster = self._owner.roster
+            if roster is not None and self._owner.is_default and not places(self._owner.context):
+                roster.after_write(self, self._added)
         return self
 
     def _prepare(self, operation: Operation, action: Action, what: str, ufunc: np.ufunc | None) -> None:
@@ -524,7 +562,8 @@ class Variable(ArrayProtocol):
         shortcut = shortcut_of(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
         stack = places(owner.context)
         if shortcut is not None and owner.timeout is None and stack and stack[-1].owner is owner:
-            self._prepared[operation.value] = stack[-1].context, shortcut
+            increments = int(self._is_counted and operation is not Operation.ASSIGN)
+            self._prepared[operation.value] = stack[-1].context, shortcut, increments
 
     def _operand(self, operation: Operation, x: Any, *, reduced: bool) -> NDArray[Any]:
         """Return the operand of a write as an array of the variable's shape and dtype.

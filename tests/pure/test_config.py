@@ -20,8 +20,8 @@ def test_every_knob_has_words_a_unit_in_its_name_and_a_default_that_passes(name)
     item = KNOBS[name]
     assert len(item.metadata["text"]) > 10
     unit = item.metadata["unit"]
-    assert unit in ("s", "B", "path", "list", "")
-    assert not unit or name.endswith({"s": "_s", "B": "_bytes", "path": "trace", "list": "algorithm"}[unit])
+    assert unit in ("s", "B", "runs", "path", "list", "")
+    assert not unit or name.endswith({"s": "_s", "B": "_bytes", "runs": "_every", "path": ("trace", "auto_log", "auto_replay"), "list": "algorithm"}[unit])
     assert bool(unit) != bool(item.metadata["choices"])
     RuntimeConfig(**{name: item.default})
 
@@ -36,7 +36,7 @@ def test_a_value_that_is_no_number_in_range_is_refused_by_name(name, bad):
 @pytest.mark.parametrize("bad", [8192.5, 1e6, math.inf])
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_numbers_are_not_given_as_fractions(name, bad):
-    with pytest.raises(ConfigError, match=f"{name} must be a whole number of B"):
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number of (B|runs)"):
         RuntimeConfig(**{name: bad})
 
 

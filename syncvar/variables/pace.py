@@ -1,0 +1,174 @@
+"""When an AUTO variable's increments travel: a pure decision from what all replicas have counted.
+
+Eager, each increment is one all-reduce. Deferred, it is put into the strategy's queue, and the queue is sent at the end of
+a run, or before whatever needs what waits: a read of such a variable, another kind of write. So deferring pays where many
+increments come between two such **breaks**, and costs where they take turns.
+
+The costs of a write, of a place in the queue, and of sending the queue are fixed numbers for each path, measured with two
+ranks; only their ratios count. A change has to promise a fifth less time than staying, and staying has to cost a quarter
+more than estimated before it is left: so what is about even does not change to and fro.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["COSTS", "IDLE_RUNS", "Bar", "Choice", "Costs", "Window", "choose", "period"]
+
+IDLE_RUNS = 20  # between two decisions where nothing was incremented
+_MANY = 16  # variables, from which on a decision is made half as often: it costs about 1 µs for each
+_WORTH = 0.8  # the new way must cost at most so much of the old one
+_BEARABLE = 1.25  # a way is kept as long as it costs at most so much of the other
+_BAR_MIN, _BAR_MAX = 4, 64
+
+
+class Costs(NamedTuple):
+    """Time that is spent on one path.
+
+    Args:
+        runs: From one decision to the next; less than half of the 20 steps within which a change must be answered.
+        eager_us: Of an increment that is sent by itself, in microseconds.
+        eager_ns: More of it for each byte, in nanoseconds.
+        queued_us: Of an increment in the queue.
+        queued_ns: More of it for each byte.
+        send_us: Of sending the queue.
+    """
+
+    runs: int
+    eager_us: float
+    eager_ns: float
+    queued_us: float
+    queued_ns: float
+    send_us: float
+
+    def eager(self, increments: int, nbytes: int) -> float:
+        """Return the microseconds of increments that are sent one by one."""
+        return increments * (self.eager_us + self.eager_ns * nbytes / 1000)
+
+    def queued(self, increments: int, nbytes: int) -> float:
+        """Return the microseconds of increments in the queue, without those of sending it."""
+        return increments * (self.queued_us + self.queued_ns * nbytes / 1000)
+
+
+# (path, reproducible): two launched ranks on two cores, medians, one write after the other. Reproducible increments travel one beside the
+# other instead of summed, which costs more in the queue.
+COSTS = {
+    ("arena", False): Costs(4, 8.0, 0.3, 3.3, 2.0, 105.0),
+    ("arena", True): Costs(4, 8.0, 0.3, 8.0, 5.0, 105.0),
+    ("links", False): Costs(10, 150.0, 3.5, 10.0, 3.0, 215.0),
+    ("links", True): Costs(10, 150.0, 3.5, 14.0, 9.0, 215.0),
+}
+
+
+class Window(NamedTuple):
+    """What has happened to a variable since the last decision: of each number the largest of all replicas.
+
+    Args:
+        nbytes: Of its value.
+        is_deferred: It is now.
+        increments: Writes that can be deferred.
+        breaks: How often the queue has to be sent because of it: it is read after an increment, or written otherwise.
+    """
+
+    nbytes: int
+    is_deferred: bool
+    increments: int
+    breaks: int
+
+
+class Bar(NamedTuple):
+    """Deferring did not pay though the counts promised it (other calls send the queue): it is not tried for a while.
+
+    Args:
+        length: Decisions that it lasts, doubled each time.
+        left: Decisions that are left of it.
+    """
+
+    length: int = 0
+    left: int = 0
+
+
+class Choice(NamedTuple):
+    """The pace of a variable until the next decision, and why."""
+
+    is_deferred: bool
+    why: str
+
+
+def period(costs: Costs, variables: int, *, is_idle: bool) -> int:
+    """Return after how many runs the next decision is made.
+
+    Example:
+        >>> period(COSTS["arena", False], 1, is_idle=False), period(COSTS["arena", False], 1, is_idle=True)
+        (4, 20)
+    """
+    if is_idle:
+        return IDLE_RUNS
+    return min(costs.runs * (2 if variables > _MANY else 1), IDLE_RUNS // 2)
+
+
+def choose(
+    windows: Sequence[Window], runs: int, sends: int, bar: Bar, costs: Costs, bucket_bytes: int = 1 << 20
+) -> tuple[list[Choice], Bar]:
+    """Return the pace of each variable, and the bar: a pure function of what is the same on all replicas.
+
+    Args:
+        windows: Of all AUTO variables of a strategy that are not pinned.
+        runs: Ended since the last decision; 0 where there are none (spmd).
+        sends: How often the queue was sent, at most, on any replica.
+        bar: As the last decision left it.
+        costs: Of the path.
+        bucket_bytes: The queue is sent when it holds so much.
+
+    First each variable by itself: one that breaks too often stays eager, or it would have the others' increments sent
+    with its own. Then those that are left together, because they share the sending.
+
+    Example:
+        >>> busy, turns = Window(4, False, 400, 4), Window(4, False, 40, 40)
+        >>> [choice.is_deferred for choice in choose([busy, turns], 4, 0, Bar(), COSTS["arena", False])[0]]
+        [True, False]
+    """
+    alone = [_is_worth(one, costs) for one in windows]
+    chosen = [place for place, one in enumerate(windows) if one.increments and alone[place]]
+    now = sum(costs.eager(windows[place].increments, windows[place].nbytes) for place in chosen)
+    queued = sum(costs.queued(windows[place].increments, windows[place].nbytes) for place in chosen)
+    total = sum(windows[place].increments for place in chosen)
+    filled = sum(windows[place].increments * windows[place].nbytes for place in chosen) // bucket_bytes
+    expected = max(min(max(runs, 1), total) + sum(min(windows[place].breaks, windows[place].increments) for place in chosen), filled)
+    are_deferred = bool(chosen) and all(windows[place].is_deferred for place in chosen)
+    late = queued + costs.send_us * (max(sends, 1) if are_deferred else expected)
+    together = late <= now * (_BEARABLE if are_deferred else _WORTH)
+    since = f" in {runs} runs" if runs else ""
+    because = f"{total} increments of {len(chosen)} variables{since}"
+    estimate = f"{late:.0f} us deferred, {now:.0f} us eager"
+    if are_deferred:
+        if together:
+            bar = Bar()
+        elif queued + costs.send_us * expected <= now * _WORTH:
+            length = min(max(bar.length * 2, _BAR_MIN), _BAR_MAX)
+            bar = Bar(length, length)
+            because += f", sent {sends} times because of other calls"
+    elif chosen and together and bar.left:
+        bar = bar._replace(left=bar.left - 1)
+        together = False
+        estimate += f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
+    choices = []
+    for place, one in enumerate(windows):
+        if not one.increments:
+            choices.append(Choice(one.is_deferred, "nothing was added"))
+        elif not alone[place]:
+            breaks = f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
+            choices.append(Choice(is_deferred=False, why=f"{breaks}: waiting does not pay"))
+        else:
+            choices.append(Choice(together, f"{because}: {estimate}"))
+    return choices, bar
+
+
+def _is_worth(one: Window, costs: Costs) -> bool:
+    """Return whether deferring a variable pays if sending at the ends of runs cost nothing."""
+    limit = _BEARABLE if one.is_deferred else _WORTH
+    late = costs.queued(one.increments, one.nbytes) + costs.send_us * min(one.breaks, one.increments)
+    return late <= limit * costs.eager(one.increments, one.nbytes)

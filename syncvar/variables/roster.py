@@ -1,0 +1,273 @@
+"""The variables of a strategy that are kept equal, without keeping them alive; what their replicas agree on at times.
+
+At the end of every few runs (`pace.period`), and outside every scope at every 64th increment of a variable, the replicas
+agree by one small all-reduce on what they have counted of AUTO's variables, and `pace` decides from the same numbers
+everywhere; so all change at the same point of the program. At the ends of every `check_every` runs they agree besides which
+variables still exist on all of them (garbage is collected at different times), and the `checker` compares these.
+
+Nothing here is made where there is one replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives.all_reduce import reduce_request, shortcut_of
+from syncvar.collectives.objects import gather_objects
+from syncvar.variables.checker import Checker
+from syncvar.variables.decisions import Change, Point, append, read
+from syncvar.variables.digests import block_count
+from syncvar.variables.pace import COSTS, Bar, Window, choose, period
+from syncvar.variables.queue import known_queue
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.variables.pace import Choice, Costs
+    from syncvar.variables.places import Owner
+    from syncvar.variables.variable import Variable
+
+__all__ = ["WRITES_PER_DECISION", "Entry", "Roster"]
+
+WRITES_PER_DECISION = 64
+_NEVER = 1 << 62
+_WHAT = "counts of AUTO's variables, and which still exist"
+_log = logging.getLogger("syncvar")
+
+
+class Entry:
+    """A variable of the roster: the same on all replicas, but for the reference and what was counted.
+
+    Args:
+        name: Its name.
+        number: In the order of creation.
+        nbytes: Of its value.
+        is_auto: AUTO may defer it.
+        run: Number of the run before which it was made; its copies are equal then.
+    """
+
+    __slots__ = ("counted", "good", "is_auto", "is_pinned", "name", "nbytes", "number", "reference")
+
+    def __init__(self, name: str, number: int, nbytes: int, run: int, *, is_auto: bool) -> None:
+        self.name = name
+        self.number = number
+        self.nbytes = nbytes
+        self.is_auto = is_auto
+        self.is_pinned = False
+        self.reference: weakref.ref[Variable] | None = None
+        self.counted = (0, 0, 0)  # when they were last agreed on
+        self.good: NDArray[np.int64] = np.full(block_count(nbytes), run)  # by block: the run after which it was last equal
+
+    def variable(self) -> Variable | None:
+        """Return the variable, if it lives in this process."""
+        return None if self.reference is None else self.reference()
+
+
+class Roster:
+    """The roster of one strategy.
+
+    Args:
+        owner: The strategy; of more than one replica.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
+        self.runs = 0  # that have begun
+        self.entries: dict[str, Entry] = {}
+        self._numbers = 0
+        self._decision = _NEVER  # at the end of this run
+        self._decided = 0  # at the end of that one
+        self._sends = 0
+        self._bar = Bar()
+        self._checker = Checker()
+        self._config = owner.context.config
+        self._replay: dict[Point, list[tuple[str, str]]] | None = None
+        self._has_begun = False
+
+    @property
+    def owner(self) -> Owner:
+        """The strategy."""
+        owner = self._owner()
+        assert owner is not None  # whoever asks is called by it, or by a variable that refers to it
+        return owner
+
+    # -- variables ------------------------------------------------------------------------------------------------
+
+    def enter(self, name: str, nbytes: int, *, is_auto: bool) -> None:
+        """Take a name that all replicas have just agreed on."""
+        self._numbers += 1
+        self.entries[name] = Entry(name, self._numbers, nbytes, self.runs, is_auto=is_auto)
+        if is_auto:
+            self._expect(self.runs + self._costs.runs)
+
+    def attach(self, variable: Variable) -> Entry | None:
+        """Connect a name with its variable."""
+        entry = self.entries.get(variable.name)
+        if entry is not None:
+            entry.reference = weakref.ref(variable)
+        return entry
+
+    def pinned(self, entry: Entry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
+        """Take note that a variable is not AUTO's to decide, or is so again, and what was counted until then."""
+        entry.is_pinned = is_pinned
+        entry.counted = counts
+        if not is_pinned:
+            self._expect(self.runs + self._costs.runs)
+
+    def _expect(self, run: int) -> None:
+        if self._config.auto_replay and self._replay is not None:
+            return
+        self._decision = min(self._decision, run if not self._config.auto_replay else self.runs + 1)
+
+    @property
+    def _costs(self) -> Costs:
+        owner = self.owner
+        return COSTS["links" if owner.communicator.channel is None else "arena", owner.reproducible]
+
+    # -- points that all replicas reach ---------------------------------------------------------------------------
+
+    def end_run(self, check_every: int) -> None:
+        """Decide and compare, if it is time; called by all replicas at the end of a run, when nothing waits.
+
+        Raises:
+            MismatchError: Copies of a variable differ.
+        """
+        run = self.runs
+        is_check = check_every > 0 and run % check_every == 0 and bool(self.entries)
+        is_decision = run >= self._decision
+        if not (is_check or is_decision):
+            return
+        point = Point("run", run)
+        if is_decision and self._config.auto_replay:
+            self._follow(point)
+            is_decision = False
+        if is_decision or is_check:
+            self._agree(point, is_decision=is_decision, is_check=is_check)
+
+    def after_write(self, variable: Variable, increments: int) -> None:
+        """Decide, if it is time, after an increment outside every scope."""
+        entry = self.entries.get(variable.name)
+        if entry is None or entry.is_pinned or increments % WRITES_PER_DECISION:
+            return
+        point = Point("write", increments, variable.name)
+        if self._config.auto_replay:
+            self._follow(point)
+        else:
+            self._agree(point, is_decision=True, is_check=False)
+
+    # -- what they agree on ---------------------------------------------------------------------------------------
+
+    def _agree(self, point: Point, *, is_decision: bool, is_check: bool) -> None:
+        asked = [one for one in self.entries.values() if is_check or (one.is_auto and not one.is_pinned)]
+        autos = [one for one in asked if one.is_auto and not one.is_pinned] if is_decision else []
+        if not asked:
+            self._decision = _NEVER
+            return
+        variables = [one.variable() for one in asked]  # so they live until this has ended
+        queue = known_queue(self.owner)
+        sends = 0 if queue is None else queue.sends
+        counts = [sends - self._sends, *[int(variable is None) for variable in variables]]
+        for entry in autos:
+            counts += _counted(entry)
+        largest = self._largest(np.array(counts, np.int64)).tolist()
+        gone = {entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone}
+        for name in gone:
+            del self.entries[name]
+        if is_decision:
+            self._sends = sends
+            rows = largest[1 + len(asked) :]
+            self._decide(point, autos, list(zip(rows[0::2], rows[1::2], strict=True)), largest[0], gone)
+        if is_check:
+            found = [(one, variable) for one, variable in zip(asked, variables, strict=True) if variable is not None and one.name not in gone]
+            self._checker.check(self.owner, found, point.step)
+
+    def _largest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the elementwise maximum of all replicas."""
+        owner = self.owner
+        communicator = owner.communicator
+        shortcut = communicator.shortcuts.get((_WHAT, "max", counts.dtype, counts.shape, False))
+        if shortcut is not None and owner.timeout is None:
+            agreed = shortcut(counts, None)
+            if agreed is not None:
+                return agreed
+        largest: NDArray[np.int64] = communicator.perform(_WHAT, lambda: reduce_request(communicator, counts, "max", name=_WHAT), owner.timeout)
+        shortcut_of(communicator, counts, "max", _WHAT, reproducible=False)
+        return largest
+
+    # -- decisions ------------------------------------------------------------------------------------------------
+
+    def _decide(
+        self, point: Point, autos: Sequence[Entry], rows: Sequence[tuple[int, int]], sends: int, gone: set[str]
+    ) -> None:
+        costs = self._costs
+        pairs: list[tuple[Variable, Window]] = []
+        is_idle = True
+        for entry, (increments, breaks) in zip(autos, rows, strict=True):
+            variable = entry.variable()
+            if entry.name in gone or variable is None:
+                continue
+            entry.counted = variable.counts()
+            is_idle = is_idle and not increments
+            pairs.append((variable, Window(entry.nbytes, variable.is_deferred, increments, breaks)))
+        runs = self.runs - self._decided
+        self._decided = self.runs
+        self._decision = self.runs + period(costs, len(pairs), is_idle=is_idle)
+        if is_idle:
+            return
+        choices, self._bar = choose([window for _, window in pairs], runs, sends, self._bar, costs)
+        self._apply(point, [(variable, choice) for (variable, _), choice in zip(pairs, choices, strict=True)])
+
+    def _apply(self, point: Point, chosen: Sequence[tuple[Variable, Choice]]) -> None:
+        changes = []
+        for variable, choice in chosen:
+            if choice.is_deferred == variable.is_deferred:
+                continue
+            before, after = ("eager", "deferred") if choice.is_deferred else ("deferred", "eager")
+            variable.change_pace(after, point.step, choice.why)
+            changes.append(Change(point, variable.name, before, after, choice.why))
+        communicator = self.owner.communicator
+        if communicator.member_rank == 0:
+            for one in changes:
+                _log.info("AUTO, %s %d: variable %r %s -> %s: %s", point.at, point.step, one.variable, one.before, one.after, one.why)
+            if self._config.auto_log:
+                append(self._config.auto_log, communicator.identity, changes, begins=not self._has_begun)
+                self._has_begun = True
+
+    def _follow(self, point: Point) -> None:
+        """Do what was recorded for this point of the program."""
+        if self._replay is None:
+            self._replay = self._recorded()
+        for name, pace in self._replay.get(point, ()):
+            entry = self.entries.get(name)
+            variable = None if entry is None or entry.is_pinned else entry.variable()
+            if variable is not None and variable.is_deferred != (pace == "deferred"):
+                variable.change_pace(pace, point.step, "replayed")
+        self._decision = min((one.step for one in self._replay if one.at == "run" and one.step > self.runs), default=_NEVER)
+
+    def _recorded(self) -> dict[Point, list[tuple[str, str]]]:
+        """Return what the first rank reads in the file."""
+        owner = self.owner
+        communicator = owner.communicator
+
+        def mine() -> Any:
+            return read(self._config.auto_replay, communicator.identity) if communicator.member_rank == 0 else []
+
+        found: dict[Point, list[tuple[str, str]]] = {}
+        for at, step, of, name, pace in gather_objects(communicator, "recorded decisions of AUTO", mine, owner.timeout)[0]:
+            found.setdefault(Point(at, step, of), []).append((name, pace))
+        return found
+
+
+def _counted(entry: Entry) -> tuple[int, int]:
+    """Return (increments, breaks) of a variable since they were last agreed on."""
+    variable = entry.variable()
+    if variable is None:
+        return 0, 0
+    increments, turns, others = (now - before for now, before in zip(variable.counts(), entry.counted, strict=True))
+    return increments, turns + max(others, 0)

@@ -1,0 +1,211 @@
+"""The replica checker: one flipped bit is found, named and placed; nothing else is ever found."""
+
+import gc
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import syncvar as sv
+from syncvar.config import RuntimeConfig
+from syncvar.testing import run_ranks
+from syncvar.variables import checker as checker_module
+from syncvar.variables.digests import BLOCK_BYTES
+
+
+@pytest.fixture(params=["links", "arena"])
+def ranks(request):
+    def run(size, fn, *, may_fail=False, config=None):
+        results = run_ranks(size, fn, shared=request.param == "arena", config=config, timeout_s=60)
+        for result in results:
+            if isinstance(result, BaseException) and not may_fail:
+                raise result
+        return results
+
+    return run
+
+
+def flip(variable, element, bit=0):
+    """Flip a bit of this replica's copy behind the library's back."""
+    array = variable._storage.array
+    flat = array.reshape(-1).view(np.uint8)
+    flat[element * array.dtype.itemsize + bit // 8] ^= np.uint8(1 << bit % 8)
+
+
+def found_by(strategy, runs, step, faults=None):
+    """Run, with a fault before some runs; return (run, error) of the first error."""
+    for number in range(1, runs + 1):
+        for fault in (faults or {}).get(number, ()):
+            fault()
+        try:
+            strategy.run(step)
+        except sv.MismatchError as error:
+            return number, error
+    return None
+
+
+def parsed(error):
+    text = str(error)
+    name, who, first, last = re.search(r"copies of variable '(\S+)' .*?: (rank.*? differ)s? .*elements (\d+) to (\d+) of", text).groups()
+    good, bad = re.search(r"after run (\d+) and not later than run (\d+)", text).groups()
+    return name, [int(one) for one in re.findall(r"\d+", who)], (int(first), int(last)), (int(good), int(bad))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_one_flipped_bit_is_reported_with_variable_window_minority_and_place(ranks, size):
+    def fn():
+        strategy = sv.MultiWorkerMirroredStrategy()
+        strategy.check_every = 10
+        with strategy.scope():
+            weights = [sv.Variable(np.ones((30, 40), np.float32), name=f"w{number}") for number in range(4)]
+            total = sv.Variable(0.0, aggregation="SUM")
+        plant = {24: [lambda: flip(weights[2], 777, 13)] if sv.rank() == size - 1 else []}
+        run, error = found_by(strategy, 60, lambda: total.assign_add(1.0), plant)
+        values = {rank: re.search(r"is (\S+) \(bytes (\w+)\)", row).groups() for rank, row in error.table.items()}
+        is_marked = [rank for rank, row in error.table.items() if row.endswith("differs")]
+        weights[2].assign(weights[0].numpy())
+        usable = found_by(strategy, 20, lambda: total.assign_add(1.0))
+        return run, parsed(error), is_marked, values, "no majority" in str(error), usable, float(total)
+
+    found = ranks(size, fn)
+    assert all(one == found[0] for one in found)
+    run, (name, minority, elements, window), is_marked, values, is_tie, usable, total = found[0]
+    assert (run, name, minority, elements, window) == (30, "w2", [size - 1], (777, 777), (20, 30))
+    assert is_marked == [size - 1]
+    assert is_tie == (size == 2)
+    assert values[0] == ("1.0", "0000803f")
+    assert values[size - 1] == ("1.0009766", "0020803f")
+    assert usable is None
+    assert total == 50 * size
+
+
+def test_a_range_of_elements_over_several_blocks_and_two_variables(ranks):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        strategy.check_every = 5
+        with strategy.scope():
+            a = sv.Variable(np.zeros(3), name="a")
+            b = sv.Variable(np.zeros(50_000), name="b")
+            c = sv.Variable(np.zeros(3), name="c")
+
+        def fault():
+            b._storage.array[11:40_001] = 1.0
+            c._storage.array[1] = 2.0
+
+        del a
+        run, error = found_by(strategy, 30, lambda: None, {1: [fault] if sv.rank() == 0 else []})
+        return run, parsed(error), "Further variables that differ: 'c'." in str(error)
+
+    assert ranks(3, fn) == [(5, ("b", [0], (11, 40_000), (0, 5)), True)] * 3
+
+
+def test_a_large_model_is_compared_in_parts_and_the_window_says_so(ranks, monkeypatch):
+    monkeypatch.setattr(checker_module, "BYTES_PER_RUN", BLOCK_BYTES // 4)
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        strategy.check_every = 10  # 160 KiB a check, at 80 KiB a block: two blocks
+        with strategy.scope():
+            w = sv.Variable(np.zeros(5 * BLOCK_BYTES // 4, np.float32), name="w")
+            small = sv.Variable(np.float16(1.0), name="small")
+        del small
+        place = 4 * BLOCK_BYTES // 4 + 5  # in the last block, which comes at checks 3, 6, 9 …
+        faults = {35: [lambda: flip(w, place)] if sv.rank() else []}
+        run, error = found_by(strategy, 100, lambda: None, faults)
+        return run, parsed(error)
+
+    assert ranks(2, fn) == [(60, ("w", [1], (place := 4 * BLOCK_BYTES // 4 + 5, place), (30, 60)))] * 2
+
+
+def test_no_false_alarm_over_thousands_of_random_steps(ranks):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        strategy.check_every = 3
+        common, own = np.random.default_rng(1), np.random.default_rng(sv.rank())
+        dtypes = ["float32", "float16", ml_dtypes.bfloat16, "float64", "int8", "complex64"]
+        with strategy.scope():
+            variables = [
+                sv.Variable(np.zeros(common.integers(0, 40), dtype), dtype=dtype, aggregation="SUM", synchronization=mode)
+                for dtype in dtypes
+                for mode in ("AUTO", "ON_WRITE")
+            ]
+            sv.Variable(np.arange(3.0) + 0, aggregation="SUM", synchronization="ON_READ")
+        variables[0].pin("deferred")
+
+        def step(chosen, kinds):
+            for number, kind in zip(chosen, kinds, strict=True):
+                v = variables[number]
+                x = own.integers(-100, 100, v.shape).astype(v.dtype)
+                if kind == 0 and v.dtype.kind != "i":
+                    x = np.where(own.random(v.shape) < 0.01, np.asarray(np.nan, v.dtype), x).astype(v.dtype)
+                with np.errstate(all="ignore"):
+                    (v.assign, v.assign_add, v.assign_sub)[kind](x)
+
+        for _ in range(1000):
+            strategy.run(step, args=(common.integers(0, len(variables), 2).tolist(), common.integers(0, 3, 2).tolist()))
+        return any(np.isnan(v.numpy()).any() for v in variables if v.dtype == np.float32), strategy.roster.entries[variables[0].name].good.tolist()
+
+    found = ranks(2, fn)
+    assert found[0] == found[1]
+    assert found[0][1] in ([], [999])
+
+
+def test_copies_that_may_differ_are_not_compared(ranks):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        strategy.check_every = 1
+        with strategy.scope():
+            sums = sv.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+            own = sv.Variable(0.0, synchronization="NONE")
+        return found_by(strategy, 5, lambda: (sums.assign_add(sv.rank()), own.assign(sv.rank())))
+
+    assert ranks(2, fn) == [None, None]
+
+
+def test_a_variable_that_one_replica_has_dropped_is_left_out(ranks):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        strategy.check_every = 2
+        with strategy.scope():
+            variables = [sv.Variable(np.ones(4), name=f"v{number}") for number in range(4)]
+        strategy.run(lambda: None)
+        if sv.rank() == 1:
+            del variables[0]
+            gc.collect()
+        found = found_by(strategy, 20, lambda: None, {5: [lambda: flip(variables[-1], 2)] if sv.rank() == 1 else []})
+        return found[0], parsed(found[1]), sorted(strategy.roster.entries)
+
+    assert ranks(2, fn) == [(5, ("v3", [1], (2, 2), (4, 6)), ["v1", "v2", "v3"])] * 2
+
+
+def test_zero_turns_it_off_and_the_setting_sets_it(ranks):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        before = strategy.check_every
+        with strategy.scope():
+            v = sv.Variable(np.ones(4))
+        if sv.rank():
+            flip(v, 1)
+        calls = strategy.communicator
+        strategy.check_every = 0
+        off = found_by(strategy, 20, lambda: None), calls.next_call % 10**6
+        strategy.check_every = 7
+        on = found_by(strategy, 20, lambda: None)
+        for bad in (-1, 1.5, True, None):
+            with pytest.raises(sv.ConfigError, match="check_every must be a whole number of runs"):
+                strategy.check_every = bad
+        return before, off, on[0]
+
+    assert ranks(2, fn, config=RuntimeConfig(check_every=13)) == [(13, (None, 0), 1)] * 2
+
+
+def test_one_replica_has_nothing_to_compare():
+    def fn():
+        strategy = sv.MirroredStrategy()
+        strategy.check_every = 1
+        with strategy.scope():
+            sv.Variable(np.ones(4))
+        return found_by(strategy, 5, lambda: None), strategy.roster
+
+    assert run_ranks(1, fn) == [(None, None)]
