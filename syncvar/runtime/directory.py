@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 import stat
 from pathlib import Path
@@ -63,7 +62,7 @@ class JobDirectory:
 
     def __init__(self, environ: Mapping[str, str], name: str | None = None) -> None:
         base = base_directory(environ)
-        self.path = base / (name or secrets.token_hex(4))
+        self.path = base / (name or os.urandom(4).hex())
         if len(os.fsencode(self.path)) + _SOCKET_NAME_MAX > _UNIX_PATH_MAX:
             raise ConfigError(
                 f"the runtime directory {base} has too long a path: socket files in it would exceed "

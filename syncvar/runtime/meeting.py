@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -30,6 +30,7 @@ from syncvar.runtime.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from syncvar.config import RuntimeConfig
     from syncvar.topology import Told
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["environment_of"]
 
 _log = logging.getLogger("syncvar")
+_READY = "ready"  # a file in the folder: what is served there can be asked for
 _PAUSE_S = 0.02
 _LOOK_MS = 200
 _hosts: dict[str, _Host] = {}
@@ -113,11 +115,11 @@ def _own_address(told: Told) -> str:
         return str(probe.getsockname()[0])
 
 
-def _await_directory(environ: Mapping[str, str], name: str, told: Told, config: RuntimeConfig) -> Any:
+def _await_directory(environ: Mapping[str, str], name: str, told: Told, config: RuntimeConfig) -> Path:
     until = time.monotonic() + config.rendezvous_timeout_s
     while True:
         path = JobDirectory.find(environ, name)
-        if path is not None:
+        if path is not None and (path / _READY).exists():
             return path
         if time.monotonic() > until:
             raise RendezvousError(
@@ -167,6 +169,7 @@ class _Host:
             os.umask(umask)
         self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
         self._thread.start()
+        (directory.path / _READY).touch()
         atexit.register(self.end)  # registered before the context's: it runs after that has left
 
     def end(self) -> None:
