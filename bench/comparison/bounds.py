@@ -94,6 +94,9 @@ SINGLE = {
     "launch torchrun": Bound(0.2, None, "x its time", at_most=True),
     "import": Bound(60, None, "ms", at_most=True),
     "crowd seconds": Bound(30, None, "s", at_most=True),
+    "training tensorflow": Bound(3),
+    "training torch": Bound(1.5),
+    "training accuracy": Bound(0.5, None, "points", at_most=True),
     "crowd memory": Bound(60, None, "MiB", at_most=True),
 }
 

@@ -92,14 +92,18 @@ class Library:
         words = [Path(word).name if word.startswith(str(SCRIPTS)) else word for word in words]
         return " ".join([*settings, *words, Path(self.script).name])
 
-    def probe(self) -> tuple[str | None, str]:
-        """Find the library: its versions and "", or None and why it is missing."""
+    def probe(self, script: str | None = None) -> tuple[str | None, str]:
+        """Find the library: its versions and "", or None and why it is missing.
+
+        Args:
+            script: A worker script that tells the versions; None for that of the collectives.
+        """
         if not os.path.exists(self.python):
-            return None, "not set up: python bench/compare.py --setup"
+            return None, "not set up, see --setup"
         tool = self.start(1)[0]
         if shutil.which(tool) is None:
-            return None, f"no {os.path.basename(tool)}: python bench/compare.py --setup"
-        done = run([self.python, self.script, "--versions"], timeout=PROBE_S)
+            return None, f"no {os.path.basename(tool)}, see --setup"
+        done = run([self.python, script or self.script, "--versions"], timeout=PROBE_S)
         if done.failure:
             return None, done.failure
         versions = json.loads(done.stdout.splitlines()[-1])

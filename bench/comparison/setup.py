@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from comparison.libraries import PEERS, library, peer_python
@@ -13,13 +14,19 @@ from comparison.processes import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-__all__ = ["set_up"]
+__all__ = ["TRAINING", "make_environment", "set_up"]
 
 PACKAGES = ("openmpi-bin", "libopenmpi-dev", "mpich", "libmpich-dev")
 TOOLS = ("mpirun.openmpi", "mpicc.openmpi", "mpirun.mpich", "mpicc.mpich")
-PYTHON_PACKAGES = {"torch": ["torch==2.13.0", "numpy"], "tensorflow": ["tensorflow-cpu", "numpy"]}
+TRAINING = "training"
+"""The environment that has syncvar, as it stands in this checkout, and what it trains with."""
+CHECKOUT = str(Path(__file__).resolve().parents[2])
+PYTHON_PACKAGES = {
+    "torch": ["torch==2.13.0", "numpy"],
+    "tensorflow": ["tensorflow-cpu", "numpy"],
+    TRAINING: ["torch==2.13.0", "numpy", "--editable", f"{CHECKOUT}[examples]"],
+}
 FOR_MPI = ["numpy", "ml_dtypes"]
 OPTIONAL = ("tensorflow",)
 STEP_S = 1800.0
@@ -36,7 +43,7 @@ def set_up(peers: Path, names: Sequence[str]) -> bool:
     for name in wanted:
         versions, _ = library(name, "", peers).probe()
         if versions is None:
-            _make(peers, name)
+            make_environment(peers, name)
     ready = True
     for name in wanted:
         one = library(name, "", peers)
@@ -59,8 +66,8 @@ def _install_mpi() -> None:
         _step(install, {"DEBIAN_FRONTEND": "noninteractive"})
 
 
-def _make(peers: Path, name: str) -> bool:
-    """Make the virtual environment of one peer."""
+def make_environment(peers: Path, name: str) -> bool:
+    """Make one virtual environment: that of a peer, or `TRAINING`."""
     python = peer_python(peers, name)
     pip = [python, "-m", "pip", "install"]
     if not _step([sys.executable, "-m", "venv", "--clear", os.path.abspath(peers / name)]):

@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
-def main() -> None:
-    """Run as one worker."""
-    chosen = arguments(__doc__)
+def tensorflow_team() -> tuple[Any, Any, Team]:
+    """Join the others; returns the strategy, its sum of a tensor over the workers, and the ranks of the job."""
     import tensorflow as tf
 
-    if chosen.versions:
-        show_versions(tensorflow=tf.__version__)
-        return
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=tf.distribute.experimental.CommunicationImplementation.RING
     )
@@ -49,7 +45,19 @@ def main() -> None:
     def largest(number: int) -> int:
         return int(max(total(tf.one_hot(rank, world, number, 0, dtype=tf.int64))))
 
-    team = Team(rank, world, lambda: int(total(one)), agree, largest)
+    return strategy, total, Team(rank, world, lambda: int(total(one)), agree, largest)
+
+
+def main() -> None:
+    """Run as one worker."""
+    chosen = arguments(__doc__)
+    import tensorflow as tf
+
+    if chosen.versions:
+        show_versions(tensorflow=tf.__version__)
+        return
+    _, total, team = tensorflow_team()
+    none = tf.constant(0)
 
     def make(_kind: str, values: Values) -> Case:
         if values.collective != "all_reduce":
