@@ -184,3 +184,29 @@ def test_ranks_that_disagree_are_told_and_go_on(launch, odd, call, other):
         assert event["error"] == ("ConfigError" if is_refused else "MismatchError"), str(job)
     assert len(job.events("raised")) == 4
     assert [event["total"] for event in job.events("after")] == [4.0] * 4
+
+
+STRATEGIES = """
+import numpy as np
+import syncvar as sv
+from probe import note
+sv.init()
+seen = []
+for make in (sv.MirroredStrategy, sv.MirroredStrategy, sv.MultiWorkerMirroredStrategy, sv.CentralStorageStrategy):
+    strategy = make()
+    with strategy.scope():
+        v = sv.Variable(np.zeros(3), aggregation="SUM")
+    strategy.run(lambda: v.assign_add(np.full(3, sv.rank() + 1.0)))
+    seen.append([strategy.num_replicas_in_sync, float(v.numpy()[0])])
+note("seen", seen=seen)
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
+def test_strategies_span_this_host_or_all(launch, transport):
+    job = launch(STRATEGIES, workers=4, options=["--fake-hosts", "2"], env={"SYNCVAR_TRANSPORT": transport})
+    assert job.wait() == 0, str(job)
+    for event in job.events("seen"):
+        here = [2, 3.0] if event["rank"] < 2 else [2, 7.0]
+        assert event["seen"] == [here, here, [4, 10.0], [4, 10.0]]
+    assert job.err.count("MirroredStrategy spans the 2 ranks of this host") == 2, "once on each host"
