@@ -69,7 +69,8 @@ def all_reduce(
             below hi - lo, over ranks: the same bits whatever the sizes, hosts and transports.
         prescale: This rank's value is multiplied by it first; may differ between ranks. Not for integers.
         postscale: The result is multiplied by it, before half types are rounded; the same on every rank.
-        weight: Of a mean: this rank's weight; the result is the sum of weight * x divided by the sum of the weights.
+        weight: Of a mean: this rank's weight; the result is the sum of weight * x divided by the sum of the weights. What
+            a rank of weight 0 brings does not count, even if it is NaN.
         algorithm: Force one of `syncvar plan all_reduce`; the same on every rank.
 
     Returns:
@@ -145,7 +146,8 @@ def _request(
     inner = how.name
     if weight is not None:
         factor = np.asarray(weight, work.dtype)
-        brought, inner = [brought * factor, factor.reshape(())], "sum"
+        # The mean over an empty batch is NaN; its weight is 0, and it takes no part.
+        brought, inner = [brought * factor if weight else np.zeros_like(brought), factor.reshape(())], "sum"
     scaled = f", scaled{'' if weight is None else ', weighted'}"
     name = f"all_reduce{scaled} of {how.source}" + ("" if postscale is None else f" by {postscale!r}")
     request = reduce_request(
@@ -156,7 +158,8 @@ def _request(
     def body() -> Generator[Stage, None, Any]:
         total = yield from first
         if weight is not None:
-            total = total[0] / total[1]
+            with np.errstate(all="ignore"):
+                total = total[0] / total[1]  # nan where all weights are 0
         return outcome(how._replace(is_mean=False), np.asarray(total).reshape(-1), 1, array.shape, target, postscale)
 
     return Request(request.what, request.digest, body())

@@ -82,6 +82,7 @@ from syncvar.plans.tree import (
 )
 
 if TYPE_CHECKING:
+    from syncvar.plans.checker import Report, traffic, verify
     from syncvar.plans.contracts import (
         Contract,
         Expression,
@@ -101,7 +102,6 @@ if TYPE_CHECKING:
     )
     from syncvar.plans.cost import ARENA, LINKS, CostModel, predicted_seconds
     from syncvar.plans.show import plan_text, step_text
-    from syncvar.plans.checker import Report, traffic, verify
 
 _PROOFS = {  # what programs that run plans do not need is loaded when it is asked for
     "contracts": (

@@ -7,7 +7,7 @@ Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing he
   the sum into all of them; two phases, no copy.
 * **by segments**: the vector is cut into segments that stay in the caches. In one phase each rank sums its part of
   segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
-  read where they are.
+  read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bounds", "combine", "is_direct", "reduce_shared"]
 
+_WIDENED = 16 << 10  # elements that are widened at once
 _BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
 
 
@@ -106,19 +107,21 @@ def reduce_shared(
     channel.reserve_segments()
     hold = crowd.holds()
     copy = copy_holding if hold else np.copyto
-    per_segment = SEGMENT_BYTES // dtype.itemsize
+    is_widened = x.dtype != dtype and out.dtype == x.dtype and apply is None
+    wire = x.dtype if is_widened else dtype  # of what the others see
+    per_segment = SEGMENT_BYTES // wire.itemsize
     source = target = 0
     if opening is not None:
         locate = channel.arena.locate
-        if x.dtype == dtype:
+        if x.dtype == wire:
             source = max(0, locate(x))
-            if source and out is x and apply is None:
+            if source and out is x and apply is None and not is_widened:
                 target = source
         side = channel.tail ^ 1
     else:
         side = channel.next_parity()
     if not source:
-        _bring(channel, x, 0, min(count, per_segment), side, dtype, copy)
+        _bring(channel, x, 0, min(count, per_segment), side, wire, copy)
         source = side
     if opening is not None:
         call, check = opening
@@ -140,28 +143,44 @@ def reduce_shared(
         terms = []
         for other, place in enumerate(sources):
             if place > 1:
-                terms.append(channel.resident(place, count, dtype)[start + low : start + high])
-            elif other == rank and x.dtype == dtype:
+                terms.append(channel.resident(place, count, wire)[start + low : start + high])
+            elif other == rank and x.dtype == wire:
                 terms.append(x[start + low : start + high])
             else:
-                terms.append(channel.segment(other, (place + segment) & 1, high - low, dtype, low))
-        made = channel.segment(rank, 2 + (segment & 1), high - low, dtype)
-        combine(terms, ufunc, made, hold=hold)
-        if divisor:
-            np.divide(made, divisor, out=made)
+                terms.append(channel.segment(other, (place + segment) & 1, high - low, wire, low))
+        made = channel.segment(rank, 2 + (segment & 1), high - low, wire)
+        if is_widened:
+            _combine_widened(terms, ufunc, made, dtype, divisor, hold=hold)
+        else:
+            combine(terms, ufunc, made, hold=hold)
+            if divisor:
+                np.divide(made, divisor, out=made)
         _store(out[start + low : start + high], made, apply, copy)
         if stop < count and sources[rank] < 2:
-            _bring(channel, x, stop, min(count, stop + per_segment), (sources[rank] + segment + 1) & 1, dtype, copy)
+            _bring(channel, x, stop, min(count, stop + per_segment), (sources[rank] + segment + 1) & 1, wire, copy)
         yield channel.publish()
         for distance in range(1, size):
             other = (rank + distance) % size
             low, high = parts[other]
-            taken = channel.segment(other, 2 + (segment & 1), high - low, dtype)
+            taken = channel.segment(other, 2 + (segment & 1), high - low, wire)
             _store(out[start + low : start + high], taken, apply, copy)
         if stop >= count:
             return
         start = stop
         segment += 1
+
+
+def _combine_widened(
+    terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], dtype: np.dtype[Any], divisor: int, *, hold: bool
+) -> None:
+    """Combine terms in `dtype`, by stretches that stay in the caches, and round the combination once."""
+    for start in range(0, out.size, _WIDENED):
+        stop = min(out.size, start + _WIDENED)
+        wide = [term[start:stop].astype(dtype) for term in terms]
+        combine(wide, ufunc, wide[0], hold=hold)
+        if divisor:
+            np.divide(wide[0], divisor, out=wide[0])
+        out[start:stop] = wide[0]
 
 
 def _small(

@@ -328,3 +328,16 @@ def test_a_started_call_that_nobody_waits_for_is_waited_for_and_reported(ranks, 
     for record in caplog.records:
         assert "not waited for" in record.getMessage()
         assert "test_messages_groups_ops" in record.getMessage()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rank_of_weight_zero_takes_no_part():
+    def fn():
+        rank = sv.rank()
+        x = np.full(3, np.nan if rank else 2.0)
+        return sv.all_reduce(x, "mean", weight=0 if rank else 5).tolist(), sv.all_reduce(x, "mean", weight=0.0).tolist()
+
+    for shared in (False, True):
+        for some, none in run_ranks(2, fn, shared=shared):
+            assert some == [2.0] * 3
+            assert np.isnan(none).all()
