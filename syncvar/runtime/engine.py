@@ -537,6 +537,8 @@ class Engine:
             return
         try:
             operation.accept(frame, self)
+            if operation.is_shared:
+                self._moved = time.monotonic()  # it may look for its neighbours again
         except SyncvarError as error:
             self._break(error if isinstance(error, TransportError) else GroupBroken(str(error), error))
             return
