@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import syncvar
-from syncvar.cli import bench, flight, plan, selftest
+from syncvar.cli import bench, coming_from, flight, plan, selftest
 from syncvar.cli.rules import rules_text
 from syncvar.cli.table_of_collectives import collectives_text
 from syncvar.config import RuntimeConfig
@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_options(commands.add_parser("plan", help="show the plan of a collective, what it costs, and why it would be chosen"))
     commands.add_parser("rules", help="show what each operation on a variable does, as a table")
     commands.add_parser("collectives", help="show all collectives, as a table")
+    coming_from.add_options(
+        commands.add_parser("coming-from", help="show how syncvar spells what other libraries do, side by side")
+    )
     bench.add_options(commands.add_parser("bench", help="time a collective by size, and check its results"))
     selftest.add_options(commands.add_parser("test", help="prove all collectives on real processes"))
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
@@ -47,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(rules_text(), end="")
         elif chosen.command == "collectives":
             print(collectives_text(), end="")
+        elif chosen.command == "coming-from":
+            print(coming_from.coming_from_text(chosen.library), end="")
         elif chosen.command == "bench":
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":
