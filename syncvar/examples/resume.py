@@ -5,7 +5,8 @@
 Every 50 steps a checkpoint is saved beside the computation. SIGTERM (from you, or from a scheduler that wants the machine back)
 is taken as a notice: all workers agree on one step, save it, and the job ends with exit code 75, "run me again". Killed or stopped,
 run the same line again: weights, the optimizer's moments, the place in the data and each worker's random numbers go on where they were,
-and the last line is the same to the bit as that of a run that was left alone (with the same number of workers).
+and the last line is the same to the bit as that of a run that was left alone (with the same number of workers). With
+`--max-restarts 3` syncvar-launch runs it again by itself when a worker is lost.
 """
 
 from __future__ import annotations

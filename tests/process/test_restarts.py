@@ -249,6 +249,17 @@ def test_the_limit_ends_the_job_with_the_last_culprit_and_nothing_stays_of_an_ea
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_in_a_later_start_leaves_nothing(launch, nothing_left_behind):
+    job = launch(FAILING, workers=2, options=("--max-restarts", "2"))
+    job.await_events("met", 2)
+    job.open_gate("go-0")
+    job.await_events("met", 4)
+    job.send(signal.SIGKILL)
+    job.wait()
+    await_true(lambda: not nothing_left_behind.own_processes(), 3.0, "the end of every process")
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [
