@@ -172,6 +172,9 @@ class Strategy:
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
         self._require("run")
+        roster = self.roster
+        if roster is not None:
+            roster.runs += 1  # also of a run that fails: the replicas' numbers stay the same
         given = [own_part(one) for one in args]
         named = {name: own_part(one) for name, one in (kwargs or {}).items()}
         queue = known_queue(self)
@@ -181,9 +184,6 @@ class Strategy:
             queue.begin()
             aligned.append(queue.calls)
         ends = [communicator.begin_epoch() for communicator in aligned]
-        roster = self.roster
-        if roster is not None:
-            roster.runs += 1
         stack = places()
         depth = len(stack)
         stack.append(Place(self, Context.REPLICA))

@@ -15,8 +15,10 @@ class Explanation:
         mode: The synchronization in force; of an AUTO variable with the pace that was chosen, or pinned.
         requested: What the program asked for.
         rule: Why.
-        numbers: Counters of this replica: replicas, reads, writes, collectives, nbytes (of the value).
-        changes: (step, from, to, why) of each change of mode.
+        numbers: Counters of this replica: replicas, reads, writes, collectives, nbytes (of the value). Where AUTO may
+            defer, also increments (writes that can wait), turns (reads that came after one) and pending (that wait now).
+        changes: (step, from, to, why) of each change of pace. The step is the number of the strategy's run at whose end
+            (pin: after which) it changed; outside every scope that of the variable's increment (pin: write).
     """
 
     mode: str

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["COSTS", "IDLE_RUNS", "Bar", "Choice", "Costs", "Window", "choose", "period"]
 
 IDLE_RUNS = 20  # between two decisions where nothing was incremented
-_MANY = 16  # variables, from which on a decision is made half as often: it costs about 1 µs for each
+_MANY = 4  # of more variables a decision is made half as often: it costs about 20 us and 2 us for each
 _WORTH = 0.8  # the new way must cost at most so much of the old one
 _BEARABLE = 1.25  # a way is kept as long as it costs at most so much of the other
 _BAR_MIN, _BAR_MAX = 4, 64
@@ -29,7 +29,7 @@ class Costs(NamedTuple):
     """Time that is spent on one path.
 
     Args:
-        runs: From one decision to the next; less than half of the 20 steps within which a change must be answered.
+        runs: From one decision to the next; at most half of the 20 steps within which a change must be answered.
         eager_us: Of an increment that is sent by itself, in microseconds.
         eager_ns: More of it for each byte, in nanoseconds.
         queued_us: Of an increment in the queue.
@@ -56,8 +56,8 @@ class Costs(NamedTuple):
 # (path, reproducible): two launched ranks on two cores, medians, one write after the other. Reproducible increments travel one beside the
 # other instead of summed, which costs more in the queue.
 COSTS = {
-    ("arena", False): Costs(4, 8.0, 0.3, 3.3, 2.0, 105.0),
-    ("arena", True): Costs(4, 8.0, 0.3, 8.0, 5.0, 105.0),
+    ("arena", False): Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0),
+    ("arena", True): Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0),
     ("links", False): Costs(10, 150.0, 3.5, 10.0, 3.0, 215.0),
     ("links", True): Costs(10, 150.0, 3.5, 14.0, 9.0, 215.0),
 }
@@ -103,7 +103,7 @@ def period(costs: Costs, variables: int, *, is_idle: bool) -> int:
 
     Example:
         >>> period(COSTS["arena", False], 1, is_idle=False), period(COSTS["arena", False], 1, is_idle=True)
-        (4, 20)
+        (5, 20)
     """
     if is_idle:
         return IDLE_RUNS
@@ -131,18 +131,30 @@ def choose(
         >>> [choice.is_deferred for choice in choose([busy, turns], 4, 0, Bar(), COSTS["arena", False])[0]]
         [True, False]
     """
-    alone = [_is_worth(one, costs) for one in windows]
-    chosen = [place for place, one in enumerate(windows) if one.increments and alone[place]]
-    now = sum(costs.eager(windows[place].increments, windows[place].nbytes) for place in chosen)
-    queued = sum(costs.queued(windows[place].increments, windows[place].nbytes) for place in chosen)
-    total = sum(windows[place].increments for place in chosen)
-    filled = sum(windows[place].increments * windows[place].nbytes for place in chosen) // bucket_bytes
-    expected = max(min(max(runs, 1), total) + sum(min(windows[place].breaks, windows[place].increments) for place in chosen), filled)
-    are_deferred = bool(chosen) and all(windows[place].is_deferred for place in chosen)
+    alone: list[bool] = []
+    chosen = total = filled = breaks = 0
+    now = queued = 0.0
+    are_deferred = True
+    for one in windows:
+        eager, waiting = costs.eager(one.increments, one.nbytes), costs.queued(one.increments, one.nbytes)
+        own_breaks = min(one.breaks, one.increments)
+        limit = _BEARABLE if one.is_deferred else _WORTH
+        is_worth = waiting + costs.send_us * own_breaks <= limit * eager  # if sending at the ends of runs cost nothing
+        alone.append(is_worth)
+        if is_worth and one.increments:
+            chosen += 1
+            total += one.increments
+            filled += one.increments * one.nbytes
+            breaks += own_breaks
+            now += eager
+            queued += waiting
+            are_deferred = are_deferred and one.is_deferred
+    are_deferred = are_deferred and chosen > 0
+    expected = max(min(max(runs, 1), total) + breaks, filled // bucket_bytes)
     late = queued + costs.send_us * (max(sends, 1) if are_deferred else expected)
     together = late <= now * (_BEARABLE if are_deferred else _WORTH)
     since = f" in {runs} runs" if runs else ""
-    because = f"{total} increments of {len(chosen)} variables{since}"
+    because = f"{total} increments of {chosen} variables{since}"
     estimate = f"{late:.0f} us deferred, {now:.0f} us eager"
     if are_deferred:
         if together:
@@ -155,20 +167,14 @@ def choose(
         bar = bar._replace(left=bar.left - 1)
         together = False
         estimate += f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
+    shared = Choice(together, f"{because}: {estimate}")
     choices = []
     for place, one in enumerate(windows):
         if not one.increments:
             choices.append(Choice(one.is_deferred, "nothing was added"))
         elif not alone[place]:
-            breaks = f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
-            choices.append(Choice(is_deferred=False, why=f"{breaks}: waiting does not pay"))
+            said = f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
+            choices.append(Choice(is_deferred=False, why=f"{said}: waiting does not pay"))
         else:
-            choices.append(Choice(together, f"{because}: {estimate}"))
+            choices.append(shared)
     return choices, bar
-
-
-def _is_worth(one: Window, costs: Costs) -> bool:
-    """Return whether deferring a variable pays if sending at the ends of runs cost nothing."""
-    limit = _BEARABLE if one.is_deferred else _WORTH
-    late = costs.queued(one.increments, one.nbytes) + costs.send_us * min(one.breaks, one.increments)
-    return late <= limit * costs.eager(one.increments, one.nbytes)

@@ -165,18 +165,22 @@ class Roster:
 
     def _agree(self, point: Point, *, is_decision: bool, is_check: bool) -> None:
         asked = [one for one in self.entries.values() if is_check or (one.is_auto and not one.is_pinned)]
-        autos = [one for one in asked if one.is_auto and not one.is_pinned] if is_decision else []
         if not asked:
             self._decision = _NEVER
             return
         variables = [one.variable() for one in asked]  # so they live until this has ended
+        pairs = list(zip(asked, variables, strict=True))
+        autos = [pair for pair in pairs if pair[0].is_auto and not pair[0].is_pinned] if is_decision else []
         queue = known_queue(self.owner)
         sends = 0 if queue is None else queue.sends
         counts = [sends - self._sends, *[int(variable is None) for variable in variables]]
-        for entry in autos:
-            counts += _counted(entry)
+        counted = [(0, 0, 0) if variable is None else variable.counts() for _, variable in autos]
+        for (entry, _), (increments, turns, others) in zip(autos, counted, strict=True):
+            before = entry.counted
+            entry.counted = increments, turns, others
+            counts += (increments - before[0], turns - before[1] + max(others - before[2], 0))
         largest = self._largest(np.array(counts, np.int64)).tolist()
-        gone = {entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone}
+        gone = {entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone}  # on some replica
         for name in gone:
             del self.entries[name]
         if is_decision:
@@ -184,7 +188,7 @@ class Roster:
             rows = largest[1 + len(asked) :]
             self._decide(point, autos, list(zip(rows[0::2], rows[1::2], strict=True)), largest[0], gone)
         if is_check:
-            found = [(one, variable) for one, variable in zip(asked, variables, strict=True) if variable is not None and one.name not in gone]
+            found = [(one, variable) for one, variable in pairs if variable is not None and one.name not in gone]
             self._checker.check(self.owner, found, point.step)
 
     def _largest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -203,18 +207,20 @@ class Roster:
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def _decide(
-        self, point: Point, autos: Sequence[Entry], rows: Sequence[tuple[int, int]], sends: int, gone: set[str]
+        self,
+        point: Point,
+        autos: Sequence[tuple[Entry, Variable | None]],
+        rows: Sequence[tuple[int, int]],
+        sends: int,
+        gone: set[str],
     ) -> None:
         costs = self._costs
-        pairs: list[tuple[Variable, Window]] = []
-        is_idle = True
-        for entry, (increments, breaks) in zip(autos, rows, strict=True):
-            variable = entry.variable()
-            if entry.name in gone or variable is None:
-                continue
-            entry.counted = variable.counts()
-            is_idle = is_idle and not increments
-            pairs.append((variable, Window(entry.nbytes, variable.is_deferred, increments, breaks)))
+        pairs = [
+            (variable, Window(entry.nbytes, variable.is_deferred, increments, breaks))
+            for (entry, variable), (increments, breaks) in zip(autos, rows, strict=True)
+            if variable is not None and entry.name not in gone
+        ]
+        is_idle = not any(window.increments for _, window in pairs)
         runs = self.runs - self._decided
         self._decided = self.runs
         self._decision = self.runs + period(costs, len(pairs), is_idle=is_idle)
@@ -262,12 +268,3 @@ class Roster:
         for at, step, of, name, pace in gather_objects(communicator, "recorded decisions of AUTO", mine, owner.timeout)[0]:
             found.setdefault(Point(at, step, of), []).append((name, pace))
         return found
-
-
-def _counted(entry: Entry) -> tuple[int, int]:
-    """Return (increments, breaks) of a variable since they were last agreed on."""
-    variable = entry.variable()
-    if variable is None:
-        return 0, 0
-    increments, turns, others = (now - before for now, before in zip(variable.counts(), entry.counted, strict=True))
-    return increments, turns + max(others, 0)

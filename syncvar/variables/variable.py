@@ -328,6 +328,11 @@ class Variable(ArrayProtocol):
     def pin(self, mode: str | None) -> None:
         """Fix the pace of an AUTO variable: "eager", "deferred", or None to let AUTO decide again. Collective.
 
+        Eager, an increment is combined with the other replicas' at once. Deferred, it waits until the variable is read, or
+        the run ends, or any other call is made, and travels with the others that wait. AUTO starts eager, looks at what was
+        written and read at the ends of every few runs (outside every scope: at every 64th increment), and changes on all
+        replicas at the same point.
+
         Raises:
             ConfigError: Another mode.
             UsageError: The variable was not asked as AUTO.

@@ -11,6 +11,7 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
+from syncvar.variables import queue as queue_module
 from syncvar.variables.queue import known_queue
 
 
@@ -24,6 +25,12 @@ def ranks(request):
         return results
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def one_place(monkeypatch):
+    """Threads that share an interpreter are never at one place; who waits for the other is not served before its time."""
+    monkeypatch.setattr(queue_module, "_PATIENCE_S", 30.0)
 
 
 def made(strategy, value=0.0, aggregation="SUM", **options):
