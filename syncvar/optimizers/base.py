@@ -16,7 +16,14 @@ from syncvar.optimizers.arguments import (
     checked_number,
     checked_rate,
 )
-from syncvar.optimizers.call import Call, combining_request, described, whose
+from syncvar.optimizers.call import (
+    Call,
+    combined_shortly,
+    combining_request,
+    described,
+    prepare_short_way,
+    whose,
+)
 from syncvar.optimizers.clipping import Clipping
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.rule import Rule
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Optimizer"]
 
+_STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: no two steps below 2**64 give the same
+_DIGEST_MASK = (1 << 64) - 1
 _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
 _NONFINITE = ("allow", "error", "skip")
 
@@ -417,17 +426,21 @@ class Optimizer(Rule):
         what = f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) of {call.shown}"
         if call.is_given and not owner.check_cross_writes and refused is None:
             return
-        digest = fingerprint("step", call.base, how, rate, step)
+        # The step is not among the parts: fingerprints are remembered, and these would push all others out.
+        digest = (fingerprint("step", call.base, how, rate) + step * _STEP_SPREAD) & _DIGEST_MASK
+        op = "" if call.is_given else "sum" if weighted else call.op
 
         def check() -> Request:
             if refused is not None:
                 raise ConfigError(
                     f"an earlier call of this step was refused, so the step is left out: {refused}"
                 )
-            op = "" if call.is_given else "sum" if weighted else call.op
             return combining_request(owner, plan, op, what, digest, weighted=weighted)
 
-        communicator.perform("apply_gradients", check, owner.timeout)
+        if refused is not None or not combined_shortly(owner, plan, op, what, digest, weighted=weighted):
+            communicator.perform("apply_gradients", check, owner.timeout)
+            if refused is None:
+                prepare_short_way(owner, plan, op, weighted=weighted)
 
     def _finish(self, call: Call, plan: Plan, rate: float) -> None:
         """Scale and clip the combined gradients, and make the step."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import reduce_request, shortcut_of
 from syncvar.optimizers.slots import is_apart
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables import Variable
@@ -23,14 +23,17 @@ from syncvar.variables.requests import request_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from syncvar.optimizers.plan import Plan
     from syncvar.variables.places import Owner
 
-__all__ = ["Call", "combining_request", "described", "whose"]
+__all__ = ["Call", "combined_shortly", "combining_request", "described", "prepare_short_way", "whose"]
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS
 _SAME, _MEETING = decide(*_MODE, Operation.ASSIGN), decide(*_MODE, Operation.SYNC)
 _NOTHING = np.empty(0, np.uint8)
+_NAME = "apply_gradients"
 _HINT = (
     "Gradients that are used as given must be the same on every replica. Pass each replica's own inside strategy.run, or "
     "outside every scope, with reduce='mean'"
@@ -126,3 +129,31 @@ def combining_request(
             communicator, value, op, out=value, reproducible=owner.reproducible, name=what
         )
     return Request(what, digest, request.body)
+
+
+def combined_shortly(owner: Owner, plan: Plan, op: str, what: str, digest: int, *, weighted: bool) -> bool:
+    """Combine the gradients by the prepared call of their shape; False where there is none, and nothing has been done.
+
+    Words and fingerprint change from step to step, as they hold the step and the learning rate; all else is prepared.
+    The arguments are those of `combining_request`.
+    """
+    if not op or len(plan.shared) != 1 or owner.timeout is not None:
+        return False
+    array = _brought(plan, weighted=weighted)
+    shortcut = owner.communicator.shortcuts.get((_NAME, op, array.dtype, array.shape, owner.reproducible))
+    return shortcut is not None and shortcut(array, array, (what, digest)) is not None
+
+
+def prepare_short_way(owner: Owner, plan: Plan, op: str, *, weighted: bool) -> None:
+    """Prepare what `combined_shortly` looks for, after a call has gone the long way."""
+    if not op or len(plan.shared) != 1:
+        return
+    array = _brought(plan, weighted=weighted)
+    if (_NAME, op, array.dtype, array.shape, owner.reproducible) not in owner.communicator.shortcuts:
+        shortcut_of(owner.communicator, array, op, _NAME, owner.reproducible)
+
+
+def _brought(plan: Plan, *, weighted: bool) -> NDArray[Any]:
+    """Return the one array that travels; the last element of the whole is the weight."""
+    (bucket,) = plan.shared
+    return bucket.whole if weighted else bucket.flat

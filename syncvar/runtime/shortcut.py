@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     Front = Callable[[NDArray[Any], Any], Blocks | None]
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
-    Shortcut = Callable[[NDArray[Any], Any], NDArray[Any] | None]
+    Said = tuple[str, int]  # a call in words, and its fingerprint
+    Shortcut = Callable[..., NDArray[Any] | None]
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
 __all__ = ["Front", "General", "Shortcut", "move_shortcut", "reduce_shortcut"]
@@ -66,7 +67,8 @@ def reduce_shortcut(
 
     Returns:
         A function of (x, out): x a native array of this dtype and shape, out None or anything. It returns the result,
-        or None when it has done nothing and the long way has to be taken.
+        or None when it has done nothing and the long way has to be taken. A third argument, (words, fingerprint), is
+        for a call that is not the same each time: it has these instead of `what` and `digest`.
     """
     channel, engine = communicator.channel, communicator.engine
     if channel is None or engine is None or not channel.is_open or channel.size == 1:
@@ -84,6 +86,10 @@ class _Ground(NamedTuple):
     channel: Channel
     engine: Engine
     told: Told
+
+    def saying(self, said: Said | None) -> _Ground:
+        """Return the same for a call with words and a fingerprint of its own."""
+        return self if said is None else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> SharedOperation:
         communicator, told = self.communicator, self.told
@@ -151,7 +157,7 @@ def _small(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.uf
         terms = [one.reshape(shape) for one in channel.smalls_now(count, accumulate)]
         return combined(_one_by_one(terms, shape, accumulate), out)
 
-    def call(x: NDArray[Any], out: Any) -> NDArray[Any] | None:
+    def call(x: NDArray[Any], out: Any, said: Said | None = None) -> NDArray[Any] | None:
         if not (engine.is_quiet and channel.is_settled) or busy.locked():
             return None
         if out is not None and (
@@ -167,7 +173,7 @@ def _small(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.uf
             try:
                 side = channel.side = channel.side ^ 1
                 mine[side][...] = x
-                check = words[entry + CHECK + side] = (digest + number * SPREAD) & MASK
+                check = words[entry + CHECK + side] = ((digest if said is None else said[1]) + number * SPREAD) & MASK
                 target = channel.last = (number << 1) + 2
                 if channel.phase or words[entry + DONE]:
                     words[entry + DONE] = channel.phase
@@ -183,12 +189,12 @@ def _small(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.uf
                             break
                     else:
                         result = ended(levels[side], out)
-                        add((told, number, begin, clock(), get_ident()))
+                        add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
                         return result
             except BaseException as error:
-                ground.interrupt(number, begin, error)
+                ground.saying(said).interrupt(number, begin, error)
                 raise
-            return ground.go_on(number, begin, rest(check, target, out), target)  # type: ignore[no-any-return]
+            return ground.saying(said).go_on(number, begin, rest(check, target, out), target)  # type: ignore[no-any-return]
 
     return call
 
@@ -232,7 +238,7 @@ def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
     digest, add = told.fingerprint, engine.recorder.add
     divisor = channel.size if how.is_mean else 0
 
-    def call(x: NDArray[Any], out: Any) -> NDArray[Any] | None:
+    def call(x: NDArray[Any], out: Any, said: Said | None = None) -> NDArray[Any] | None:
         if queue or not (engine.is_quiet and channel.is_settled):
             return None
         if out is None:
@@ -262,7 +268,7 @@ def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             number = communicator.next_call
             communicator.next_call = number + 1
             begin = monotonic_ns()
-            check = (digest + number * SPREAD) & MASK
+            check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
             steps = reduce_shared(
                 channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor, apply=apply
             )
@@ -275,12 +281,12 @@ def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
                         if need == DISAGREE or not wait(others, need, limit):
                             break
                     else:
-                        add((told, number, begin, monotonic_ns(), get_ident()))
+                        add((told if said is None else ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
                         return made
             except BaseException as error:
-                ground.interrupt(number, begin, error)
+                ground.saying(said).interrupt(number, begin, error)
                 raise
-            ground.go_on(number, begin, _then(steps, made), need)
+            ground.saying(said).go_on(number, begin, _then(steps, made), need)
             if began:
                 crowd.note(perf_counter() - began, made.nbytes)
             return made
