@@ -119,7 +119,7 @@ def test_killed_twice_and_started_again_the_weights_are_the_same_to_the_bit(laun
     whole = expected(launch, tmp_path, workers)
     job = training(launch, tmp_path / "c", workers, faults, options=("--max-restarts", "2", *options))
     assert job.wait() == 0, job
-    assert [(event["rank"], event["place"], event["step"]) for event in job.events("dies")] == [tuple(one) for one in faults.values()]
+    assert [(event["rank"], event["place"], event["step"]) for event in job.events("dies")] == [tuple(one) for one in faults.values()], job
     assert len(job.events("final")) == workers
     assert digests(job) == {whole}, job
     starts = {(event["restarts"], event["generation"]) for event in job.events("starts")}
