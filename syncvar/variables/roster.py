@@ -18,6 +18,7 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request, shortcut_of
 from syncvar.collectives.objects import gather_objects
+from syncvar.errors import MismatchError
 from syncvar.variables.checker import Checker
 from syncvar.variables.decisions import Change, Point, append, read
 from syncvar.variables.digests import block_count
@@ -177,9 +178,18 @@ class Roster:
         counted = [(0, 0, 0) if variable is None else variable.counts() for _, variable in autos]
         for (entry, _), (increments, turns, others) in zip(autos, counted, strict=True):
             before = entry.counted
-            entry.counted = increments, turns, others
             counts += (increments - before[0], turns - before[1] + max(others - before[2], 0))
-        largest = self._largest(np.array(counts, np.int64)).tolist()
+        try:
+            largest = self._largest(np.array(counts, np.int64)).tolist()
+        except MismatchError as error:
+            if point.at == "write":
+                raise
+            # An exception has left the run on another replica, say, and none has agreed. A program that does not wait for
+            # that one in its run is not to hear of it here: it is tried again, or compared the next time.
+            _log.debug("the replicas have not agreed at the end of run %d: %s", point.step, error)
+            return
+        for (entry, _), now in zip(autos, counted, strict=True):
+            entry.counted = now
         gone = {entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone}  # on some replica
         for name in gone:
             del self.entries[name]
