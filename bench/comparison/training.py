@@ -42,8 +42,15 @@ class Task(NamedTuple):
     has_bound: bool
 
 
-TASKS = (Task("mlp", 8, 2000, True), Task("conv", 8, 1000, True), Task("mlp", 128, 400, False), Task("conv", 128, 150, False))
-NETS = {"mlp": "64-64-10", "conv": "two convolutions, 9 930 weights"}
+TASKS = (
+    Task("mlp", 8, 2000, True),
+    Task("conv", 8, 1500, True),
+    Task("conv2", 8, 600, False),
+    Task("mlp", 128, 400, False),
+    Task("conv", 128, 200, False),
+    Task("conv2", 128, 100, False),
+)
+NETS = {"mlp": "64-64-10", "conv": "a convolution of 16 channels", "conv2": "convolutions of 16 and 32 channels"}
 
 
 def training(setting: Setting, tasks: Sequence[Task], data: str) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,20 +18,15 @@ __all__ = ["inputs", "loss_of", "momentum", "network", "scores"]
 
 def network(net: str) -> nn.Module:
     """Return a network with the first weights."""
-    first, second = CHANNELS
     if net == "mlp":
         made = nn.Sequential(nn.Linear(SIDE * SIDE, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
     else:
-        made = nn.Sequential(
-            nn.Unflatten(1, (1, SIDE, SIDE)),
-            nn.Conv2d(1, first, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(first, second, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(second * (SIDE // 2) ** 2, CLASSES),
-        )
+        channels = CHANNELS[net]
+        layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
+        for before, after in pairwise((1, *channels)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+        last = nn.Linear(channels[-1] * (SIDE // 2) ** 2, CLASSES)
+        made = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), last)
     with torch.no_grad():
         for parameter, value in zip(made.parameters(), initial_weights(net), strict=True):
             parameter.copy_(torch.from_numpy(value))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -24,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 SIDE = 8  # rows and columns of an image
 HIDDEN = 64  # of the network "mlp"
-CHANNELS = (16, 32)  # of the network "conv"
+CHANNELS = {"conv": (16,), "conv2": (16, 32)}  # of each convolution of the other networks
 CLASSES = 10
 MOMENTUM = 0.9
 LARGE_BATCH = 32  # of a worker, from which on larger steps are taken
@@ -32,7 +33,7 @@ RATES = (0.01, 0.05)  # below it, from it on
 
 
 class Task(NamedTuple):
-    """What is trained: "mlp" or "conv", by how many images of each worker in a step."""
+    """What is trained: "mlp" or one of `CHANNELS`, by how many images of each worker in a step."""
 
     net: str
     rows: int
@@ -73,9 +74,9 @@ def initial_weights(net: str) -> list[Array]:
 
     if net == "mlp":
         return [*layer(HIDDEN, SIDE * SIDE), *layer(CLASSES, HIDDEN)]
-    first, second = CHANNELS
-    pooled = second * (SIDE // 2) ** 2
-    return [*layer(first, 1, 3, 3), *layer(second, first, 3, 3), *layer(CLASSES, pooled)]
+    channels = CHANNELS[net]
+    made = [one for inputs, outputs in pairwise((1, *channels)) for one in layer(outputs, inputs, 3, 3)]
+    return [*made, *layer(CLASSES, channels[-1] * (SIDE // 2) ** 2)]
 
 
 def measure(

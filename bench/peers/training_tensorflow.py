@@ -30,19 +30,13 @@ def network(net: str) -> Any:
     if net == "mlp":
         inner = [layers.Dense(HIDDEN, activation="relu")]
     else:
-        first, second = CHANNELS
-        inner = [
-            layers.Reshape((SIDE, SIDE, 1)),
-            layers.Conv2D(first, 3, padding="same", activation="relu"),
-            layers.Conv2D(second, 3, padding="same", activation="relu"),
-            layers.MaxPool2D(2),
-            layers.Flatten(),
-        ]
+        convolutions = [layers.Conv2D(count, 3, padding="same", activation="relu") for count in CHANNELS[net]]
+        inner = [layers.Reshape((SIDE, SIDE, 1)), *convolutions, layers.MaxPool2D(2), layers.Flatten()]
     made = keras.Sequential([keras.Input((SIDE * SIDE,)), *inner, layers.Dense(CLASSES)])
     weights = [_turned(value) for value in initial_weights(net)]
-    if net == "conv":  # its last layer takes channels last
+    if net in CHANNELS:  # its last layer takes channels last
         side = SIDE // 2
-        last = initial_weights(net)[-2].reshape(CLASSES, CHANNELS[1], side, side)
+        last = initial_weights(net)[-2].reshape(CLASSES, CHANNELS[net][-1], side, side)
         weights[-2] = last.transpose(2, 3, 1, 0).reshape(-1, CLASSES)
     made.set_weights(weights)
     return made
