@@ -6,6 +6,7 @@ Bookkeeping only: nothing here sends, waits or reads a clock. The engine asks, a
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import MismatchError, PeerLost, SyncvarError
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CallBook", "Overtaken"]
 
+_BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
+
+
+class _Passed(NamedTuple):
+    """A block of calls that this rank ended after call `last`."""
+
+    members: tuple[int, ...]
+    last: int
+    epoch_end: int
 
 
 class Overtaken(NamedTuple):
@@ -53,7 +63,8 @@ class CallBook:
         self._hosts = hosts
         self._next_call: dict[int, int] = {}
         self._doomed: list[Message] = []
-        self._passed: dict[int, tuple[tuple[int, ...], int, int]] = {}
+        self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
+        self._passed: dict[int, deque[_Passed]] = {}
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
@@ -89,16 +100,23 @@ class CallBook:
         recent = list(self._next_call.items())[-_ENTERED_MAX:]
         return {group: following - 1 for group, following in recent}
 
-    def finished(self) -> dict[int, int]:
-        """Return the last call that was made in each group, of those used last: this rank will make no more.
+    def skipped(self) -> list[int]:
+        """Return (group, last, epoch_end) of each block that this rank ended after call `last`, one after another.
 
-        The end of a block that it went past is no call: who waits in that block waits in vain.
+        Those who wait in a later call of such a block, when this rank has left, wait in vain.
         """
-        made = self.entered()
-        for group, (_, last, epoch_end) in self._passed.items():
-            if made.get(group) == epoch_end:
-                made[group] = last
-        return made
+        found = []
+        for group, blocks in list(self._passed.items())[-_ENTERED_MAX // _BLOCKS_MAX :]:
+            for block in blocks:
+                found += [group, block.last, block.epoch_end]
+        return found
+
+    def leave(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
+        """Note that a rank has left: the last call that it entered in each group, and its `skipped`."""
+        self.left[rank] = entered
+        groups = self._skipped[rank] = {}
+        for group, last, epoch_end in zip(skipped[0::3], skipped[1::3], skipped[2::3], strict=False):
+            groups.setdefault(group, []).append((last, epoch_end))
 
     def _following(self, group: int) -> int:
         """Return the number of the next call of a group; calls in shared memory are counted by their communicator."""
@@ -139,10 +157,11 @@ class CallBook:
         which no call was made are one with those before; once a call has been made, all ranks are past what was
         before it.
         """
-        _, first, before = self._passed.get(group, ((), last, -1))
-        self._passed[group] = (members, first if before == last else last, epoch_end)
-        if any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
-            self._passed.pop(group, None)  # the group knows already
+        blocks = self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
+        if blocks and blocks[-1].epoch_end == last:
+            last = blocks.pop().last
+        if not any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
+            blocks.append(_Passed(members, last, epoch_end))  # else the group knows already
 
     def overtaken(self, group: int, call: int, active: Iterable[tuple[int, int]]) -> Overtaken | None:
         """Return the block of `call`, if this rank left it without making that call; told once for each block.
@@ -152,22 +171,23 @@ class CallBook:
             call: That a peer has made.
             active: (group, call) of the calls that are running.
         """
-        members, last, epoch_end = self._passed.get(group, ((), 0, -1))
-        if not last < call <= epoch_end:
+        blocks = self._passed.get(group, deque())
+        block = next((one for one in blocks if one.last < call <= one.epoch_end), None)
+        if block is None:
             return None
-        del self._passed[group]
-        running = [number for other, number in active if other == group and number > epoch_end]
-        following = min(running, default=self._next_call.get(group, epoch_end + 1))
-        return Overtaken(members, last, epoch_end, following)
+        blocks.remove(block)
+        running = [number for other, number in active if other == group and number > block.epoch_end]
+        following = min(running, default=self._next_call.get(group, block.epoch_end + 1))
+        return Overtaken(*block, following)
 
     # -- calls that cannot succeed --------------------------------------------------------------------------------
 
     def doom(self, verdict: Message) -> None:
         """Note a verdict: the calls it names fail, also those that have not begun."""
-        group = verdict["group"]
-        _, last, epoch_end = self._passed.get(group, ((), 0, -1))
-        if last < verdict["last_call"] and verdict["call"] <= epoch_end:
-            self._passed.pop(group, None)  # the group knows already, and later calls shall not fail for it
+        blocks = self._passed.get(verdict["group"], deque())
+        for block in list(blocks):
+            if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
+                blocks.remove(block)  # the group knows already, and later calls shall not fail for it
         # Verdicts on calls that lie behind are of no use any more.
         self._doomed = [old for old in self._doomed if old["last_call"] >= self._following(old["group"]) - 1]
         self._doomed.append(verdict)
@@ -195,7 +215,12 @@ class CallBook:
     def is_without(self, rank: int, operation: Operation) -> bool:
         """Return whether a rank has left before it entered this call."""
         entered = self.left.get(rank)
-        return entered is not None and rank in operation.members and operation.call > entered.get(operation.group, -1)
+        if entered is None or rank not in operation.members:
+            return False
+        group, call = operation.group, operation.call
+        return call > entered.get(group, -1) or any(
+            last < call <= epoch_end for last, epoch_end in self._skipped[rank].get(group, ())
+        )
 
     def ended(self, rank: int, before: str) -> PeerLost:
         """Return the error of something for which a rank that left would be needed."""

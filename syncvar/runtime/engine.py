@@ -360,7 +360,7 @@ class Engine:
                 break
             self.wait(started[0])
         if self.failure is None:
-            self._tell_beside("leaving", entered=self._book.finished())
+            self._tell_beside("leaving", entered=self.entered(), skipped=self._book.skipped())
 
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
@@ -742,7 +742,7 @@ class Engine:
             elif kind == "verdict":
                 self._judged(message)
             elif kind == "left":
-                self._peer_left(message["rank"], message["entered"])
+                self._peer_left(message["rank"], message["entered"], message["skipped"])
 
     def _aborted(self, message: Message) -> None:
         operation = self._active.get((message["group"], message["call"]))
@@ -772,10 +772,10 @@ class Engine:
                 operation.fail(self._book.sentence(verdict, operation))
                 self._retire(operation)
 
-    def _peer_left(self, rank: int, entered: dict[int, int]) -> None:
+    def _peer_left(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
         book = self._book
         self.is_quiet = False
-        book.left[rank] = entered
+        book.leave(rank, entered, skipped)
         self.recorder.note("left", f"rank {rank}")
         self._questions.fail(book.ended(rank, "it answered a question"), rank)
         for operation in list(self._active.values()):

@@ -179,8 +179,12 @@ class Strategy:
         named = {name: own_part(one) for name, one in (kwargs or {}).items()}
         queue = known_queue(self)
         aligned = self._aligned()
+        refused: SyncvarError | None = None
         if queue is not None:
-            self._send_queued()
+            try:
+                self._send_queued()
+            except SyncvarError as error:
+                refused = error
             queue.begin()
             aligned.append(queue.calls)
         ends = [communicator.begin_epoch() for communicator in aligned]
@@ -188,6 +192,8 @@ class Strategy:
         depth = len(stack)
         stack.append(Place(self, Context.REPLICA))
         try:
+            if refused is not None:  # a block of calls has begun: the replicas' numbers stay the same
+                raise refused
             result = fn(*given, **named)
             self._send_queued()
             if roster is not None:

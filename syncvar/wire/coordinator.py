@@ -141,7 +141,7 @@ class Coordinator:
         if kind == "leaving":
             self._drop_reports(rank)
             self.left[rank] = message["entered"]
-            return self._tell_others(rank, pack_message("left", rank=rank, entered=message["entered"]))
+            return self._tell_others(rank, pack_message("left", rank=rank, entered=message["entered"], skipped=message["skipped"]))
         raise WireError(f"a worker may not send {kind!r}")
 
     def ended(self, rank: int, reason: str, now: float) -> list[Action]:

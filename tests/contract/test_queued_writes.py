@@ -148,6 +148,7 @@ def test_the_writes_of_a_step_are_one_transfer(ranks, monkeypatch):
 
 def test_a_full_bucket_is_sent(ranks, monkeypatch):
     monkeypatch.setattr(queue_module, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(queue_module, "_PATIENCE_S", 30.0)
 
     def fn():
         strategy = sv.MirroredStrategy()
@@ -376,6 +377,27 @@ def test_a_refused_increment_is_told_to_the_others_and_no_copy_changes(ranks):
         assert "(3,)" in one[1][0]
         assert one[1][1]
         assert one[2:] == ([3.0, 6.0], 3, [6.0, 6.0])
+
+
+def test_a_refusal_that_is_told_at_the_beginning_of_run_leaves_the_replicas_aligned(ranks):
+    def fn():
+        strategy = sv.get_strategy()
+        v = sv.Variable([0.0, 0.0], aggregation="SUM")
+        v.pin("deferred")
+        strategy.run(lambda: None)
+        seen = []
+        try:
+            v.assign_add([1.0, 1.0] if sv.rank() else [1.0])
+        except sv.ConfigError:
+            seen.append("refused")
+        for _ in range(3):
+            try:
+                strategy.run(lambda: seen.append(float(sv.all_reduce(1.0))))
+            except sv.MismatchError as error:
+                seen.append(type(error).__name__)
+        return seen[-2:], v.numpy().tolist()
+
+    assert ranks(2, fn) == [([2.0, 2.0], [0.0, 0.0])] * 2
 
 
 def test_different_writes_are_a_mismatch_everywhere_and_nothing_is_written(ranks):

@@ -23,13 +23,13 @@ GOOD = {
     "poison": {"group": 0, "members": [0, 1], "call": 1, "what": "w", "reason": "r"},
     "left_run": {"group": 0, "members": [0, 1], "call": 1, "epoch_end": 9, "reason": "r"},
     "broke": {"kind_of_break": "deadline", "reason": "r", "group": 0, "call": 1, "missing": [1]},
-    "leaving": {"entered": {0: 4}},
+    "leaving": {"entered": {0: 4}, "skipped": [0, 4, 9]},
     "roll": {"generation": 0, "addresses": {0: "a", 1: "b"}, "hosts": {0: "h", 1: "h"}, "places": {0: 0, 1: 0}, "without_arena": {1: "no memfd"}},
     "refused": {"error": "RendezvousError", "reason": "r", "missing": []},
     "abort": {
         "rank": 1, "host": "h", "reason": "signal 9", "kind_of_break": "lost", "group": -1, "call": -1, "missing": [],
     },
-    "left": {"rank": 1, "entered": {0: 4}},
+    "left": {"rank": 1, "entered": {0: 4}, "skipped": [0, 4, 9]},
     "verdict": {"group": 0, "call": 1, "last_call": 2, "text": "t", "table": {0: "what", 1: "else"}},
 }  # fmt: skip
 FIELDS = [(kind, field) for kind, fields in GOOD.items() for field in fields]
