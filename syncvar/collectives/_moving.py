@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import checked_output
+from syncvar.errors import SyncvarError
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.published import SIDE_BY_SIDE
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator, Request
     from syncvar.runtime.shortcut import Front, General
 
-    Prepare = Callable[[], tuple[Request, Layout, Front, General | None]]
+    Prepare = Callable[[], tuple[Request, Layout, Front, General | None] | None]
 
 __all__ = ["UNMOVED", "by_shortcut", "detail_of", "fits", "landed", "landing", "moved", "moves", "place_of"]
 
@@ -49,18 +50,24 @@ def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any,
 
     Args:
         communicator: The group.
-        key: Of the call; None for one that has no prepared way.
+        key: Of the call.
         x: What this rank brings.
         out: As the caller gave it.
-        prepare: Returns (request of such a call, layout, front, general), see `move_shortcut`; used once.
+        prepare: Returns (request of such a call, layout, front, general), see `move_shortcut`, or None; used once.
     """
-    if key is None or not communicator.is_shared:
+    if not communicator.is_shared or not x.dtype.isnative:
         return None
     shortcut = communicator.shortcuts.get(key)
     if shortcut is None:
         if not moves(communicator, key[0], None):
             return None
-        request, layout, front, general = prepare()
+        try:
+            prepared = prepare()
+        except SyncvarError:  # the long way tells the others what is wrong
+            return None
+        if prepared is None:
+            return None
+        request, layout, front, general = prepared
         request.body.close()
         shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, layout, front, general))
     return None if shortcut is None else shortcut(x, out)

@@ -53,7 +53,7 @@ def all_gather(
         axis: Where to concatenate; may be negative.
         out: Array of the result's shape and dtype to write to; not for structures.
         group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once.
+        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
         timeout: Seconds; None means the job's default.
         algorithm: Force one of `syncvar plan all_gather`; the same on every rank.
 
@@ -94,7 +94,10 @@ def all_gather(
         if result is not None:
             return result
     return communicator.perform(
-        "all_gather", lambda: gather_request(communicator, x, axis, out, algorithm=algorithm), timeout, async_op=async_op
+        "all_gather",
+        lambda: gather_request(communicator, x, axis, out, algorithm=algorithm, keep=async_op),
+        timeout,
+        async_op=async_op,
     )
 
 
@@ -106,6 +109,7 @@ def gather_request(
     name: str = "all_gather",
     algorithm: str | None = None,
     is_moved: bool | None = None,
+    keep: bool = False,
 ) -> Request:
     """Check the arguments of an all-gather and return the request.
 
@@ -117,8 +121,11 @@ def gather_request(
         name: What is compared, and told.
         algorithm: Forced, or None.
         is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
+        keep: Take copies of the arrays now: the caller may change them before the call ends.
     """
     structure, arrays, axes, kinds = along_axis(x, axis, out)
+    if keep:
+        arrays = [array.copy() for array in arrays]
     digest = fingerprint(name, int(axis), structure, algorithm)
     if is_moved is None:
         is_moved = structure is None and moves(communicator, "all_gather", algorithm)

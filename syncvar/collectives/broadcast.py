@@ -52,7 +52,7 @@ def broadcast(
         root: Rank of the group whose value is sent.
         out: Array of the result's shape and dtype to write to; not for structures.
         group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once.
+        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
         timeout: Seconds; None means the job's default.
         algorithm: Force one of `syncvar plan broadcast`; the same on every rank.
 
@@ -92,7 +92,10 @@ def broadcast(
         if result is not None:
             return result
     return communicator.perform(
-        "broadcast", lambda: broadcast_request(communicator, x, root, out, algorithm=algorithm), timeout, async_op=async_op
+        "broadcast",
+        lambda: broadcast_request(communicator, x, root, out, algorithm=algorithm, keep=async_op),
+        timeout,
+        async_op=async_op,
     )
 
 
@@ -104,6 +107,7 @@ def broadcast_request(
     name: str = "broadcast",
     algorithm: str | None = None,
     is_moved: bool | None = None,
+    keep: bool = False,
 ) -> Request:
     """Check the arguments of a broadcast and return the request.
 
@@ -115,6 +119,7 @@ def broadcast_request(
         name: What is compared, and told.
         algorithm: Forced, or None.
         is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
+        keep: Take copies of the arrays now: the caller may change them before the call ends.
     """
     root = checked_root(root, communicator.size)
     is_root = communicator.member_rank == root
@@ -133,6 +138,8 @@ def broadcast_request(
         record = Record() if x is None else array_record(arrays[0])
         skeleton = b""
 
+    if keep and is_root:
+        arrays = [array.copy() for array in arrays]
     if is_moved is None:
         is_moved = moves(communicator, "broadcast", algorithm)
 

@@ -73,9 +73,11 @@ def reduce_scatter(
     """
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and type(op) is str and algorithm is None and timeout is None and not async_op
-    if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0 and _is_moved(op, x):
+    if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
 
         def prepare() -> Any:
+            if not _is_moved(op, x):
+                return None
             size, rank, how = communicator.size, communicator.member_rank, reduction(op, x.dtype)
             return (
                 _request(communicator, x, op, None, None, None, keep=False),

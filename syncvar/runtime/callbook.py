@@ -150,18 +150,32 @@ class CallBook:
 
     # -- blocks of calls ------------------------------------------------------------------------------------------
 
-    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int) -> None:
+    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int, table: dict[int, str]) -> bool:
         """Note that this rank ends a block of calls after `last`; the next block is announced after this.
 
         When a peer's frame of a later call of the block is seen, the ranks did not make the same calls. Blocks in
-        which no call was made are one with those before; once a call has been made, all ranks are past what was
-        before it.
+        which no call was made are one with those before.
+
+        Returns:
+            Whether it is known already that a rank is in such a call: the call after the block is refused here then,
+            with `table`, and has to be by all.
         """
         blocks = self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
         if blocks and blocks[-1].epoch_end == last:
             last = blocks.pop().last
-        if not any(old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end for old in self._doomed):
-            blocks.append(_Passed(members, last, epoch_end))  # else the group knows already
+        overlapping = [
+            old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
+        ]
+        known = [old for old in overlapping if old["call"] <= last + 1]
+        if not known:
+            # Who left the block later than this rank may still be in one of the calls between.
+            blocks.append(_Passed(members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
+        if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
+            return False
+        following = epoch_end + 1
+        text = "another rank made a call before it that this rank did not make"
+        self._doomed.append({"group": group, "call": following, "last_call": following, "text": text, "table": table, "waits": False})
+        return True
 
     def overtaken(self, group: int, call: int, active: Iterable[tuple[int, int]]) -> Overtaken | None:
         """Return the block of `call`, if this rank left it without making that call; told once for each block.
@@ -187,7 +201,10 @@ class CallBook:
         blocks = self._passed.get(verdict["group"], deque())
         for block in list(blocks):
             if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
-                blocks.remove(block)  # the group knows already, and later calls shall not fail for it
+                place = blocks.index(block)
+                del blocks[place]  # the group knows already, and later calls shall not fail for it
+                if verdict["call"] > block.last + 1:
+                    blocks.insert(place, block._replace(epoch_end=verdict["call"] - 1))
         # Verdicts on calls that lie behind are of no use any more.
         self._doomed = [old for old in self._doomed if old["last_call"] >= self._following(old["group"]) - 1]
         self._doomed.append(verdict)

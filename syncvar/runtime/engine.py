@@ -27,7 +27,7 @@ from syncvar.errors import (
     UsageError,
 )
 from syncvar.runtime.asking import Answer, Question, Questions
-from syncvar.runtime.callbook import CallBook
+from syncvar.runtime.callbook import CallBook, Overtaken
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.hierarchical import HierarchicalOperation
@@ -52,6 +52,7 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger("syncvar")
 _DETAIL_GRACE_S = 0.2  # how long a silent loss waits for the launcher to say what happened
+_VERDICT_GRACE_S = 0.03  # what a peer may have been told already
 _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
@@ -111,6 +112,7 @@ class Engine:
         self._questions = Questions(rank, generation, transport, config.segment_bytes)
         self._asked: collections.deque[Question] = collections.deque()
         self._suspects: dict[int, tuple[str, float]] = {}
+        self._late: dict[tuple[int, int], float] = {}  # calls of peers that this rank has passed: when to tell
         self._inbox: collections.deque[Operation] = collections.deque()
         self._shared: list[SharedOperation | HierarchicalOperation] = []  # those of the started calls that somebody has to look at
         self._followers: list[threading.Event] = []
@@ -316,7 +318,10 @@ class Engine:
         When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
         well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
-        self._book.passed_over(group, members, last, epoch_end)
+        reason = "has gone on without making a call that another rank made"
+        if self._book.passed_over(group, members, last, epoch_end, {self.rank: reason}):
+            self.is_quiet = False
+            self.left_run(group, members, epoch_end, epoch_end + 1, reason)
 
     def count(self, group: int, next_call: int) -> None:
         """Note where a group stood whose communicator is gone."""
@@ -428,7 +433,7 @@ class Engine:
     def _serve(self) -> None:
         transport = self._transport
         while not self._stopped.is_set():
-            transport.wait_idle(_IDLE_SHARED_S if self._shared else _IDLE_S)
+            transport.wait_idle(_IDLE_SHARED_S if self._shared else _VERDICT_GRACE_S if self._late else _IDLE_S)
             if self._stopped.is_set():
                 return
             if not self._active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
@@ -601,25 +606,40 @@ class Engine:
             self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
 
     def _check_passed(self, group: int, call: int) -> None:
+        """Look, a little later, whether a peer makes a call that this rank has gone on without.
+
+        The peer may know by then: what other ranks tell comes by way of the launcher, and its frame came straight.
+        """
+        if self.failure is None:
+            self._late.setdefault((group, call), time.monotonic() + _VERDICT_GRACE_S)
+
+    def _tell_passed(self, group: int, call: int) -> None:
         """Tell the group if a peer makes a call that this rank has gone on without, past the end or begin of a run."""
         block = None if self.failure is not None else self._book.overtaken(group, call, self._active)
         if block is None:
             return
-        members, last, epoch_end, following = block
+        reason = self._gone_on(group, block)
+        self.left_run(group, block.members, block.last, block.epoch_end, reason)
+        self._refuse_following(group, block, reason)
+
+    def _gone_on(self, group: int, block: Overtaken) -> str:
         place = "computes"
-        operation = self._active.get((group, following))
+        operation = self._active.get((group, block.following))
         if operation is not None:
-            place = f"is in {operation.what} (call {following}) at {call_site(operation.thread)}"
-        reason = f"has gone on without making a call that another rank made, and {place}"
-        self.left_run(group, members, last, epoch_end, reason)
-        self.left_run(group, members, epoch_end, following, reason)
+            place = f"is in {operation.what} (call {block.following}) at {call_site(operation.thread)}"
+        return f"has gone on without making a call that another rank made, and {place}"
+
+    def _refuse_following(self, group: int, block: Overtaken, reason: str) -> None:
+        """Let the call after a block fail on all ranks: those of other ranks in the block have failed."""
+        self.left_run(group, block.members, block.epoch_end, block.following, reason)
         self._judged(
             {
                 "group": group,
-                "call": epoch_end + 1,
-                "last_call": following,
+                "call": block.epoch_end + 1,
+                "last_call": block.following,
                 "text": f"another rank made a call before it that rank {self.rank} did not make",
                 "table": {self.rank: reason},
+                "waits": False,
             }
         )
 
@@ -643,6 +663,13 @@ class Engine:
             if now >= operation.report_at:
                 self._report(operation, now)
             due = min(due, operation.deadline, operation.report_at)
+        for (group, call), late in list(self._late.items()):
+            if now >= late:
+                del self._late[group, call]
+                self._tell_passed(group, call)
+                changed = True
+            else:
+                due = min(due, late)
         due = self._questions.expire(now, due)
         if self._suspects:
             for peer, (reason, until) in list(self._suspects.items()):
@@ -765,6 +792,11 @@ class Engine:
     def _judged(self, verdict: Message) -> None:
         self.is_quiet = False
         self.recorder.note("verdict", verdict["text"])
+        group = verdict["group"]
+        if verdict["waits"]:  # a rank is in that call, and the arbiter has seen it first
+            block = self._book.overtaken(group, verdict["call"], self._active)
+            if block is not None:
+                self._refuse_following(group, block, self._gone_on(group, block))
         self._book.doom(verdict)
         for operation in list(self._active.values()):
             if self._book.concerns(verdict, operation):

@@ -111,7 +111,8 @@ class Work:
         """Return whether the collective has ended, well or badly; drives it a little."""
         if self._engine is not None and not self._operation.is_over:
             if self._engine.queues and not self._sends:
-                send_queued(self._engine)
+                for queue in list(self._engine.queues):
+                    queue.start()
             self._engine.poll()
         return self._operation.is_over
 
@@ -282,6 +283,11 @@ class Communicator:
                 self.shortcuts.clear()
             self.shortcuts[key] = made
         return made
+
+    @property
+    def epoch(self) -> int:
+        """Number of the block of calls, the same on all ranks that have begun and ended the same runs."""
+        return self._epoch
 
     @property
     def is_awaited(self) -> bool:

@@ -20,8 +20,8 @@ class Queued(Protocol):
 
     identity: int
 
-    def start(self) -> Work:
-        """Start to send what the replicas have in common."""
+    def start(self) -> Work | None:
+        """Start to send what the replicas have in common; None where nothing waits."""
 
     def finish(self, work: Work) -> None:
         """Wait for it, and write what has come."""
@@ -43,4 +43,5 @@ def send_queued(engine: Engine) -> None:
             continue
         started = [(queue, queue.start()) for queue in queues]
         for queue, work in started:
-            queue.finish(work)
+            if work is not None:
+                queue.finish(work)

@@ -325,6 +325,11 @@ def move_shortcut(
             return None
         if blocks is None:
             return None
+        if blocks.outgoing and not layout.is_small:
+            try:
+                channel.reserve_segments()
+            except SyncvarError:
+                return None
         with busy:
             if queue:
                 return None

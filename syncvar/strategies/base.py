@@ -199,7 +199,7 @@ class Strategy:
             if roster is not None:
                 roster.end_run(self._check_every)
         except BaseException as error:
-            self._start_queued()
+            self._send_what_was_written(error)
             for communicator, end in zip(aligned, ends, strict=True):
                 communicator.leave_epoch(end, f"{type(error).__name__}: {error}")
             raise
@@ -346,11 +346,18 @@ class Strategy:
         if engine is not None and engine.queues:
             send_queued(engine)
 
-    def _start_queued(self) -> None:
-        """Start to send what was written before an exception left `run`: the others may wait for it."""
+    def _send_what_was_written(self, error: BaseException) -> None:
+        """Send what was written before an exception left `run`: the others have written it too, and may wait for it.
+
+        An interruption is not held up by replicas that are slow.
+        """
         queue = known_queue(self)
-        if queue is not None and len(queue):
-            with contextlib.suppress(SyncvarError):
+        if queue is None or not len(queue):
+            return
+        with contextlib.suppress(SyncvarError):
+            if isinstance(error, Exception):
+                self._send_queued()
+            else:
                 queue.start()
 
     def _aligned(self) -> list[Communicator]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Told", "chained", "common_prefix", "first_difference", "pack_told", "unpack_told"]
 
-_TOLD = struct.Struct("<QQQ")
+_TOLD = struct.Struct("<QQQQ")
 _MASK = (1 << 64) - 1
 _FACTOR = 0x100000001B3  # of the FNV hash
 
@@ -27,11 +27,13 @@ class Told(NamedTuple):
         made: Number of its last write.
         refused: Number of its first write that was refused and not told yet; 0 if there is none.
         chain: Digest of its writes up to the last.
+        block: How often it has begun to count anew; writes of unequal blocks have nothing in common.
     """
 
     made: int
     refused: int
     chain: int
+    block: int = 0
 
 
 def pack_told(told: Told) -> bytes:
@@ -44,7 +46,7 @@ def unpack_told(data: bytes) -> Told:
 
     Example:
         >>> unpack_told(pack_told(Told(3, 0, 7)))
-        Told(made=3, refused=0, chain=7)
+        Told(made=3, refused=0, chain=7, block=0)
     """
     return Told(*_TOLD.unpack(data))
 

@@ -13,6 +13,7 @@ bits are those of writes that go one by one. Otherwise each variable's increment
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from syncvar.collectives._headers import exchange_bytes
 from syncvar.collectives.all_reduce import reduce_together
-from syncvar.errors import MismatchError, SyncvarError
+from syncvar.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import reduction
 from syncvar.runtime.queued import send_queued
@@ -112,6 +113,9 @@ class WriteQueue:
         self._refused = False
         self._started: Work | None = None
         self._awaited_since = 0.0
+        self._resets = 0  # how often writes were dropped since the run began
+        self._broken: MismatchError | None = None  # since then writes of the replicas would be crossed
+        self._lock = threading.RLock()  # a thread that makes a call elsewhere sends as well
         self.sends = 0  # since it was made
 
     def __len__(self) -> int:
@@ -132,17 +136,19 @@ class WriteQueue:
 
     def add(self, variable: Variable, operation: Operation, op: str, digest: int, x: NDArray[Any]) -> None:
         """Take a write; `x` is of the variable's shape and dtype, and copied."""
-        chain = self._chain = chained(self._chain, digest)
-        self._put(Increment(chain, variable, operation, op, x.copy()))
-        self._nbytes += x.nbytes
-        if self._nbytes >= BUCKET_BYTES or len(self._waiting) >= BUCKET_WRITES or self._is_late():
-            self.send()
+        with self._lock:
+            chain = self._chain = chained(self._chain, digest)
+            self._put(Increment(chain, variable, operation, op, x.copy()))
+            self._nbytes += x.nbytes
+            if self._nbytes >= BUCKET_BYTES or len(self._waiting) >= BUCKET_WRITES or self._is_late():
+                self.send()
 
     def refuse(self, variable: Variable, operation: Operation, op: str, digest: int, reason: str) -> None:
         """Take note that this replica's write was refused: the others will raise MismatchError, and no copy changes."""
-        chain = self._chain = chained(self._chain, digest)
-        self._put(Increment(chain, variable, operation, op, None, reason))
-        self._refused = True
+        with self._lock:
+            chain = self._chain = chained(self._chain, digest)
+            self._put(Increment(chain, variable, operation, op, None, reason))
+            self._refused = True
 
     def _is_late(self) -> bool:
         """Return whether another replica waits for this one's writes for a while; most come to the same read at once."""
@@ -159,10 +165,17 @@ class WriteQueue:
 
     def _put(self, one: Increment) -> None:
         engine = self.calls.engine
-        if not self._waiting and engine is not None:
-            engine.check()
+        assert engine is not None
+        engine.check()
+        if self._broken is not None:
+            raise GroupBroken(
+                f"{one.describe()}: queued writes of the replicas did not match, and what follows would be crossed; the next "
+                f"strategy.run begins anew, and v.pin('eager') writes at once. It was: {self._broken}",
+                self._broken,
+            )
+        if not self._waiting:
             engine.queues.append(self)
-            engine.is_quiet = False
+        engine.is_quiet = False
         self._waiting.append(one)
 
     # -- sending --------------------------------------------------------------------------------------------------
@@ -173,34 +186,49 @@ class WriteQueue:
         Raises:
             MismatchError: Another replica has made other writes, or refused one; nothing is written of these.
         """
-        if self._started is not None:
-            self.finish(self._started)
-        elif self._waiting:
-            self._take(lambda: self.calls.perform(_WHAT, self._request, self._owner.timeout, after_queued=False))
+        with self._lock:
+            if self._started is not None:
+                self.finish(self._started)
+            elif self._waiting:
+                self._take(lambda: self.calls.perform(_WHAT, self._request, self._owner.timeout, after_queued=False))
 
-    def start(self) -> Work:
-        """Start to send what the replicas have in common."""
-        if self._started is None:
-            self._started = self.calls.perform(
-                _WHAT, self._request, self._owner.timeout, async_op=True, after_queued=False
-            )
-        return self._started
+    def start(self) -> Work | None:
+        """Start to send what the replicas have in common; None where nothing waits."""
+        with self._lock:
+            if self._started is None and self._waiting:
+                self._started = self.calls.perform(
+                    _WHAT, self._request, self._owner.timeout, async_op=True, after_queued=False
+                )
+            return self._started
 
     def finish(self, work: Work) -> None:
         """Wait for what was started, and write what has come."""
-        self._started = None
-        self._take(work.wait)
+        with self._lock:
+            if self._started is work:
+                self._started = None
+                self._take(work.wait)
 
     def begin(self) -> None:
         """Begin to count anew, with nothing in the queue: all replicas do it at the same point of their programs.
 
         A run that an exception left may have started to send; who else did so has the writes as well.
         """
-        if self._started is not None:
-            with contextlib.suppress(SyncvarError):
-                self.finish(self._started)
-        self._drop(len(self._waiting))
-        self._sent = self._chain = 0
+        with self._lock:
+            if self._started is not None:
+                with contextlib.suppress(SyncvarError):
+                    self.finish(self._started)
+            self._drop(len(self._waiting))
+            self._sent = self._chain = self._resets = 0
+            self._broken = None
+
+    def _break(self, error: MismatchError) -> None:
+        """Drop what waits, and refuse writes until a run begins: the replicas differ, and count no longer alike.
+
+        Those that have not seen it yet are told by the number of resets.
+        """
+        resets = self._resets
+        self.begin()
+        self._resets, self._broken = resets + 1, error
 
     def _request(self) -> Request:
         waiting = list(self._waiting)
@@ -209,8 +237,13 @@ class WriteQueue:
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, Outcome]:
         sent, calls = self._sent, self.calls
         refused = next((sent + place for place, one in enumerate(waiting, 1) if one.x is None), 0) if self._refused else 0
-        mine = Told(sent + len(waiting), refused, waiting[-1].chain)
+        mine = Told(sent + len(waiting), refused, waiting[-1].chain, (calls.epoch << 20) + self._resets)
         told = [unpack_told(data) for data in (yield from exchange_bytes(calls, pack_told(mine)))]
+        if any(one.block != mine.block for one in told):
+            self._resets = max(one.block for one in told) & ((1 << 20) - 1)
+            table = yield from self._table(f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run")
+            text = "some replicas had to drop queued writes that others have not dropped; these were dropped now"
+            return Outcome(-1, [], MismatchError(text, table))
         last, is_refused = common_prefix(sent, told)
         count = last - sent
         if not count:
@@ -263,14 +296,14 @@ class WriteQueue:
         self.sends += 1
         try:
             outcome = wait()
-        except MismatchError:  # the others have gone on without these writes
-            self.begin()
+        except MismatchError as error:  # the others have gone on without these writes
+            self._break(error)
             raise
         with np.errstate(all="ignore"):
             for one, total in outcome.sums:
                 one.variable.apply_queued(one.operation, total)
-        if outcome.done < 0:
-            self.begin()
+        if outcome.done < 0 and isinstance(outcome.error, MismatchError):
+            self._break(outcome.error)
         else:
             self._drop(outcome.done)
         if outcome.error is not None:

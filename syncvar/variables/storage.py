@@ -67,7 +67,7 @@ class Storage:
             array = np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
         self.array: NDArray[Any] = array
         self._bytes: Any = array.base
-        self.view = self.expose()
+        self.view = self._seen()
         self._references = sys.getrefcount(self._bytes)
 
     def _resident(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
@@ -91,6 +91,10 @@ class Storage:
             copy = self.array.copy()
             copy.flags.writeable = False
             return copy
+        return self._seen()
+
+    def _seen(self) -> NDArray[Any]:
+        """Return a read-only view of the memory."""
         # By way of frombuffer: np.ndarray itself looks through a read-only memoryview.
         ground = np.frombuffer(memoryview(self._bytes).toreadonly(), np.uint8)
         return np.ndarray(self.array.shape, self.array.dtype, ground)

@@ -39,7 +39,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "refused": {"error": str, "reason": str, "missing": _Ranks},
     "abort": {"rank": int, "host": str, "reason": str, "kind_of_break": str, "group": int, "call": int, "missing": _Ranks},
     "left": {"rank": int, "entered": _Counts, "skipped": list[int]},
-    "verdict": {"group": int, "call": int, "last_call": int, "text": str, "table": _Texts},
+    "verdict": {"group": int, "call": int, "last_call": int, "text": str, "table": _Texts, "waits": bool},
 }  # fmt: skip
 
 

@@ -127,6 +127,7 @@ class Coordinator:
                 last_call=message["epoch_end"],
                 text=f"rank {rank} {message['reason']}",
                 table={rank: message["reason"]},
+                waits=False,
             )
             return self._tell(message["members"], data, but=rank)
         if kind == "broke":
@@ -237,6 +238,7 @@ class Coordinator:
             last_call=verdict.call,
             text=verdict.text,
             table=verdict.table,
+            waits=True,  # ranks that went on without this call have to be refused their next one
         )
         return self._tell(verdict.members, data)
 
@@ -255,7 +257,7 @@ class Coordinator:
             if (other_group, other_call) == (group, call):
                 table[other] = report.describe()
         data = pack_message(
-            "verdict", group=group, call=call, last_call=call, text=f"rank {rank} refused its own call", table=table
+            "verdict", group=group, call=call, last_call=call, text=f"rank {rank} refused its own call", table=table, waits=False
         )
         return self._tell(message["members"], data, but=rank)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.runtime.context import current
+from syncvar.runtime.context import current, use
 from syncvar.testing import run_ranks
 from syncvar.variables import queue as queue_module
 from syncvar.variables.prefix import Told, common_prefix
@@ -500,3 +500,94 @@ def test_a_lost_replica_ends_the_wait(ranks):
 )
 def test_the_common_prefix(sent, told, expected):
     assert common_prefix(sent, [Told(made, refused, 0) for made, refused in told]) == expected
+
+
+def test_after_a_mismatch_outside_run_nothing_is_crossed(ranks):
+    """One replica is a write ahead when the replicas find that they differ: what they write then are no pairs."""
+
+    def fn():
+        v, w = (sv.Variable(0.0, aggregation="SUM") for _ in range(2))
+        for one in (v, w):
+            one.pin("deferred")
+        outcomes = []
+        for one in (w, v, v, v) if sv.rank() else (v, v, v):
+            try:
+                outcomes.append(float(one.assign_add(1.0)))
+            except (sv.MismatchError, sv.GroupBroken) as error:
+                outcomes.append(type(error).__name__)
+        strategy = sv.get_strategy()
+        strategy.run(lambda: v.assign_add(1.0))
+        return outcomes, float(v)
+
+    assert ranks(2, fn) == [
+        (["MismatchError", "GroupBroken", "GroupBroken"], 2.0),
+        (["MismatchError", "GroupBroken", "GroupBroken", "GroupBroken"], 2.0),
+    ]
+
+
+def test_an_exception_after_reads_on_some_replicas_loses_nothing(ranks):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        v = deferred(strategy, 0.0)
+
+        def step():
+            v.assign_add(1.0)
+            if sv.rank() == 0:
+                float(v)
+            v.assign_add(1.0)
+            v.assign_add(1.0)
+            raise ValueError
+
+        for _ in range(2):
+            with pytest.raises(ValueError):
+                strategy.run(step)
+        strategy.run(lambda: v.assign_add(1.0))
+        return float(v)
+
+    assert ranks(2, fn) == [14.0, 14.0]
+
+
+def test_threads_with_groups_of_their_own_go_on(ranks):
+    def fn():
+        v = sv.Variable(0.0, aggregation="SUM")
+        group = sv.new_group(range(sv.world_size()))
+        v.pin("deferred")
+        context, failed = current(), []
+
+        def other():
+            with use(context):
+                try:
+                    for _ in range(30):
+                        sv.all_reduce(1.0, group=group)
+                except Exception as error:
+                    failed.append(error)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        for _ in range(30):
+            v.assign_add(1.0)
+            float(v)
+        thread.join(20)
+        return float(v), failed
+
+    assert ranks(2, fn) == [(60.0, [])] * 2
+
+
+def test_done_does_not_wait(ranks):
+    def fn():
+        v = sv.Variable(0.0, aggregation="SUM")
+        group = sv.new_group(range(sv.world_size()))
+        v.pin("deferred")
+        v.assign_add(1.0)
+        work = sv.all_reduce(1.0, group=group, async_op=True)
+        v.assign_add(1.0)
+        if sv.rank() == 0:
+            work.done()  # the other replica is not there yet
+            started.set()
+        else:
+            assert started.wait(10)
+        work.wait()
+        return float(v)
+
+    started = threading.Event()
+    assert ranks(2, fn) == [4.0, 4.0]

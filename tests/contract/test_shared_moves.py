@@ -159,3 +159,36 @@ def test_started_calls_take_their_values_at_once():
         return np.array_equal(piece, (block(0, 30_000) + block(1, 30_000))[half]), np.array_equal(parts[0], block(0, 30_000)[half])
 
     assert results(2, fn) == [(True, True)] * 2
+
+
+def test_byte_order_and_bad_arguments_take_the_long_way():
+    def fn():
+        rank = sv.rank()
+        sv.barrier()
+        x = np.arange(4.0).astype(">f8" if rank else "<f8")
+        seen = [one.tolist() for one in (sv.broadcast(x), sv.all_gather(x), sv.reduce_scatter(x), *sv.all_to_all(x))]
+        for call in (
+            lambda: sv.reduce_scatter(x, "nope" if rank else "sum"),
+            lambda: sv.broadcast(x, root=7 if rank else 0),
+            lambda: sv.all_gather(np.array([None, 1]) if rank else x),
+        ):
+            with pytest.raises(sv.ConfigError if rank else sv.MismatchError):
+                call()
+        return seen, float(sv.all_reduce(1.0))
+
+    half = [[0.0, 2.0], [4.0, 6.0]]
+    for rank, (seen, total) in enumerate(results(2, fn)):
+        assert seen == [[0, 1, 2, 3], [0, 1, 2, 3] * 2, half[rank], *[[0, 1] if rank == 0 else [2, 3]] * 2]
+        assert total == 2.0
+
+
+def test_started_gathers_take_their_values_at_once():
+    def fn():
+        x = block(sv.rank(), 200_000, "f8")
+        works = [sv.all_gather(x, async_op=True), sv.broadcast(x, async_op=True)]
+        x[:] = -7
+        gathered, sent = (work.wait() for work in works)
+        everyone = np.concatenate([block(0, 200_000, "f8"), block(1, 200_000, "f8")])
+        return np.array_equal(gathered, everyone), np.array_equal(sent, block(0, 200_000, "f8"))
+
+    assert results(2, fn) == [(True, True)] * 2

@@ -118,3 +118,20 @@ def test_a_lone_reader_is_told_what_to_do():
         return float(loss)
 
     assert run_ranks(2, program, timeout_s=20) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("shared", [False, True], ids=["links", "arena"])
+def test_a_view_shows_the_value_after_a_write_that_had_to_leave_its_memory(size, shared):
+    def fn():
+        v, w = sv.Variable(np.zeros(3), aggregation="SUM"), sv.Variable(np.zeros(3), aggregation="SUM")
+        for turn in range(4):
+            kept = v.read_value()
+            v.assign_add(np.ones(3))
+            assert v.read_value(copy=False).tolist() == [(turn + 1) * size] * 3
+            assert (v + 0).tolist() == v.numpy().tolist()
+            assert kept.tolist() == [turn * size] * 3
+        w.assign_add(v)
+        return w.numpy().tolist()
+
+    assert run_ranks(size, fn, shared=shared and size > 1) == [[4.0 * size * size] * 3] * size

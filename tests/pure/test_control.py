@@ -30,7 +30,7 @@ GOOD = {
         "rank": 1, "host": "h", "reason": "signal 9", "kind_of_break": "lost", "group": -1, "call": -1, "missing": [],
     },
     "left": {"rank": 1, "entered": {0: 4}, "skipped": [0, 4, 9]},
-    "verdict": {"group": 0, "call": 1, "last_call": 2, "text": "t", "table": {0: "what", 1: "else"}},
+    "verdict": {"group": 0, "call": 1, "last_call": 2, "text": "t", "table": {0: "what", 1: "else"}, "waits": True},
 }  # fmt: skip
 FIELDS = [(kind, field) for kind, fields in GOOD.items() for field in fields]
 anything = st.recursive(
