@@ -30,11 +30,14 @@ def ranks(size, fn):
     return run_ranks(size, fn, shared=True, config=SOON, timeout_s=20)
 
 
-def deny_memory(arena):
-    """Let the next allocation fail."""
+def deny_memory(arena, times=1):
+    """Let the next allocations fail."""
+    left = [times]
 
     def deny(nbytes):
-        del arena.allocate
+        left[0] -= 1
+        if not left[0]:
+            del arena.allocate
         raise ArenaFull("planted")
 
     arena.allocate = deny
@@ -60,7 +63,7 @@ def test_memory_that_runs_out_in_the_middle_never_gives_others_stale_bytes():
     def fn():
         sv.barrier()
         if sv.rank() == 1:
-            deny_memory(current().arena)
+            deny_memory(current().arena, 2)  # of the prepared way, and of the long way after it
         first = caught(lambda: sv.all_gather(np.ones(100_000)))
         caught(lambda: sv.all_reduce(1))
         return first

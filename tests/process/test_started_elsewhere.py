@@ -3,11 +3,14 @@
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,8 +49,7 @@ def start(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     running = []
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCVAR_", "MASTER_"))}
-    runtime = tmp_path / "run"
-    runtime.mkdir(mode=0o700)
+    runtime = Path(tempfile.mkdtemp(prefix="sv"))  # short: socket files lie in it
     limits = {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": "10", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "10", "XDG_RUNTIME_DIR": str(runtime)}
 
     def begin(environments, *arguments):
@@ -66,6 +68,7 @@ def start(tmp_path):
         if one.poll() is None:
             one.kill()
         one.wait(10)
+    shutil.rmtree(runtime)
 
 
 def torch(rank, size, number, **more):

@@ -7,8 +7,14 @@ import pytest
 SCRIPT = Path(__file__).with_name("every_collective.py")
 
 
-@pytest.mark.parametrize("transport", ["auto", "zmq"])
-@pytest.mark.parametrize("workers", range(1, 9))
+def _layouts():
+    """Ranks 1 to 8 in shared memory and over links; the numbers between 4 and 8 over links only with `-m slow`."""
+    for workers in range(1, 9):
+        yield workers, "auto"
+        yield pytest.param(workers, "zmq", marks=[pytest.mark.slow] if workers in (5, 6, 7) else [])
+
+
+@pytest.mark.parametrize(("workers", "transport"), _layouts())
 def test_every_collective(launch, workers, transport):
     job = launch(
         None, workers=workers, target=[str(SCRIPT)], arguments=["--few"], env={"SYNCVAR_TRANSPORT": transport}
