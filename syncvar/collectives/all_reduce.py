@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -272,6 +273,8 @@ def reduce_together(
 
 def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
     """Return the arrays, with a copy of each that lies where the result of another one goes."""
+    if _are_strangers(arrays, targets):
+        return arrays
     written = sorted(
         (*np.lib.array_utils.byte_bounds(target), index) for index, target in enumerate(targets) if target is not None
     )
@@ -289,6 +292,32 @@ def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -
         )
         made.append(array.copy() if others else array)
     return made
+
+
+def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
+    """Return whether it is plain from who owns the memory that no array lies where the result of another one goes."""
+    owners: dict[int, int] = {}
+    for index, target in enumerate(targets):
+        if target is not None:
+            owner = _owner(target)
+            if not isinstance(owner, mmap.mmap) and not (type(owner) is np.ndarray and owner.flags.owndata):
+                return False
+            owners[id(owner)] = index if owners.get(id(owner), index) == index else -1
+    for index, array in enumerate(arrays):
+        owner = _owner(array)
+        if not (type(owner) is np.ndarray and owner.flags.owndata) or owners.get(id(owner), index) != index:
+            return False
+    return True
+
+
+def _owner(array: NDArray[Any]) -> Any:
+    """Return the object that an array's memory belongs to, as far as it is known."""
+    found: Any = array
+    while True:
+        base = found.obj if type(found) is memoryview else getattr(found, "base", None)
+        if base is None:
+            return found
+        found = base
 
 
 def _fused(

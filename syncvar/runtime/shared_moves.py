@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "Fold", "Layout", "Movement", "Said", "folded", "move_shared", "put_blocks", "said_of", "take_blocks"]
 
-_WINDOWS = 2  # in a segment: of all blocks that a rank puts side by side
+_WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
 
 
 class Fold(NamedTuple):

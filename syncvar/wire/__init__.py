@@ -12,9 +12,10 @@ the launcher can use this room without it.
 
 from __future__ import annotations
 
-from syncvar.wire.arbiter import Report, Verdict
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from syncvar.wire.control import CONTROL_NBYTES_MAX, Message, pack_message, parse_message
-from syncvar.wire.coordinator import Action, Coordinator, Fail, Say, Tell
 from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.wire.frame import (
     CARRIERS,
@@ -25,10 +26,23 @@ from syncvar.wire.frame import (
     pack_header,
     parse_header,
 )
-from syncvar.wire.health import Health, Opinion
-from syncvar.wire.keys import KEY_BYTES, derive, parse_key
-from syncvar.wire.membership import Member, RollCall
 from syncvar.wire.objects import pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from syncvar.wire.arbiter import Report, Verdict
+    from syncvar.wire.coordinator import Action, Coordinator, Fail, Say, Tell
+    from syncvar.wire.health import Health, Opinion
+    from syncvar.wire.keys import KEY_BYTES, derive, parse_key
+    from syncvar.wire.membership import Member, RollCall
+
+_DECISIONS = {  # the launcher's; workers do without, and are there sooner
+    "arbiter": ("Report", "Verdict"),
+    "coordinator": ("Action", "Coordinator", "Fail", "Say", "Tell"),
+    "health": ("Health", "Opinion"),
+    "keys": ("KEY_BYTES", "derive", "parse_key"),
+    "membership": ("Member", "RollCall"),
+}
+_HOME = {name: home for home, names in _DECISIONS.items() for name in names}
 
 __all__ = [
     "CARRIERS",
@@ -62,3 +76,11 @@ __all__ = [
     "parse_message",
     "unpack_object",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return found
