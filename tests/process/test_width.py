@@ -14,7 +14,7 @@ def _layouts():
         yield pytest.param(workers, "zmq", marks=[pytest.mark.slow] if workers in (5, 6, 7) else [])
 
 
-@pytest.mark.parametrize(("workers", "transport"), _layouts())
+@pytest.mark.parametrize(("workers", "transport"), list(_layouts()))
 def test_every_collective(launch, workers, transport):
     job = launch(
         None, workers=workers, target=[str(SCRIPT)], arguments=["--few"], env={"SYNCVAR_TRANSPORT": transport}
