@@ -12,7 +12,7 @@ Example:
     >>> from syncvar.plans import contract_of, verify
     >>> plans = flattened("all_reduce", (2, 2), count=6)
     >>> verify(plans, contract_of("all_reduce", 4, count=6, tree=True)).messages
-    (3, 3, 3, 3)
+    (3, 2, 3, 2)
 """
 
 from __future__ import annotations
