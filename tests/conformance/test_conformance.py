@@ -11,7 +11,11 @@ import reporting
 _CASES = collection.load()
 _NOW = [case for case in _CASES if not collection.waits(case)]
 _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
-_LINKS = [(replicas, category, "zmq") for replicas, category in _GRID if replicas in (2, 3)]
+_LINKS = [
+    pytest.param(replicas, category, "zmq", marks=[pytest.mark.slow] if replicas == 3 else [])
+    for replicas, category in _GRID
+    if replicas in (2, 3)
+]
 _HOSTS = [(replicas, category, "hosts") for replicas, category in _GRID if replicas in (2, 3, 4)]
 
 
