@@ -97,7 +97,7 @@ def landed(made: NDArray[Any], out: Any) -> NDArray[Any]:
     Raises:
         ConfigError: It does not fit.
     """
-    if out is None or made is out:
+    if fits(out, made):
         return made
     target = checked_output(out, made.shape, made.dtype)
     target[...] = made

@@ -126,7 +126,6 @@ def gather_request(
     structure, arrays, axes, kinds = along_axis(x, axis, out)
     if keep:
         arrays = [array.copy() for array in arrays]
-    digest = fingerprint(name, int(axis), structure, algorithm)
     if is_moved is None:
         is_moved = structure is None and moves(communicator, "all_gather", algorithm)
 
@@ -143,7 +142,7 @@ def gather_request(
             return unflatten(structure, results)
         return landed(results[0], out)
 
-    return Request(f"{name}({kinds}, axis {axis})", digest, body())
+    return Request(f"{name}({kinds}, axis {axis})", fingerprint(name, int(axis), structure, algorithm), body())
 
 
 def along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
