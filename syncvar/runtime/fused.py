@@ -1,7 +1,8 @@
-"""Several arrays as one vector: one all-reduce for all of them, with no copy more than for one.
+"""Several arrays in one all-reduce: the long ones one after another where they lie, the others as one vector.
 
-The arrays are read as their concatenation, piece by piece, straight into what a rank publishes, and the result is stored
-piece by piece where it belongs. Where pieces begin and end depends on the counts only, and is worked out once.
+The others are read as their concatenation, piece by piece, straight into what a rank publishes, and the result is stored
+piece by piece where it belongs. Where pieces begin and end depends on the counts only, and is worked out once. Of the long
+ones the ranks first tell each other where they lie in the arena.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.runtime.phases import agreed
-from syncvar.runtime.shared_reduce import bounds, combine, is_direct
+from syncvar.runtime.shared_reduce import Vector, bounds, combine, is_direct, reduce_owned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
     from syncvar.runtime.kernels import Combiner
+
+_ALONE_BYTES = 256 << 10  # of an array that is reduced by itself: below, its own phases cost more than copying it
+_PLACES = np.dtype(np.int64)
+_ALONE_MAX = SEGMENT_BYTES // (2 * _PLACES.itemsize)  # whose places fit into a segment
 
 __all__ = ["Fused", "Piece", "fused_in", "fused_out", "pieces", "reduce_fused"]
 
@@ -56,6 +61,12 @@ class Fused(NamedTuple):
     def counts(self) -> tuple[int, ...]:
         """Elements of each array."""
         return tuple([source.size for source in self.sources])
+
+    def only(self, places: Sequence[int]) -> Fused:
+        """Return the same for some of the arrays."""
+        return self._replace(
+            sources=[self.sources[place] for place in places], targets=[self.targets[place] for place in places]
+        )
 
 
 @lru_cache(maxsize=256)
@@ -124,11 +135,12 @@ def reduce_fused(
     Yields:
         What the others have to reach.
     """
-    sources, targets, dtype, divisor, apply = fused
-    counts = fused.counts
+    count = sum(fused.counts)
     rank, size = channel.rank, channel.size
-    count = sum(counts)
+    dtype = fused.accumulate
     if opening is not None and is_direct(count * dtype.itemsize, size):
+        sources, targets, _, divisor, apply = fused
+        counts = fused.counts
         fused_in(sources, counts, 0, count, channel.small(rank, channel.side ^ 1, count, dtype))
         call, check = opening
         yield from agreed(channel, check, channel.begin(call, check))
@@ -137,10 +149,37 @@ def reduce_fused(
         fused_out(targets, counts, 0, total / divisor if divisor else total, apply)
         return
     channel.reserve_segments()
-    per_segment = SEGMENT_BYTES // dtype.itemsize
+    alone, joined = _divided(fused.counts, dtype.itemsize)
+    if alone:
+        sides = yield from _reduce_alone(channel, opening, fused.only(alone), ufunc)
+        if joined:
+            yield from _reduce_joined(channel, None, fused.only(joined), ufunc, sides)
+    else:
+        sides = [channel.tail ^ 1 if opening is not None else channel.next_parity()] * size
+        yield from _reduce_joined(channel, opening, fused, ufunc, sides)
+
+
+@lru_cache(maxsize=256)
+def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return which arrays are reduced by themselves, and which together."""
+    alone = tuple([place for place, count in enumerate(counts) if count * itemsize >= _ALONE_BYTES][:_ALONE_MAX])
+    taken = set(alone)
+    return alone, tuple([place for place in range(len(counts)) if place not in taken])
+
+
+def _reduce_alone(
+    channel: Channel, opening: tuple[int, int] | None, fused: Fused, ufunc: Combiner
+) -> Generator[int, None, list[int]]:
+    """Reduce long arrays one after another; returns on which side each rank brings its next segment."""
+    rank, size = channel.rank, channel.size
+    vectors = [
+        Vector(source, target, ufunc, fused.accumulate, fused.divisor, fused.apply)
+        for source, target in zip(fused.sources, fused.targets, strict=True)
+    ]
+    places = [vector.located(channel.arena) for vector in vectors]
+    length = 2 * len(places)
     side = channel.tail ^ 1 if opening is not None else channel.next_parity()
-    first = min(count, per_segment)
-    fused_in(sources, counts, 0, first, channel.segment(rank, side, first, dtype))
+    channel.segment(rank, side, length, _PLACES).reshape(-1, 2)[...] = places
     if opening is not None:
         call, check = opening
         yield from agreed(channel, check, channel.begin(call, check, side))
@@ -148,6 +187,43 @@ def reduce_fused(
     else:
         yield channel.publish()
         sides = [side] * size
+    tables = [channel.segment(other, sides[other], length, _PLACES).tolist() for other in range(size)]
+    sides = [one ^ 1 for one in sides]  # another rank may still be reading the table
+    for index, vector in enumerate(vectors):
+        sources = [table[2 * index] or sides[other] for other, table in enumerate(tables)]
+        targets = [table[2 * index + 1] for table in tables]
+        yield from reduce_owned(channel, vector, sources, targets, sides[rank])
+    return sides
+
+
+def _reduce_joined(
+    channel: Channel, opening: tuple[int, int] | None, fused: Fused, ufunc: Combiner, sides: list[int]
+) -> Iterator[int]:
+    """Reduce the concatenation of arrays by segments.
+
+    Args:
+        channel: This rank's.
+        opening: As in `reduce_fused`.
+        fused: The arrays.
+        ufunc: Combines two operands.
+        sides: Of the first segment of each rank; with an opening only that of this rank counts.
+
+    Yields:
+        What the others have to reach.
+    """
+    sources, targets, dtype, divisor, apply = fused
+    counts = fused.counts
+    rank, size = channel.rank, channel.size
+    count = sum(counts)
+    per_segment = SEGMENT_BYTES // dtype.itemsize
+    first = min(count, per_segment)
+    fused_in(sources, counts, 0, first, channel.segment(rank, sides[rank], first, dtype))
+    if opening is not None:
+        call, check = opening
+        yield from agreed(channel, check, channel.begin(call, check, sides[rank]))
+        sides, _ = channel.arrays()
+    else:
+        yield channel.publish()
     start = segment = 0
     while True:
         stop = min(count, start + per_segment)

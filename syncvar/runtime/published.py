@@ -21,7 +21,7 @@ from syncvar.runtime.operation import Into, Operation, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
 from syncvar.runtime.shared_moves import move_shared
-from syncvar.runtime.shared_reduce import reduce_shared
+from syncvar.runtime.shared_reduce import Vector, reduce_shared
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -251,10 +251,8 @@ def staged(
                     is_first = False
                     continue
                 into = stage.into or Into(stage.work, stage.work.dtype)
-                yield from reduce_shared(
-                    channel, opening, stage.work, into.out, stage.ufunc,
-                    accumulate=into.accumulate, divisor=into.divisor, apply=into.apply,
-                )  # fmt: skip
+                vector = Vector(stage.work, into.out, stage.ufunc, into.accumulate, into.divisor, into.apply)
+                yield from reduce_shared(channel, opening, vector)
             else:
                 yield from run_rounds(channel, opening, plan, stage)
             is_first = False

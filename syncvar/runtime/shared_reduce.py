@@ -3,8 +3,9 @@
 Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing here and the bytes are equal on all ranks.
 
 * **small**: each rank publishes its vector in its slot and sums all slots itself; one phase.
-* **in place**: every rank's source is its target and lies in the arena: each owner sums its part of all copies and writes
-  the sum into all of them; two phases, no copy.
+* **into all**: every rank's target lies in the arena: each owner sums its part of all sources and writes the sum (or what
+  becomes of the target with it) into all targets. Where the sources lie there too, two phases do; where source and
+  target are the same array it is reduced in place, with no copy.
 * **by segments**: the vector is cut into segments that stay in the caches. In one phase each rank sums its part of
   segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
   read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.
@@ -13,7 +14,7 @@ Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing he
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.arena.mapping import Arena
     from syncvar.runtime.kernels import Combiner
 
-__all__ = ["bounds", "combine", "is_direct", "reduce_shared"]
+__all__ = ["Vector", "bounds", "bring_first", "combine", "is_direct", "reduce_owned", "reduce_shared"]
 
 _WIDENED = 16 << 10  # elements that are widened at once
-_BLOCK_BYTES = 128 << 10  # of the in-place path: what one owner sums before it writes it to all copies
+_BLOCK_BYTES = 128 << 10  # what one owner sums before it writes it to all targets
 
 
 def is_direct(nbytes: int, size: int) -> bool:
@@ -71,69 +73,113 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *
         values[left] = target
 
 
-def reduce_shared(
-    channel: Channel,
-    opening: tuple[int, int] | None,
-    x: NDArray[Any],
-    out: NDArray[Any],
-    ufunc: Combiner,
-    *,
-    accumulate: np.dtype[Any] | None = None,
-    divisor: int = 0,
-    apply: np.ufunc | None = None,
-) -> Iterator[int]:
-    """Combine `x` of all ranks into `out`.
+class Vector(NamedTuple):
+    """What a rank brings to a reduction, and where the result goes.
+
+    Args:
+        x: Flat array; it may be `out` itself, but not overlap it otherwise.
+        out: Flat array of the same count.
+        ufunc: Combines two operands.
+        accumulate: dtype in which they are combined.
+        divisor: What the combination is divided by; 0 for nothing.
+        apply: `out` becomes apply(out, combination); None sets it to the combination.
+    """
+
+    x: NDArray[Any]
+    out: NDArray[Any]
+    ufunc: Combiner
+    accumulate: np.dtype[Any]
+    divisor: int = 0
+    apply: np.ufunc | None = None
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether halves travel, and the owner widens them."""
+        return self.x.dtype != self.accumulate and self.out.dtype == self.x.dtype and self.apply is None
+
+    @property
+    def wire(self) -> np.dtype[Any]:
+        """The dtype of what the others see."""
+        return self.x.dtype if self.is_widened else self.accumulate
+
+    def located(self, arena: Arena) -> tuple[int, int]:
+        """Return where the others find `x` and `out` in the arena; 0 for nowhere."""
+        source = max(0, arena.locate(self.x)) if self.x.dtype == self.wire else 0
+        if self.out is self.x:
+            return source, source if self.apply is None else 0
+        return source, max(0, arena.locate(self.out))
+
+
+def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector) -> Iterator[int]:
+    """Combine a vector of all ranks.
 
     Args:
         channel: This rank's.
         opening: (call, check) where this is the first stage of a call; None for a later one.
-        x: Flat array; it may be `out` itself, but not overlap it otherwise.
-        out: Flat array of the same count.
-        ufunc: Combines two operands.
-        accumulate: dtype in which they are combined; that of `x` by default.
-        divisor: What the combination is divided by; 0 for nothing.
-        apply: `out` becomes apply(out, combination); None sets it to the combination.
+        vector: What is combined.
 
     Yields:
-        Words to wait for.
+        What the others have to reach.
     """
-    dtype = accumulate or x.dtype
     rank, size = channel.rank, channel.size
-    count = x.size
-    nbytes = count * dtype.itemsize
-    if opening is not None and is_direct(nbytes, size):
-        yield from _small(channel, opening, x, out, ufunc, dtype, divisor, apply)
+    if opening is None:
+        channel.reserve_segments()
+        sides = [channel.next_parity()] * size
+        yield from reduce_owned(channel, vector, sides, [0] * size, sides[rank])
+        return
+    call, check = opening
+    if is_direct(vector.x.size * vector.accumulate.itemsize, size):
+        yield from _small(channel, opening, vector)
         return
     channel.reserve_segments()
+    source, target = vector.located(channel.arena)
+    side = channel.tail ^ 1
+    if not source:
+        bring_first(channel, vector, side)
+    yield from agreed(channel, check, channel.begin(call, check, source or side, target))
+    sources, targets = channel.arrays()
+    yield from reduce_owned(channel, vector, sources, targets)
+
+
+def bring_first(channel: Channel, vector: Vector, side: int) -> None:
+    """Put the first segment of a vector where the others see it."""
+    wire = vector.wire
+    copy = copy_holding if crowd.holds() else np.copyto
+    _bring(channel, vector.x, 0, min(vector.x.size, SEGMENT_BYTES // wire.itemsize), side, wire, copy)
+
+
+def reduce_owned(
+    channel: Channel, vector: Vector, sources: Sequence[int], targets: Sequence[int], side: int | None = None
+) -> Iterator[int]:
+    """Combine a vector, each rank its part of it, when all ranks know where the arrays of all lie.
+
+    Args:
+        channel: This rank's.
+        vector: What is combined.
+        sources: Of each rank: offset of its `x` in the arena, or the side of its first segment.
+        targets: Of each rank: offset of its `out` in the arena, or 0.
+        side: Of this rank's first segment, where that is still to be brought; None where it has been published.
+
+    Yields:
+        What the others have to reach.
+    """
+    x, out, ufunc, dtype, divisor, apply = vector
+    rank, size = channel.rank, channel.size
+    count, wire, is_widened = x.size, vector.wire, vector.is_widened
     hold = crowd.holds()
     copy = copy_holding if hold else np.copyto
-    is_widened = x.dtype != dtype and out.dtype == x.dtype and apply is None
-    wire = x.dtype if is_widened else dtype  # of what the others see
-    per_segment = SEGMENT_BYTES // wire.itemsize
-    source = target = 0
-    if opening is not None:
-        locate = channel.arena.locate
-        if x.dtype == wire:
-            source = max(0, locate(x))
-            if source and out is x and apply is None and not is_widened:
-                target = source
-        side = channel.tail ^ 1
-    else:
-        side = channel.next_parity()
-    if not source:
-        _bring(channel, x, 0, min(count, per_segment), side, wire, copy)
-        source = side
-    if opening is not None:
-        call, check = opening
-        yield from agreed(channel, check, channel.begin(call, check, source, target))
-        sources, targets = channel.arrays()
-        if all(targets) and sources == targets:
-            _in_place(channel, sources, count, dtype, ufunc, divisor, hold=hold)
-            yield channel.publish()
-            return
-    else:
+    into = [channel.resident(place, count, out.dtype) for place in targets] if all(targets) else []
+    if into and min(sources) > 1:
+        low, high = bounds(count, size)[rank]
+        terms = [channel.resident(place, count, wire)[low:high] for place in sources]
+        _into_all(vector, rank, terms, [one[low:high] for one in into], hold=hold)
         yield channel.publish()
-        sources = [side] * size
+        return
+    if side is not None:
+        if sources[rank] < 2:
+            bring_first(channel, vector, side)
+        yield channel.publish()
+    per_segment = SEGMENT_BYTES // wire.itemsize
     segment = 0
     start = 0
     while True:
@@ -148,26 +194,59 @@ def reduce_shared(
                 terms.append(x[start + low : start + high])
             else:
                 terms.append(channel.segment(other, (place + segment) & 1, high - low, wire, low))
-        made = channel.segment(rank, 2 + (segment & 1), high - low, wire)
-        if is_widened:
-            _combine_widened(terms, ufunc, made, dtype, divisor, hold=hold)
+        if into:
+            _into_all(vector, rank, terms, [one[start + low : start + high] for one in into], hold=hold)
         else:
-            combine(terms, ufunc, made, hold=hold)
-            if divisor:
-                np.divide(made, divisor, out=made)
-        _store(out[start + low : start + high], made, apply, copy)
+            made = channel.segment(rank, 2 + (segment & 1), high - low, wire)
+            if is_widened:
+                _combine_widened(terms, ufunc, made, dtype, divisor, hold=hold)
+            else:
+                combine(terms, ufunc, made, hold=hold)
+                if divisor:
+                    np.divide(made, divisor, out=made)
+            _store(out[start + low : start + high], made, apply, copy)
         if stop < count and sources[rank] < 2:
             _bring(channel, x, stop, min(count, stop + per_segment), (sources[rank] + segment + 1) & 1, wire, copy)
         yield channel.publish()
-        for distance in range(1, size):
-            other = (rank + distance) % size
-            low, high = parts[other]
-            taken = channel.segment(other, 2 + (segment & 1), high - low, wire)
-            _store(out[start + low : start + high], taken, apply, copy)
+        if not into:
+            for distance in range(1, size):
+                other = (rank + distance) % size
+                low, high = parts[other]
+                taken = channel.segment(other, 2 + (segment & 1), high - low, wire)
+                _store(out[start + low : start + high], taken, apply, copy)
         if stop >= count:
             return
         start = stop
         segment += 1
+
+
+def _into_all(
+    vector: Vector, rank: int, terms: list[NDArray[Any]], targets: list[NDArray[Any]], *, hold: bool
+) -> None:
+    """Combine this rank's part, and store the result where it belongs on all ranks, by blocks that stay in the caches."""
+    copy = copy_holding if hold else np.copyto
+    apply, divisor, dtype = vector.apply, vector.divisor, vector.accumulate
+    out = targets[rank]
+    per_block = _BLOCK_BYTES // out.itemsize
+    is_straight = apply is None and out.dtype == vector.wire
+    room = np.empty(0 if is_straight else min(per_block, out.size), dtype)
+    for start in range(0, out.size, per_block):
+        stop = min(out.size, start + per_block)
+        block = [term[start:stop] for term in terms]
+        goals = [target[start:stop] for target in targets]
+        made = goals[0] if is_straight else room[: stop - start]  # no term but the first lies where this one goes
+        if vector.is_widened:
+            _combine_widened(block, vector.ufunc, made, dtype, divisor, hold=hold)
+        else:
+            combine(block, vector.ufunc, made, hold=hold)
+            if divisor:
+                np.divide(made, divisor, out=made)
+        if not is_straight:
+            _store(goals[rank], made, apply, copy)
+            made = goals[rank]
+        for goal in goals:
+            if goal is not made:
+                copy(goal, made)
 
 
 def _combine_widened(
@@ -183,51 +262,16 @@ def _combine_widened(
         out[start:stop] = wide[0]
 
 
-def _small(
-    channel: Channel,
-    opening: tuple[int, int],
-    x: NDArray[Any],
-    out: NDArray[Any],
-    ufunc: Combiner,
-    dtype: np.dtype[Any],
-    divisor: int,
-    apply: np.ufunc | None,
-) -> Iterator[int]:
+def _small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterator[int]:
     call, check = opening
-    count = x.size
-    channel.small(channel.rank, channel.side ^ 1, count, dtype)[...] = x
+    count, dtype = vector.x.size, vector.accumulate
+    channel.small(channel.rank, channel.side ^ 1, count, dtype)[...] = vector.x
     yield from agreed(channel, check, channel.begin(call, check))
     made = np.empty(count, dtype)
-    combine(channel.smalls_now(count, dtype), ufunc, made)
-    if divisor:
-        np.divide(made, divisor, out=made)
-    _store(out, made, apply, np.copyto)
-
-
-def _in_place(
-    channel: Channel,
-    places: Sequence[int],
-    count: int,
-    dtype: np.dtype[Any],
-    ufunc: Combiner,
-    divisor: int,
-    *,
-    hold: bool,
-) -> None:
-    """Combine this rank's part of all ranks' arrays, into all of them."""
-    copy = copy_holding if hold else np.copyto
-    copies = [channel.resident(place, count, dtype) for place in places]
-    low, high = bounds(count, channel.size)[channel.rank]
-    per_block = _BLOCK_BYTES // dtype.itemsize
-    for start in range(low, high, per_block):
-        stop = min(high, start + per_block)
-        parts = [copy[start:stop] for copy in copies]
-        first = parts[0]
-        combine(parts, ufunc, first, hold=hold)
-        if divisor:
-            np.divide(first, divisor, out=first)
-        for part in parts[1:]:
-            copy(part, first)
+    combine(channel.smalls_now(count, dtype), vector.ufunc, made)
+    if vector.divisor:
+        np.divide(made, vector.divisor, out=made)
+    _store(vector.out, made, vector.apply, np.copyto)
 
 
 def _bring(

@@ -24,7 +24,7 @@ from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation, staged
 from syncvar.runtime.recorder import Told
 from syncvar.runtime.shared_moves import Movement, folded, move_shared, said_of, take_blocks
-from syncvar.runtime.shared_reduce import is_direct, reduce_shared
+from syncvar.runtime.shared_reduce import Vector, is_direct, reduce_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -269,9 +269,7 @@ def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             communicator.next_call = number + 1
             begin = monotonic_ns()
             check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-            steps = reduce_shared(
-                channel, (number, check), flat, flat_out, ufunc, accumulate=accumulate, divisor=divisor, apply=apply
-            )
+            steps = reduce_shared(channel, (number, check), Vector(flat, flat_out, ufunc, accumulate, divisor, apply))
             began = perf_counter() if crowd.is_there() else 0.0
             wait = channel.hold if began and crowd.holds() else channel.wait
             limit = (number << 1) + 4

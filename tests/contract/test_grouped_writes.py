@@ -136,3 +136,97 @@ def test_a_result_may_go_where_another_array_lies(ranks):
         return a[-1].item(), b[-1].item(), bool((a == 20).all() and (b == 2).all()), swapped
 
     assert ranks(2, fn) == [(20.0, 2.0, True, [20.0, 1.0])] * 2
+
+
+LONG = [(300_000, 7, 70_000, 700_000, 64), (70_000, 80_000)]
+
+
+def _placed(where, count, dtype):
+    made = sv.empty(count, dtype) if where == "resident" else np.empty(count, dtype)
+    made[...] = np.arange(count) % 7 + sv.rank() + 1
+    return made
+
+
+@pytest.mark.parametrize("counts", LONG, ids=str)
+@pytest.mark.parametrize(("dtype", "op"), [(np.float32, "sum"), (np.float16, "mean")])
+@pytest.mark.parametrize(
+    ("size", "of_x", "of_out"),
+    [
+        (2, "resident", "x"),
+        (2, "private", "x"),
+        (2, "private", "resident"),
+        (3, "resident", "resident"),
+        (3, "resident", "private"),
+        (3, "by rank", "x"),
+        (4, "by rank", "other by rank"),
+        (4, "resident", "x or resident"),
+    ],
+)
+def test_long_arrays_are_reduced_where_they_lie(counts, dtype, op, size, of_x, of_out):
+    def where(word, index):
+        odd = (sv.rank() + index) % 2
+        return {"by rank": ["private", "resident"][odd], "other by rank": ["resident", "private"][odd]}.get(word, word)
+
+    def fn():
+        wanted = [
+            sum(np.arange(count) % 7 + rank + 1 for rank in range(size)) / (size if op == "mean" else 1) for count in counts
+        ]
+        for _ in range(2):
+            xs = [_placed(where(of_x, index), count, dtype) for index, count in enumerate(counts)]
+            own = of_out == "x" or (of_out == "x or resident" and sv.rank() % 2)
+            outs = xs if own else [_placed(where(of_out, index)[-8:], count, dtype) for index, count in enumerate(counts)]
+            before = [x.copy() for x in xs]
+            made = sv.all_reduce(xs, op, out=outs)
+            if not all(one is out for one, out in zip(made, outs, strict=True)):
+                return "another array"
+            if not all(np.array_equal(out, want.astype(dtype)) for out, want in zip(outs, wanted, strict=True)):
+                return "a wrong sum"
+            if outs is not xs and not all(np.array_equal(x, one) for x, one in zip(xs, before, strict=True)):
+                return "an operand was changed"
+            single = sv.all_reduce(before[0], op, out=_placed("resident", counts[0], dtype))
+            if not np.array_equal(single, outs[0]):
+                return "not the same as alone"
+        return "right"
+
+    results = run_ranks(size, fn, shared=True, timeout_s=60)
+    assert results == ["right"] * size
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "operation"),
+    [(2, "float32", "assign_add"), (3, "float16", "assign_sub"), (3, "int64", "assign_add"), (2, "float16", "assign")],
+)
+def test_long_variables_are_written_on_all_ranks_by_the_owners(size, dtype, operation):
+    counts = (300_000, 9, 550_000)
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            group = [sv.Variable(np.full(count, 3, dtype), aggregation="SUM", name=f"g{count}") for count in counts]
+            single = [sv.Variable(np.full(count, 3, dtype), aggregation="SUM", name=f"s{count}") for count in counts]
+
+        def step():
+            parts = [(np.arange(count) % 5 + sv.rank()).astype(dtype) for count in counts]
+            getattr(sv, f"{operation}_all")(list(zip(group, parts, strict=True)))
+            for v, x in zip(single, parts, strict=True):
+                getattr(v, operation)(x)
+            held = [v.read_value() for v in single]  # while they are seen, the next write goes elsewhere
+            getattr(single[0], operation)(parts[0])
+            getattr(group[0], operation)(parts[0])
+            return held[0].astype(np.float64).sum()
+
+        seen = strategy.run(step)
+        total = [sum(np.arange(count) % 5 + rank for rank in range(size)) for count in counts]
+        sign = {"assign_add": 1, "assign_sub": -1, "assign": 0}[operation]
+        wanted = [3 * abs(sign) + (sign or 1) * one for one in total]
+        if seen != wanted[0].sum():
+            return "what was held has changed"
+        wanted[0] = wanted[0] + sign * total[0]
+        for variables in (group, single):
+            for v, want in zip(variables, wanted, strict=True):
+                if not np.array_equal(v.read_value(copy=False), want.astype(dtype)):
+                    return v.name
+        return "right"
+
+    results = run_ranks(size, fn, shared=True, timeout_s=60)
+    assert results == ["right"] * size
