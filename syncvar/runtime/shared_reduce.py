@@ -20,7 +20,8 @@ import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.plans import choose, even_chunks, tree_order
-from syncvar.runtime.crowd import copy_holding, crowd, ufunc_holding
+from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
+from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
 from syncvar.runtime.phases import agreed
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Vector", "bounds", "bring_first", "combine", "is_direct", "reduce_owned", "reduce_shared"]
 
-_WIDENED = 16 << 10  # elements that are widened at once
+_WIDENED = 32 << 10  # elements that are widened at once
 _BLOCK_BYTES = 128 << 10  # what one owner sums before it writes it to all targets
 
 
@@ -253,13 +254,28 @@ def _combine_widened(
     terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], dtype: np.dtype[Any], divisor: int, *, hold: bool
 ) -> None:
     """Combine terms in `dtype`, by stretches that stay in the caches, and round the combination once."""
-    for start in range(0, out.size, _WIDENED):
-        stop = min(out.size, start + _WIDENED)
-        wide = [term[start:stop].astype(dtype) for term in terms]
-        combine(wide, ufunc, wide[0], hold=hold)
+    per_stretch = PIECE if hold else _WIDENED
+    room = np.empty((len(terms), min(per_stretch, out.size)), dtype)
+    is_half = out.dtype == np.float16
+    for start in range(0, out.size, per_stretch):
+        stop = min(out.size, start + per_stretch)
+        parts, made = [term[start:stop] for term in terms], out[start:stop]
+        wide = list(room[:, : stop - start])
+        is_scaled = is_half and are_scalable(parts, ufunc, divisor)
+        for part, row in zip(parts, wide, strict=True):
+            if is_scaled:
+                widen_scaled(part, row)
+            elif is_half:
+                widen(part, row)
+            else:
+                np.copyto(row, part)
+        combine(wide, ufunc, wide[0])
         if divisor:
             np.divide(wide[0], divisor, out=wide[0])
-        out[start:stop] = wide[0]
+        if is_scaled:
+            round_scaled(wide[0], made, wide[1])
+        else:
+            made[...] = wide[0]
 
 
 def _small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterator[int]:
