@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
 
@@ -32,8 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _tgkill = getattr(_libc, "tgkill", None)  # not in every libc
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """A worker wrote something; empty bytes mean that the stream has ended."""
 
     rank: int
@@ -41,16 +40,14 @@ class Output:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Spoke:
+class Spoke(NamedTuple):
     """A worker's bootstrap said something about its end."""
 
     rank: int
     record: dict[str, str | int]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """A worker's process ended, with its exit code or minus the signal."""
 
     rank: int

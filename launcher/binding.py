@@ -6,8 +6,7 @@ per core of the machine made two workers on two cores 3.2-3.5 times slower (both
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import ConfigError
 
@@ -27,8 +26,7 @@ BLAS_VARIABLES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(NamedTuple):
     """The cores of each worker of one host.
 
     Args:

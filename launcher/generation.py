@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +114,7 @@ class Generation:
         cause = outcome.cause
         return Ending(
             exit_code=outcome.exit_code,
-            why=failure_sentence(replace(self._failure(cause), elapsed_s=None)) if cause is not None else "",
+            why=failure_sentence(self._failure(cause)._replace(elapsed_s=None)) if cause is not None else "",
             error=cause.error if cause is not None else "",
             was_told=outcome.interrupted != 0 or bool(self.watch.pending),
             had_met=self.has_met,

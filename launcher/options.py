@@ -14,9 +14,9 @@ import os
 import re
 import sys
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from syncvar.arena.room import core_quota
 from syncvar.config import RuntimeConfig, nearest
@@ -61,8 +61,7 @@ _ENDLESS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
+class LaunchOptions(NamedTuple):
     """Everything that one start of a job is told.
 
     Args:
@@ -123,8 +122,7 @@ class LaunchOptions:
         return is_terminal if self.color == "auto" else self.color == "always"
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
+class _Option(NamedTuple):
     """One option: its spelling, its value and its words."""
 
     key: str

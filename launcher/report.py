@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.topology import rank_list
 from syncvar_launcher.exits import describe_exit, exit_code_of
@@ -36,8 +35,7 @@ _COMMANDS = 2
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(NamedTuple):
     """The first failure of a job.
 
     Args:
@@ -61,8 +59,7 @@ class Failure:
     last_lines: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Other:
+class Other(NamedTuple):
     """What another rank did when the first one failed.
 
     Args:

@@ -15,6 +15,7 @@ Without `--max-restarts` nothing is ever started again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from syncvar_launcher.exits import (
     CONFIGURATION,
@@ -45,8 +46,7 @@ HOPELESS_ERRORS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(NamedTuple):
     """How the ranks ended that were started together.
 
     Args:
@@ -66,8 +66,7 @@ class Ending:
     lasted_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What follows from an ending.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar_launcher.exits import INTERNAL, PREEMPTED, RENDEZVOUS, TIMEOUT, describe_exit, exit_code_of
 
@@ -44,8 +44,7 @@ _WEIGHTS = {
 _TELL_THEMSELVES = ("DeadlineExceeded",)
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """Why a rank counts as failed.
 
     Args:
@@ -92,8 +91,7 @@ class Kill:
 Action = Announce | Terminate | Kill
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How the job ended.
 
     Args:

@@ -6,7 +6,6 @@ a TOML file, or by its default, in this order. The launcher hands its result to 
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
         >>> nearest("worker", ["workers", "timeout"])
         ' (did you mean workers?)'
     """
+    import difflib  # only a wrong name needs it
+
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 

@@ -6,8 +6,7 @@ sides of the contract cannot drift apart. Knobs are not here: they are in `syncv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import ConfigError
 
@@ -41,8 +40,7 @@ _TEXTS = {
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class RankEnvironment:
+class RankEnvironment(NamedTuple):
     """Who a worker is, and where it meets the others.
 
     Args:

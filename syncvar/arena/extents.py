@@ -8,8 +8,7 @@ Everything here is arithmetic: who owns an `Extents` populates, clears and gives
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.arena.layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
 
@@ -25,8 +24,7 @@ RESERVE_BYTES = 16 << 20
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """An allocation.
 
     Args:

@@ -14,7 +14,6 @@ import fcntl
 import math
 import mmap
 import os
-import resource
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -344,6 +343,8 @@ def _check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
 
 
 def _mapping_refused(size: int, error: Exception) -> str:
+    import resource  # only a refusal needs it
+
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     limit = "" if soft == resource.RLIM_INFINITY else f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
     why = error.strerror if isinstance(error, OSError) else str(error)

@@ -8,7 +8,7 @@ and can be dropped at once does not count as used.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Room", "Shortage", "core_quota"]
 
@@ -22,8 +22,7 @@ _MEMORY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(NamedTuple):
     """A limit that a request would pass.
 
     Args:

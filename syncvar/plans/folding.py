@@ -7,13 +7,12 @@ neighbours stay neighbours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Folding"]
 
 
-@dataclass(frozen=True, slots=True)
-class Folding:
+class Folding(NamedTuple):
     """How the ranks of a group fold.
 
     Args:

@@ -17,9 +17,9 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.plans.chunks import even_chunks
 from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
@@ -42,8 +42,7 @@ _ONE_LINK_NBYTES = 64 * 1024
 _NOWHERE = Chunk(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What one rank does in one stage.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = ["Buffer", "Chunk", "Copy", "Plan", "Recv", "RecvReduce", "Reduce", "Round", "Send", "Step"]
 
@@ -94,8 +95,7 @@ memory of a send is borrowed until then.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The rounds of one rank.
 
     Args:

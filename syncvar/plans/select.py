@@ -5,8 +5,8 @@ The choice uses only what is the same on every rank: the collective, the size, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from syncvar.errors import ConfigError
 from syncvar.plans.table import REDUCTIONS, check_algorithm, sums_by_the_tree, unsuited
@@ -19,8 +19,7 @@ HUGE = 4 * 1024 * 1024  # bytes from which pieces of a pipeline are worth their 
 SHARED_DIRECT_LIMITS = ((64 * 1024, 4), (16 * 1024, 16), (4 * 1024, None))  # bytes, ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A chosen algorithm.
 
     Args:
@@ -32,8 +31,7 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
+class _Rule(NamedTuple):
     """One row of the table of choices: the first that fits is taken.
 
     Args:

@@ -17,7 +17,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.channels import Channels
-from syncvar.arena.handing import arena_path, fetch
 from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
@@ -364,7 +363,6 @@ def _connect(environ: MutableMapping[str, str]) -> Context:
         return Context(environment, config)
     import zmq
 
-    from syncvar.transports.curve import link_keys
     from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport
 
     keys = None
@@ -376,6 +374,8 @@ def _connect(environ: MutableMapping[str, str]) -> Context:
                 f"rank {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE "
                 f"or SYNCVAR_KEY): start the script with syncvar-launch"
             )
+        from syncvar.transports.curve import link_keys
+
         keys, outside = link_keys(secret), f"tcp://{environment.host_address}"
     zeromq: zmq.Context[Any] = zmq.Context()
     control: ZeromqControl | None = None
@@ -419,6 +419,8 @@ def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int
         return "SYNCVAR_TRANSPORT=zmq asks for it"
     if environment.local_world_size == 1:
         return "there is one rank on this host"
+    from syncvar.arena.handing import arena_path, fetch
+
     path = arena_path(environment.socket_directory)
     fd, reason = fetch(
         path, environment.job_id, generation, environment.local_rank, min(config.handshake_timeout_s, 3600.0)

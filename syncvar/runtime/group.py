@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,8 @@ _EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is
 @lru_cache(maxsize=4096)
 def fingerprint(*parts: object) -> int:
     """Return the 64-bit digest of what a call is, the same in every process."""
+    import hashlib  # it loads OpenSSL; the first call of a job needs it, the import of the package does not
+
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import os
 import threading
 import time
@@ -284,6 +283,8 @@ def _replace(folder: str, name: str, text: str) -> None:
 
 def _text(record: dict[str, Any]) -> str:
     """Return a record as JSON, a line for each event."""
+    import json  # only a record that is written needs it
+
     head = json.dumps({name: value for name, value in record.items() if name != "events"}, indent=1)
     # An event begins with a text, and within a text no quotation mark follows a bracket: there it has a backslash before.
     events = json.dumps(record["events"])[1:-1].replace('], ["', '],\n  ["')

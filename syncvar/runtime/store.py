@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import ConfigError, RendezvousError, WireError
-from syncvar.transports.curve import Gate
 from syncvar.transports.zeromq import parse_control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Say, pack_message, parse_message
 
 if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
-    from syncvar.transports.curve import LinkKeys
+    from syncvar.transports.curve import Gate, LinkKeys
 
 __all__ = ["Store"]
 
@@ -56,6 +55,8 @@ class Store:
             if endpoint.startswith("tcp://"):
                 if keys is None:
                     raise ConfigError(f"nobody may listen on {endpoint} without the job's secret")
+                from syncvar.transports.curve import Gate
+
                 self._gate = Gate(self._context, keys)
                 keys.listen(self.socket)
             self.socket.bind(endpoint)

@@ -6,9 +6,7 @@ wrong nobody can know, so that a contradiction is refused, naming both.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import ConfigError
 
@@ -25,8 +23,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PORT_MAX = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """What one source says.
 
     Args:
@@ -124,6 +121,8 @@ def _tf_config(environ: Mapping[str, str]) -> Told | None:
     text = environ.get("TF_CONFIG")
     if text is None or not text.strip():
         return None
+    import json  # only TF_CONFIG needs it
+
     try:
         config = json.loads(text)
         cluster, task = config["cluster"], config["task"]

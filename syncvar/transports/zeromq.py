@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import hashlib
 import os
 import select
 import struct
@@ -23,7 +22,6 @@ from zmq.backend import zmq_poll
 
 from syncvar.errors import ConfigError, TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
-from syncvar.transports.curve import Gate, LinkKeys
 from syncvar.wire import (
     CARRIERS,
     CONTROL_NBYTES_MAX,
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.config import RuntimeConfig
+    from syncvar.transports.curve import Gate, LinkKeys
 
 __all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "parse_control_identity"]
 
@@ -55,6 +54,8 @@ _UNIX_PATH_MAX = 107
 
 
 def _job_nonce(job_id: str) -> bytes:
+    import hashlib  # it loads OpenSSL, which the launcher does without
+
     return hashlib.blake2b(job_id.encode(), digest_size=8).digest()
 
 
@@ -231,6 +232,8 @@ class ZeromqTransport:
             if outside:
                 if keys is None:
                     raise ConfigError(f"rank {rank} may not listen on {outside} without the job's secret")
+                from syncvar.transports.curve import Gate
+
                 self._gate = Gate(context, keys)
                 keys.listen(self._router)  # addresses that are bound already stay as they were
                 self._configure(self._router, outside)

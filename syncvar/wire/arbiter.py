@@ -11,7 +11,7 @@ of the plans proves: no rank can finish a call before every rank of the group ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from syncvar.topology import rank_list
 
@@ -23,8 +23,7 @@ _MISMATCH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """Where a waiting rank stands.
 
     Args:
@@ -62,8 +61,7 @@ class Report:
         return f"{self.what} (call {self.call}) at {self.site}"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """One call of one group cannot succeed.
 
     Args:

@@ -6,8 +6,7 @@ Every input returns the actions that follow from it, in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import WireError
 from syncvar.topology import rank_list
@@ -25,23 +24,20 @@ __all__ = ["Action", "Coordinator", "Fail", "Say", "Tell"]
 _REPEAT_STALL_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """Send a control message to a rank."""
 
     rank: int
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(NamedTuple):
     """Show a sentence to the user."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(NamedTuple):
     """The job cannot come together."""
 
     error: str

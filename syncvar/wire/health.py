@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 __all__ = ["Health", "Opinion"]
 
 
-@dataclass(frozen=True, slots=True)
-class Opinion:
+class Opinion(NamedTuple):
     """What changed about a rank.
 
     Args:

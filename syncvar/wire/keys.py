@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-
 from syncvar.errors import ConfigError
 
 __all__ = ["KEY_BYTES", "derive", "parse_key"]
@@ -28,6 +25,9 @@ def derive(secret: bytes, purpose: bytes, nbytes: int = KEY_BYTES, salt: bytes =
         >>> derive(b"secret", b"one") == derive(b"secret", b"one"), derive(b"secret", b"one") == derive(b"secret", b"two")
         (True, False)
     """
+    import hashlib
+    import hmac  # both load OpenSSL, and a job on one host derives nothing
+
     key = hmac.digest(salt or bytes(_HASH_BYTES), secret, hashlib.sha256)
     result = block = b""
     for number in range(1, -(-nbytes // _HASH_BYTES) + 1):

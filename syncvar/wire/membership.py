@@ -7,15 +7,14 @@ monotonic clock), so the machine runs in tests without a clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncvar.topology import rank_list
 
 __all__ = ["Member", "RollCall"]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A rank that has joined."""
 
     rank: int

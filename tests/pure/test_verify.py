@@ -223,7 +223,7 @@ def exchange(first_left, second_left):
 
 
 def published(plans):
-    return [replace(plan, rounds=((Copy(ONE, SLOT),), *plan.rounds)) for plan in plans]
+    return [plan._replace(rounds=((Copy(ONE, SLOT),), *plan.rounds)) for plan in plans]
 
 
 def test_the_lower_contributor_is_the_left_operand():

@@ -108,8 +108,7 @@ def without_empty_detail(rounds):
 
 def with_room(plan, rounds=None):
     """Enlarge SCRATCH, so that no mutant is rejected only because the buffer happens to end."""
-    return replace(
-        plan,
+    return plan._replace(
         rounds=plan.rounds if rounds is None else rounds,
         scratch_count=plan.scratch_count + plan.work_count + 2,
     )
@@ -135,7 +134,7 @@ def test_every_single_change_to_a_plan_is_rejected(collective, algorithm, world_
                 continue
             mutants += 1
             try:
-                verify([*plans[:rank], replace(plan, rounds=rounds), *plans[rank + 1 :]], contract)
+                verify([*plans[:rank], plan._replace(rounds=rounds), *plans[rank + 1 :]], contract)
             except PlanError:
                 pass
             else:
@@ -168,5 +167,5 @@ def test_uneven_blocks_leave_no_change_unnoticed(collective, algorithm):
             for name, rounds in mutated_rounds(plan.rounds, world_size):
                 if without_empty_detail(rounds) != without_empty_detail(plan.rounds):
                     with pytest.raises(PlanError):
-                        verify([*plans[:rank], replace(plan, rounds=rounds), *plans[rank + 1 :]], contract)
+                        verify([*plans[:rank], plan._replace(rounds=rounds), *plans[rank + 1 :]], contract)
                         pytest.fail(f"{algorithm} on {world_size} ranks, rank {rank}: {name} was accepted")

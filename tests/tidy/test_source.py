@@ -132,6 +132,10 @@ def loaded(code):
     return set(subprocess.run(line, capture_output=True, text=True, check=True, timeout=30).stdout.split())
 
 
+SLOW = {"argparse", "asyncio", "difflib", "email", "hashlib", "hmac", "multiprocessing", "socket", "ssl", "subprocess"}
+"""Modules that cost a millisecond or more."""
+
+
 @pytest.mark.parametrize(
     ("code", "banned"),
     [
@@ -140,10 +144,32 @@ def loaded(code):
         ("import syncvar_launcher.run", {"numpy", "syncvar.collectives", "syncvar.variables", "cloudpickle"}),
         ("import syncvar_launcher.agent, syncvar_launcher.supervise, syncvar_launcher.report", {"numpy"}),
         ("import syncvar_launcher.options as o; o.help_text()", {"numpy", "zmq"}),
+        ("import syncvar_launcher.run", SLOW - {"argparse", "socket", "subprocess"}),
+        ("import syncvar_launcher.run", {"syncvar.transports.curve", "syncvar.plans"}),
     ],
 )
 def test_what_an_import_does_not_load(code, banned):
     assert not loaded(code) & banned
+
+
+SLOW_ROOMS = {
+    f"syncvar.{room}" for room in ("cli", "checkpoint", "data", "examples", "optimizers", "strategies", "testing", "variables")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "banned"),
+    [
+        ("import syncvar; syncvar.all_reduce", SLOW | SLOW_ROOMS | {"zmq", "json", "syncvar.transports.zeromq"}),
+        (
+            "import syncvar.bootstrap, syncvar.transports.zeromq, syncvar; syncvar.init, syncvar.barrier",
+            SLOW | SLOW_ROOMS | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.wire.coordinator"},
+        ),
+    ],
+    ids=["the package", "a worker"],
+)
+def test_what_is_not_loaded_beyond_numpy(code, banned):
+    assert not (loaded(code) - loaded("import numpy")) & banned
 
 
 def test_the_guardian_is_tiny():
