@@ -67,6 +67,9 @@ class RuntimeConfig:
     log_level: str = _knob("warning", "", "what workers log on standard error", choices=("warning", "info", "debug"))
     trace: str = _knob("", "path", "folder for the flight record of every rank, written at the end of every run")
     transport: str = _knob("auto", "", "data path between processes of one host", choices=("auto", "zmq"))
+    single_copy: str = _knob(
+        "auto", "", "read arrays where they lie in another worker's memory, where the system allows it", choices=("auto", "off")
+    )
     check_every: int = _knob(100, "runs", "how often copies of variables that are kept equal are compared; 0 for never", 0)
     auto_log: str = _knob("", "path", "file to which AUTO's decisions are added, as JSON lines")
     auto_replay: str = _knob("", "path", "file of such decisions, which AUTO follows instead of deciding")

@@ -3,9 +3,13 @@
 A channel belongs to (group, rank). It is an entry in the table at the beginning of the rank's region, written by that
 rank only, and looked at by the others:
 
+The first line of the table tells how many entries there are, and where the other processes can try to read this one's
+memory (`reaching.py`). An entry has two lines:
+
 * line 0: the **word** of the call, the **phase** in it, the last phase of the call before, and for each of two sides a
   **check**: what the call is, as a number.
-* line 1: for each side where the rank's source and target arrays lie (0: nowhere that others can see); the group's
+* line 1: for each side where the rank's source and target arrays lie (0: nowhere that others can see), or, of a call that
+  moves blocks, the side of its segments and what is said about their `places`; the group's
   identity; where the channel's slots are; a mark when the rank has let go of the group.
 
 Word and phase say everything about progress, and together they only grow:
@@ -37,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
+from syncvar.arena.reaching import Reach, Spot
 from syncvar.arena.waiting import holding_waiter, waiter
 from syncvar.errors import ArenaFull
 
@@ -69,6 +74,7 @@ _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
 # Words of an entry.
 CHECK, PHASE, DONE = 1, 3, 4  # the checks of both sides, the phase, and the last phase of the call before
 _SOURCE, _TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
+_PROCESS, _ADDRESS, _NUMBER = 1, 2, 3  # of the table: where others can try to read this process's memory
 MASK = (1 << 64) - 1
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
 
@@ -89,9 +95,10 @@ class Channels:
     Args:
         arena: The mapped arena.
         ranks: The ranks of the world on this host, in the order of their regions.
+        reaches: Read the memory of the others where they and the system allow it.
     """
 
-    def __init__(self, arena: Arena, ranks: Sequence[int]) -> None:
+    def __init__(self, arena: Arena, ranks: Sequence[int], *, reaches: bool = True) -> None:
         self.arena = arena
         self.words = arena.words
         self.places = {rank: place for place, rank in enumerate(ranks)}
@@ -103,6 +110,23 @@ class Channels:
         self.wait = waiter(self.words, ABORT, PHASE, DONE, has_own_core=arena.local_world_size <= arena.usable_cores)
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
         arena.populate(self._table * 8, PAGE_BYTES)
+        if reaches:
+            self._spot = Spot()
+            self._spot.give_leave()
+            self.words[self._table + _ADDRESS] = self._spot.address
+            self.words[self._table + _NUMBER] = self._spot.number
+            self.words[self._table + _PROCESS] = self._spot.process  # before any entry is seen
+
+    def reach(self, regions: Sequence[int]) -> Reach | None:
+        """Return how the memory of ranks whose entries are there is read, or None where that of one of them cannot be."""
+        tables = [self.arena.table(region) // 8 for region in regions]
+        if not all(self.words[table + _PROCESS] for table in tables):
+            return None
+        made = Reach([self.words[table + _PROCESS] for table in tables])
+        found = all(
+            made.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER]) for rank, table in enumerate(tables)
+        )
+        return made if found else None
 
     def serves(self, members: Sequence[int]) -> bool:
         """Return whether all ranks of a group share this arena."""
@@ -205,7 +229,7 @@ class Channel:
 
     __slots__ = (
         "__weakref__", "_channels", "_entries", "_part_bytes", "_segments", "_views", "arena", "entry", "group", "hold", "is_open",
-        "is_settled", "last", "members", "others", "phase", "queue", "rank", "regions", "side", "size", "tail", "wait", "words",
+        "is_settled", "last", "members", "others", "phase", "queue", "rank", "reach", "regions", "side", "size", "tail", "wait", "words",
     )  # fmt: skip
 
     def __init__(
@@ -230,6 +254,7 @@ class Channel:
         self.queue: deque[Any] = deque()  # started calls, oldest first
         self.is_open = self.size == 1
         self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
+        self.reach: Reach | None = None  # where the memory of all of them can be read
         self._entries = [0] * self.size
         self._entries[rank] = entry
         self._views: dict[Any, Any] = {}
@@ -249,6 +274,7 @@ class Channel:
                     missing.append(rank)
         if not missing:
             self.others = tuple(self._entries[(self.rank + distance) % self.size] for distance in range(1, self.size))
+            self.reach = self._channels.reach(self.regions)
             self.is_open = True
         return tuple(missing)
 
@@ -337,6 +363,16 @@ class Channel:
             sources.append(words[entry + _SOURCE + side])
             targets.append(words[entry + _TARGET + side])
         return sources, targets
+
+    def tell_places(self, places: Sequence[int]) -> None:
+        """Tell with phase 0 of the next call where this rank's blocks lie: numbers of 64 bits, in its small slot."""
+        first = (self.words[self.entry + _SMALL] + (self.side ^ 1) * SMALL_BYTES) // 8
+        for index, place in enumerate(places):
+            self.words[first + index] = place
+
+    def told_place(self, rank: int, index: int) -> int:
+        """Return where a block of a rank lies, as told in this call."""
+        return self.words[(self.words[self._entries[rank] + _SMALL] + self.side_of(rank) * SMALL_BYTES) // 8 + index]
 
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
         """Return the small slots of all ranks, in their order, as published in this call."""

@@ -103,7 +103,9 @@ class Context:
         self.arena: Arena | None = None if isinstance(arena, str) else arena
         self.without_arena = arena if isinstance(arena, str) else ""
         self._forced = parse_forced(config.algorithm)
-        self._channels = None if self.arena is None else Channels(self.arena, self.local_ranks)
+        self._channels = None if self.arena is None else Channels(
+            self.arena, self.local_ranks, reaches=config.single_copy == "auto"
+        )
         self.hosts = HostMap((self.world_size,))
         self._have_arena: frozenset[int] = frozenset()  # hosts whose ranks all see one
         if environment is not None and transport is not None and control is not None:

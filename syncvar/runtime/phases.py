@@ -9,10 +9,13 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channels import Channel
 
-__all__ = ["DISAGREE", "agreed", "settled"]
+__all__ = ["DISAGREE", "NEVER", "agreed", "settled"]
 
 DISAGREE = 0
 """Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
+
+NEVER = -(1 << 40)
+"""Yielded when a rank that this one needs is no more: the launcher will say so."""
 
 
 def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:

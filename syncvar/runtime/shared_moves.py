@@ -1,8 +1,12 @@
-"""Collectives in shared memory whose ranks bring the same: no header, no buffer in between, each byte in and out once.
+"""Collectives of one host whose ranks bring the same: no header, and each byte is copied once or twice.
 
-Every rank puts blocks side by side where the others see them, publishes, and takes from the others what is for it, to
-where the caller wants it: all-gather and broadcast put one block for everybody, reduce-scatter and all-to-all one for
-each other rank. Small blocks take one phase; longer ones go window by window, on two sides in turn.
+All-gather and broadcast have one block for everybody, reduce-scatter and all-to-all one for each other rank. Every rank
+takes from the others what is for it, to where the caller wants it:
+
+* **small** blocks are put side by side where the others see them; one phase.
+* **where they lie**: ranks tell each other where their blocks are, in the arena (`sv.empty`) or in their own memory where
+  all can read it (`arena/reaching.py`), and take them there: one copy, two phases.
+* **by windows** else: put and taken window by window, on two sides in turn.
 
 What may differ between ranks without being wrong (lengths of an all-gather, say) is the **detail**, a number published
 beside the check: where the details differ nothing is taken, and the call goes on in the general way, with a header.
@@ -16,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
+from syncvar.errors import InternalError
 from syncvar.runtime.crowd import copy_holding, crowd
-from syncvar.runtime.phases import DISAGREE
+from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.shared_reduce import combine
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "Fold", "Layout", "Movement", "Said", "folded", "move_shared", "put_blocks", "said_of", "take_blocks"]
 
+_FOLDED_BYTES = 256 << 10  # of what is read from another rank's memory before it is combined
 _WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
 
 
@@ -102,25 +108,39 @@ class Blocks(NamedTuple):
 class Movement:
     """A call that moves blocks: its layout, its arrays, and whether it has come to an end."""
 
-    __slots__ = ("blocks", "is_done", "layout")
+    __slots__ = ("blocks", "is_done", "layout", "outgoing")
 
     def __init__(self, layout: Layout, blocks: Blocks) -> None:
         self.layout = layout
         self.blocks = blocks
+        self.outgoing: list[NDArray[Any]] = []  # flat, alive until the others have taken them; not of small blocks
         self.is_done = False  # else the details differ, and the call has to go on in the general way
 
 
 class Said(NamedTuple):
-    """What a rank has published of a call: its check, the check with the detail, and the side of its first window."""
+    """What a rank has published of a call.
+
+    Args:
+        check: Of the call.
+        full: The check with the detail.
+        side: Of its first window.
+        offer: What can be done with its blocks: `_READS`, `_RESIDENT`, `_TOLD`.
+    """
 
     check: int
     full: int
     side: int
+    offer: int
 
 
-def said_of(layout: Layout, check: int, side: int = 0) -> Said:
+_READS = 1  # this rank can read the memory of all
+_RESIDENT = 2  # its blocks, if any, lie in the arena: what it tells are offsets, else addresses
+_TOLD = 4  # it has told where its blocks lie, and put none
+
+
+def said_of(layout: Layout, check: int, side: int = 0, offer: int = 0) -> Said:
     """Return what a rank says of a call."""
-    return Said(check, check if layout.detail is None else (check + layout.detail) & MASK, side)
+    return Said(check, check if layout.detail is None else (check + layout.detail) & MASK, side, offer)
 
 
 def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) -> Iterator[int]:
@@ -136,32 +156,49 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
     """
     call, check = opening
     said = put_blocks(channel, check, movement)
-    yield channel.begin(call, said.full, check, said.side)
+    yield channel.begin(call, said.full, check, said.side << 3 | said.offer)
     yield from take_blocks(channel, said, movement)
 
 
 def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     """Put what goes with phase 0; returns what is published with it."""
     layout, outgoing = movement.layout, movement.blocks.outgoing
-    side = 0
     if layout.is_small:
         count = layout.elements
         if outgoing:
             slot = channel.small(channel.rank, channel.side ^ 1, count * len(outgoing), layout.dtype)
             for place, block in enumerate(outgoing):
                 slot[place * count : (place + 1) * count] = block.reshape(-1)
-    else:
-        side = channel.tail ^ 1
-        if outgoing:
-            channel.reserve_segments()
-            _put(channel, layout, _flat(outgoing), side, 0, _copier())
-    return said_of(layout, check, side)
+        return said_of(layout, check)
+    side = channel.tail ^ 1
+    flat = movement.outgoing = [np.ascontiguousarray(block).reshape(-1) for block in outgoing]
+    if flat:
+        channel.reserve_segments()
+    offer = _tell(channel, layout, flat)
+    if flat and not offer & _TOLD:
+        _put(channel, layout, flat, side, 0, _copier())
+    return said_of(layout, check, side, offer)
+
+
+def _tell(channel: Channel, layout: Layout, flat: list[NDArray[Any]]) -> int:
+    """Tell where blocks lie, if they can be taken there; returns the offer."""
+    reads = _READS if channel.reach is not None else 0
+    if any(block.dtype != layout.dtype for block in flat):
+        return reads
+    places = [channel.arena.locate(block) for block in flat]
+    if all(place > 0 for place in places):
+        channel.tell_places(places)
+        return reads | _RESIDENT | _TOLD
+    if reads:
+        channel.tell_places([block.__array_interface__["data"][0] for block in flat])
+        return reads | _TOLD
+    return 0
 
 
 def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
     """Take what is for this rank, when all ranks have published phase 0; put and publish what does not go with it."""
     layout, blocks = movement.layout, movement.blocks
-    sources, sides = channel.arrays()
+    sources, marks = channel.arrays()
     if channel.disagreeing(said.full):
         if layout.detail is None or any(source != said.check for source in sources):
             yield DISAGREE
@@ -169,20 +206,85 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
     if layout.detail == 0:
         return
     copy = _copier()
-    if blocks.own_target is not None and blocks.own is not None:
-        copy(blocks.own_target.reshape(-1), blocks.own.reshape(-1))
-    count, dtype = layout.elements, layout.dtype
     targets = [target.reshape(-1) for target in blocks.targets]
     own = None if blocks.own is None else blocks.own.reshape(-1)
     if layout.is_small:
+        _keep(blocks, copy)
+        count, dtype = layout.elements, layout.dtype
         parts = [
             channel.small(peer, channel.side_of(peer), count * (place + 1), dtype)[place * count :]
             for peer, place in layout.takes
         ]
         _take(layout, channel.rank, parts, targets, own, copy)
-        movement.is_done = True
-        return
-    outgoing, width, side = _flat(blocks.outgoing), layout.width, said.side
+    else:
+        offers = [mark & 7 for mark in marks]
+        if all(offer & _TOLD for offer in offers) and (
+            all(offer & _READS for offer in offers) or all(offer & _RESIDENT for offer in offers)
+        ):
+            yield from _take_where_they_lie(channel, layout, offers, targets, own, copy)
+            _keep(blocks, copy)
+            yield channel.publish()
+        else:
+            _keep(blocks, copy)
+            if any(offer & _TOLD for offer in offers):  # the first window is still to come
+                if movement.outgoing and said.offer & _TOLD:
+                    _put(channel, layout, movement.outgoing, said.side, 0, copy)
+                yield channel.publish()
+            yield from _take_by_windows(channel, movement, [mark >> 3 for mark in marks], targets, own, copy)
+    movement.is_done = True
+
+
+def _keep(blocks: Blocks, copy: Any) -> None:
+    """Copy what this rank brings for itself."""
+    if blocks.own_target is not None and blocks.own is not None:
+        copy(blocks.own_target.reshape(-1), blocks.own.reshape(-1))
+
+
+def _take_where_they_lie(
+    channel: Channel,
+    layout: Layout,
+    offers: list[int],
+    targets: list[NDArray[Any]],
+    own: NDArray[Any] | None,
+    copy: Any,
+) -> Iterator[int]:
+    """Take blocks that others leave in place until all have published the next phase."""
+    reach, hold, dtype, count = channel.reach, crowd.holds(), layout.dtype, layout.elements
+    width = count if layout.fold is None else min(count, _FOLDED_BYTES // dtype.itemsize)
+    room = [] if layout.fold is None else [np.empty(width, dtype) for _ in layout.takes]
+    places = [channel.told_place(peer, place) for peer, place in layout.takes]
+    for start in range(0, count, width):
+        stop = min(count, start + width)
+        parts = []
+        for index, (peer, _) in enumerate(layout.takes):
+            if offers[peer] & _RESIDENT:
+                parts.append(channel.resident(places[index], count, dtype)[start:stop])
+                continue
+            part = room[index][: stop - start] if room else targets[index]
+            if reach is None:
+                raise InternalError("the memory of other ranks was told to be read, and cannot be")
+            if not reach.read(peer, places[index] + start * dtype.itemsize, part, hold=hold):
+                yield NEVER  # its process is no more, which the launcher will say
+            parts.append(part)
+        if layout.fold is None:
+            for part, target in zip(parts, targets, strict=True):
+                if part is not target:
+                    copy(target, part)
+        else:
+            folded(layout.fold, dtype, channel.rank, parts, None if own is None else own[start:stop], targets[0][start:stop])
+
+
+def _take_by_windows(
+    channel: Channel,
+    movement: Movement,
+    sides: list[int],
+    targets: list[NDArray[Any]],
+    own: NDArray[Any] | None,
+    copy: Any,
+) -> Iterator[int]:
+    layout, outgoing = movement.layout, movement.outgoing
+    count, dtype, width = layout.elements, layout.dtype, layout.width
+    side = sides[channel.rank]
     window = start = 0
     while True:
         stop = min(count, start + width)
@@ -192,9 +294,9 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
             channel.segment(peer, (sides[peer] + window) & 1, stop - start, dtype, place * width)
             for peer, place in layout.takes
         ]
-        _take(layout, channel.rank, parts, [target[start:stop] for target in targets], own if own is None else own[start:stop], copy)
+        into = [target[start:stop] for target in targets]
+        _take(layout, channel.rank, parts, into, own if own is None else own[start:stop], copy)
         if stop >= count:
-            movement.is_done = True
             return
         yield channel.publish()
         start, side = stop, side ^ 1
@@ -203,10 +305,6 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
 
 def _copier() -> Any:
     return copy_holding if crowd.holds() else np.copyto
-
-
-def _flat(blocks: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    return [np.ascontiguousarray(block).reshape(-1) for block in blocks]
 
 
 def _put(channel: Channel, layout: Layout, outgoing: list[NDArray[Any]], side: int, start: int, copy: Any) -> None:

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.collectives.groups import communicator_of
+from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
 
 COUNTS = [0, 1, 7, 5_000, 40_000, 700_000]  # nothing, small slots, one window, several
 
 
-def results(size, fn):
-    found = run_ranks(size, fn, shared=True, timeout_s=60)
+def results(size, fn, single_copy="auto"):
+    found = run_ranks(size, fn, shared=True, timeout_s=60, config=RuntimeConfig(single_copy=single_copy))
     for one in found:
         if isinstance(one, BaseException):
             raise one
@@ -22,8 +24,8 @@ def block(rank, count, dtype="f4", turn=0):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("count", COUNTS)
-def test_prepared_and_first_calls_give_the_same(size, count):
+@pytest.mark.parametrize(("count", "single_copy"), [*((count, "auto") for count in COUNTS), (40_000, "off"), (700_000, "off")])
+def test_prepared_and_first_calls_give_the_same(size, count, single_copy):
     def fn():
         rank = sv.rank()
         everyone = [block(other, count) for other in range(size)]
@@ -54,7 +56,57 @@ def test_prepared_and_first_calls_give_the_same(size, count):
         assert np.array_equal(sv.broadcast(x, root=size - 1, out=x), everyone[size - 1])
         assert np.array_equal(x, everyone[size - 1])
 
-    results(size, fn)
+    results(size, fn, single_copy)
+
+
+@pytest.mark.parametrize("reads", ["all", "none", "all but rank 1"])
+@pytest.mark.parametrize("of_x", ["private", "resident", "resident on even ranks"])
+@pytest.mark.parametrize(("size", "dtype", "op"), [(2, "f4", "sum"), (3, "f2", "mean"), (4, "i4", "mean")])
+def test_blocks_are_taken_wherever_they_lie(size, dtype, op, of_x, reads):
+    count = 90_000
+
+    def placed(values):
+        is_resident = of_x == "resident" or (of_x != "private" and sv.rank() % 2 == 0)
+        made = sv.empty(values.shape, dtype) if is_resident else np.empty(values.shape, dtype)
+        made[...] = values
+        return made
+
+    def fn():
+        rank = sv.rank()
+        channel = communicator_of(None).channel
+        sv.barrier()
+        assert (channel.reach is not None) == (reads != "none")
+        if rank == 1 and reads == "all but rank 1":
+            channel.reach = None
+        wanted = [block(other, size * count, dtype).reshape(size, count) for other in range(size)]
+        for turn in range(3):
+            x = placed(wanted[rank])
+            assert np.array_equal(sv.broadcast(x, root=turn % size), wanted[turn % size])
+            assert np.array_equal(sv.all_gather(x), np.concatenate(wanted))
+            for source, part in enumerate(sv.all_to_all(x)):
+                assert np.array_equal(part.reshape(-1), wanted[source][rank])
+            rows = sum(one[rank].astype("f8") for one in wanted) / (size if op == "mean" else 1)
+            made = sv.reduce_scatter(x, op)
+            assert np.array_equal(made.reshape(-1), rows.astype(made.dtype))
+            assert np.array_equal(x, wanted[rank])
+            x[...] = 0  # once a call has ended, nobody looks at its operands
+            strided = np.asfortranarray(wanted[rank])
+            assert np.array_equal(sv.broadcast(strided, root=0), wanted[0])
+
+    results(size, fn, "off" if reads == "none" else "auto")
+
+
+def test_a_rank_that_is_gone_ends_the_reading(monkeypatch):
+    def fn():
+        sv.barrier()
+        channel = communicator_of(None).channel
+        if sv.rank() == 1:
+            channel.reach._processes = (1 << 22, 1 << 22)  # no system has so many processes
+        x = np.ones(100_000)
+        return sv.broadcast(x, timeout=1.0) is not None
+
+    found = run_ranks(2, fn, shared=True, timeout_s=30)
+    assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found), found
 
 
 def test_half_types_and_means_are_rounded_once():
