@@ -210,6 +210,7 @@ class ZeromqTransport:
         self._pending_losses: collections.deque[Lost] = collections.deque()
         self._watched = 0.0
         self._unsent: set[int] = set()
+        self._is_open = False
         self._closed = False
         self.refused_frames = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -242,19 +243,13 @@ class ZeromqTransport:
         except BaseException:
             self.close(0)
             raise
-        self._waiting_for: list[tuple[Any, int]] = [(self._router, zmq.POLLIN), (self._wake, zmq.POLLIN)]
+        self._waiting_for: list[tuple[Any, int]] = [(self._wake, zmq.POLLIN)]
         self._control = control
         self._control_items: tuple[Any, ...] = ()
         self._arrivals = select.poll()
         self._arrivals.register(self._wake, select.POLLIN)
-        descriptors = [self._router.getsockopt(zmq.FD)]
         if control is not None:
-            self._waiting_for.append((control.socket, zmq.POLLIN))
-            descriptors.append(control.socket.getsockopt(zmq.FD))
-            self._control_items = (control.socket, descriptors[1])
-        for descriptor in descriptors:
-            self._arrivals.register(descriptor, select.POLLIN)
-            self._idle.register(descriptor, select.POLLIN)
+            self._control_items = (control.socket, self._wait_for(control.socket))
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -262,6 +257,10 @@ class ZeromqTransport:
         """Learn where the peers are."""
         self._addresses = addresses
         self._generation = generation
+        # Not before: a peer may have opened earlier, and what nobody takes yet would keep waits from waiting.
+        if not self._is_open:
+            self._is_open = True
+            self._wait_for(self._router)
 
     def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
         """Send a frame to a peer; opens the link when it is the first."""
@@ -386,6 +385,14 @@ class ZeromqTransport:
     def refused_peers(self) -> int:
         """How many tried to connect over tcp and are no members of the job."""
         return 0 if self._gate is None else self._gate.refused_peers
+
+    def _wait_for(self, socket: Any) -> int:
+        """Let arrivals at a socket end waits; returns its descriptor."""
+        descriptor: int = socket.getsockopt(zmq.FD)
+        self._waiting_for.append((socket, zmq.POLLIN))
+        self._arrivals.register(descriptor, select.POLLIN)
+        self._idle.register(descriptor, select.POLLIN)
+        return descriptor
 
     def _configure(self, socket: Any, address: str) -> None:
         config = self._config

@@ -394,6 +394,36 @@ def test_a_stopped_peer_is_lost_over_tcp_and_is_the_agents_business_within_a_hos
             peer.communicate()
 
 
+def test_a_wait_before_the_peers_are_known_waits():
+    # While the ranks meet nobody takes frames; a wait that they end would use a core that others need to come.
+    directory = tempfile.mkdtemp(prefix="sv")
+    contexts = [zmq.Context() for _ in range(2)]
+    try:
+        early, late = (ZeromqTransport(one, rank, f"ipc://{directory}", "job", CONFIG) for rank, one in enumerate(contexts))
+        addresses = {0: early.address, 1: late.address}
+        early.open(addresses, 1)
+        early.send(1, pack_header(Kind.DATA, 0, 1, 0, 7))
+        for _ in range(4):  # it leaves once the link is there
+            assert early.receive() is None
+            early.wait(0.05)
+        began = time.monotonic()
+        for wait in (late.wait, late.wait_idle, late.wait):
+            wait(0.1)
+        assert time.monotonic() - began >= 0.29
+        late.open(addresses, 1)
+        deadline = time.monotonic() + 5.0
+        while (arrival := late.receive()) is None and time.monotonic() < deadline:
+            late.wait(0.1)
+        assert arrival is not None
+        assert arrival.header.call == 7
+    finally:
+        for transport in (early, late):
+            transport.close(0)
+        for context in contexts:
+            context.term()
+        shutil.rmtree(directory)
+
+
 ENDS = """
 import sys, tempfile, threading, shutil, zmq
 from syncvar.config import RuntimeConfig
