@@ -22,15 +22,38 @@ import pytest
 
 MARK = "SYNCVAR_TEST_MARK"
 SETTLE_S = 2.0
+AGAIN_S = 20.0
 
 _SHARED_MEMORY = "/dev/shm"
+_LIMIT = pytest.StashKey()
 
 
 def pytest_configure(config):
+    # A script that starts the tests in the background makes them ignore SIGINT, and all their processes would inherit it:
+    # what tests see of Ctrl-C must not depend on that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Short, because paths of unix sockets are limited to 107 bytes; private, because jobs keep their sockets in it.
     config.syncvar_runtime_before = os.environ.get("XDG_RUNTIME_DIR")
     config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp"))
     os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item, settings):
+    """Ring more than once: what still waits after the failure, a `with` for instance, is interrupted too."""
+    done = yield
+    if settings.method == "signal":
+        signal.setitimer(signal.ITIMER_REAL, settings.timeout, AGAIN_S)
+        item.stash[_LIMIT] = settings
+    return done
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item):
+    """Set the timer anew: pytest-timeout stops it at a failure, and the fixtures would have no limit."""
+    if _LIMIT in item.stash:
+        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_LIMIT])
 
 
 def pytest_unconfigure(config):

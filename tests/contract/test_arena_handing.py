@@ -35,7 +35,7 @@ class Launcher:
         self.handing = Handing(str(path), JOB, 2, maker)
         self.stopped = False
         self.longest_s = 0.0
-        self.thread = threading.Thread(target=self.loop)
+        self.thread = threading.Thread(target=self.loop, daemon=True)
         self.thread.start()
 
     def loop(self):
@@ -205,7 +205,7 @@ def test_a_launcher_that_is_gone_in_the_middle(pytestconfig):
             connection.recv(1000)
             connection.close()
 
-        thread = threading.Thread(target=hang_up)
+        thread = threading.Thread(target=hang_up, daemon=True)
         thread.start()
         fd, reason = fetch(path, JOB, 0, 0, 5)
         thread.join()

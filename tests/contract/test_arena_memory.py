@@ -317,12 +317,13 @@ def test_memory_reads_as_zeros_and_is_aligned(host):
 def test_signals_do_not_keep_an_allocation_from_ending(host):
     arena, seen = host.one(2048 * MIB), []
     before = signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    limit_of_the_test = signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
     try:
         arena.allocate(200 * MIB)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *limit_of_the_test)
     assert len(seen) > 3
 
 
@@ -428,7 +429,7 @@ def test_arrays_may_die_anywhere(host):
         for _ in range(200):
             Ring()
 
-    threads = [threading.Thread(target=make) for _ in range(4)]
+    threads = [threading.Thread(target=make, daemon=True) for _ in range(4)]
     threshold = gc.get_threshold()
     gc.set_threshold(5)  # the collector runs in the middle of allocations, in whichever thread
     try:

@@ -1,5 +1,6 @@
 """Disks that fail, files that change, two jobs in one folder: CheckpointError on every rank, and what was there before is as it was."""
 
+import contextlib
 import errno
 import json
 import os
@@ -344,12 +345,17 @@ manager.close()
 """
 
 
+@contextlib.contextmanager
 def holder(folder, end):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder), end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout.readline() == "holds\n"
-    return process
+    try:
+        assert process.stdout.readline() == "holds\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("end", ["die", "close"])

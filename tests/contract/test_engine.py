@@ -634,7 +634,7 @@ def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
             with pytest.raises(UsageError):
                 sv.barrier(group=group)
 
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

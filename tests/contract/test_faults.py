@@ -35,7 +35,7 @@ def survivors(seed, disturbance):
                     transports[rank].send(peer, pack_header(Kind.CREDIT, rank, 0, 0, nbytes=1))
                 transports[rank].send(peer, pack_header(Kind.DATA, rank, 0, 0, number))
 
-    threads = [threading.Thread(target=send, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=send, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -69,7 +69,7 @@ def test_threads_may_add_while_another_reads():
             recorder.add((TOLD, number, 0, 1, thread))
             number += 1
 
-    threads = [threading.Thread(target=write, args=(n,)) for n in range(3)]
+    threads = [threading.Thread(target=write, args=(n,), daemon=True) for n in range(3)]
     for thread in threads:
         thread.start()
     for _ in range(200):

@@ -154,11 +154,15 @@ def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
 def test_the_workers_end_with_the_command(tmp_path, number):
     line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())"]
     line += ["bench", "barrier", "-n", "100000000", "--workers", "2"]
-    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
         while "(GB/s)" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(number)
         assert process.wait(20) == (128 + number if number == signal.SIGINT else -number)
+    finally:
+        process.kill()
+        process.communicate(timeout=20)  # the pipes are closed when the workers have ended too
     # The fixture of all tests sees to it that the workers are gone.
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,23 +78,38 @@ def test_slow_end():
     thread = threading.Thread(target=time.sleep, args=(0.15,))
     thread.start()
 
+def test_interrupted():
+    with subprocess.Popen(["sleep", "20"]) as child:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(5) == -signal.SIGINT
+
+@pytest.fixture
+def does_not_end():
+    yield
+    time.sleep(60)
+
+@pytest.mark.timeout(0.3, method="signal")
+def test_stuck(does_not_end):
+    threading.Event().wait(60)
+
 def test_clean_again():
     assert not [name for name in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if name != "syncvar"]
 '''
 
-CLEAN = {"test_clean", "test_shared_memory_of_others", "test_slow_end", "test_clean_again"}
+CLEAN = {"test_clean", "test_shared_memory_of_others", "test_slow_end", "test_interrupted", "test_clean_again"}
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaks")
-    (folder / "conftest.py").write_text(CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4"))
+    shorter = CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4").replace("AGAIN_S = 20.0", "AGAIN_S = 0.3")
+    (folder / "conftest.py").write_text(shorter)
     (folder / "test_leaks.py").write_text(LEAKS)
     (folder / "pytest.ini").write_text("[pytest]\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", str(folder)],
         capture_output=True, text=True, timeout=60, cwd=folder, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        check=False,
+        check=False, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509
     )  # fmt: skip
 
 
@@ -123,3 +139,9 @@ def test_tests_that_leave_nothing_pass(outcome):
     assert not errors & CLEAN
     assert passed >= CLEAN
     assert outcome.returncode == 1
+
+
+def test_a_test_that_is_stuck_fails_alone_and_its_fixtures_end_too(outcome):
+    assert re.search(r"^FAILED \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), outcome.stdout
+    assert re.search(r"^ERROR \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), outcome.stdout
+    assert re.search(r"^PASSED \S*::test_clean_again", outcome.stdout, re.MULTILINE), outcome.stdout
