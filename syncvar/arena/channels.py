@@ -228,7 +228,7 @@ class Channel:
     """
 
     __slots__ = (
-        "__weakref__", "_channels", "_entries", "_part_bytes", "_segments", "_views", "arena", "entry", "group", "hold", "is_open",
+        "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "arena", "entry", "group", "hold", "is_open",
         "is_settled", "last", "members", "others", "phase", "queue", "rank", "reach", "regions", "side", "size", "tail", "wait", "words",
     )  # fmt: skip
 
@@ -255,6 +255,7 @@ class Channel:
         self.is_open = self.size == 1
         self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
         self.reach: Reach | None = None  # where the memory of all of them can be read
+        self._kept: list[Any] = []
         self._entries = [0] * self.size
         self._entries[rank] = entry
         self._views: dict[Any, Any] = {}
@@ -373,6 +374,10 @@ class Channel:
     def told_place(self, rank: int, index: int) -> int:
         """Return where a block of a rank lies, as told in this call."""
         return self.words[(self.words[self._entries[rank] + _SMALL] + self.side_of(rank) * SMALL_BYTES) // 8 + index]
+
+    def keep(self, arrays: Any) -> None:
+        """Keep arrays alive as long as the channel: a call has failed in which others may still read them."""
+        self._kept.append(arrays)
 
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
         """Return the small slots of all ranks, in their order, as published in this call."""

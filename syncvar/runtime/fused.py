@@ -14,7 +14,16 @@ import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.runtime.phases import agreed
-from syncvar.runtime.shared_reduce import Vector, bounds, combine, is_direct, reduce_owned
+from syncvar.runtime.shared_reduce import (
+    Placed,
+    Vector,
+    bounds,
+    bring_first,
+    combine,
+    is_direct,
+    reduce_owned,
+)
+from syncvar.runtime.whereabouts import ADDRESS
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -25,8 +34,8 @@ if TYPE_CHECKING:
     from syncvar.runtime.kernels import Combiner
 
 _ALONE_BYTES = 256 << 10  # of an array that is reduced by itself: below, its own phases cost more than copying it
-_PLACES = np.dtype(np.int64)
-_ALONE_MAX = SEGMENT_BYTES // (2 * _PLACES.itemsize)  # whose places fit into a segment
+_WORD = np.dtype(np.uint64)
+_ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # whose places fit into a segment
 
 __all__ = ["Fused", "Piece", "fused_in", "fused_out", "pieces", "reduce_fused"]
 
@@ -176,10 +185,10 @@ def _reduce_alone(
         Vector(source, target, ufunc, fused.accumulate, fused.divisor, fused.apply)
         for source, target in zip(fused.sources, fused.targets, strict=True)
     ]
-    places = [vector.located(channel.arena) for vector in vectors]
-    length = 2 * len(places)
     side = channel.tail ^ 1 if opening is not None else channel.next_parity()
-    channel.segment(rank, side, length, _PLACES).reshape(-1, 2)[...] = places
+    told = [vector.told(channel, side ^ 1) for vector in vectors]  # others may still be reading the table on this side
+    length = 2 * len(told)
+    channel.segment(rank, side, length, _WORD).reshape(-1, 2)[...] = told
     if opening is not None:
         call, check = opening
         yield from agreed(channel, check, channel.begin(call, check, side))
@@ -187,13 +196,15 @@ def _reduce_alone(
     else:
         yield channel.publish()
         sides = [side] * size
-    tables = [channel.segment(other, sides[other], length, _PLACES).tolist() for other in range(size)]
-    sides = [one ^ 1 for one in sides]  # another rank may still be reading the table
+    tables = [channel.segment(other, sides[other], length, _WORD).tolist() for other in range(size)]
     for index, vector in enumerate(vectors):
-        sources = [table[2 * index] or sides[other] for other, table in enumerate(tables)]
-        targets = [table[2 * index + 1] for table in tables]
-        yield from reduce_owned(channel, vector, sources, targets, sides[rank])
-    return sides
+        placed = Placed.from_words([table[2 * index] for table in tables], [table[2 * index + 1] for table in tables])
+        if placed.go_by_segments:
+            if not placed.are_in_place and (not placed.sources[rank] or placed.sources[rank] & ADDRESS):
+                bring_first(channel, vector, placed.sides[rank])
+            yield channel.publish()  # and the others have taken the results of the vector before
+        yield from reduce_owned(channel, vector, placed)
+    return [one ^ 1 for one in sides]
 
 
 def _reduce_joined(

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
-from syncvar.errors import InternalError
 from syncvar.runtime.crowd import copy_holding, crowd
 from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.shared_reduce import combine
+from syncvar.runtime.whereabouts import ADDRESS, Gone, get, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,7 +134,7 @@ class Said(NamedTuple):
 
 
 _READS = 1  # this rank can read the memory of all
-_RESIDENT = 2  # its blocks, if any, lie in the arena: what it tells are offsets, else addresses
+_RESIDENT = 2  # its blocks, if any, lie in the arena
 _TOLD = 4  # it has told where its blocks lie, and put none
 
 
@@ -182,17 +182,14 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
 
 def _tell(channel: Channel, layout: Layout, flat: list[NDArray[Any]]) -> int:
     """Tell where blocks lie, if they can be taken there; returns the offer."""
-    reads = _READS if channel.reach is not None else 0
+    offer = _READS if channel.reach is not None else 0
     if any(block.dtype != layout.dtype for block in flat):
-        return reads
-    places = [channel.arena.locate(block) for block in flat]
-    if all(place > 0 for place in places):
-        channel.tell_places(places)
-        return reads | _RESIDENT | _TOLD
-    if reads:
-        channel.tell_places([block.__array_interface__["data"][0] for block in flat])
-        return reads | _TOLD
-    return 0
+        return offer
+    places = [place_of(channel, block) for block in flat]
+    if not all(places):
+        return offer
+    channel.tell_places(places)
+    return offer | _TOLD | (0 if any(place & ADDRESS for place in places) else _RESIDENT)
 
 
 def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
@@ -221,9 +218,16 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         if all(offer & _TOLD for offer in offers) and (
             all(offer & _READS for offer in offers) or all(offer & _RESIDENT for offer in offers)
         ):
-            yield from _take_where_they_lie(channel, layout, offers, targets, own, copy)
-            _keep(blocks, copy)
-            yield channel.publish()
+            try:
+                _take_where_they_lie(channel, layout, targets, own, copy)
+                _keep(blocks, copy)
+                yield channel.publish()
+            except Gone:
+                channel.keep(movement.outgoing)
+                yield NEVER
+            except BaseException:
+                channel.keep(movement.outgoing)
+                raise
         else:
             _keep(blocks, copy)
             if any(offer & _TOLD for offer in offers):  # the first window is still to come
@@ -241,37 +245,26 @@ def _keep(blocks: Blocks, copy: Any) -> None:
 
 
 def _take_where_they_lie(
-    channel: Channel,
-    layout: Layout,
-    offers: list[int],
-    targets: list[NDArray[Any]],
-    own: NDArray[Any] | None,
-    copy: Any,
-) -> Iterator[int]:
+    channel: Channel, layout: Layout, targets: list[NDArray[Any]], own: NDArray[Any] | None, copy: Any
+) -> None:
     """Take blocks that others leave in place until all have published the next phase."""
-    reach, hold, dtype, count = channel.reach, crowd.holds(), layout.dtype, layout.elements
-    width = count if layout.fold is None else min(count, _FOLDED_BYTES // dtype.itemsize)
-    room = [] if layout.fold is None else [np.empty(width, dtype) for _ in layout.takes]
+    hold, dtype, count, fold = crowd.holds(), layout.dtype, layout.elements, layout.fold
+    width = count if fold is None else min(count, _FOLDED_BYTES // dtype.itemsize)
+    rooms = targets if fold is None else [np.empty(width, dtype) for _ in layout.takes]
     places = [channel.told_place(peer, place) for peer, place in layout.takes]
     for start in range(0, count, width):
         stop = min(count, start + width)
-        parts = []
-        for index, (peer, _) in enumerate(layout.takes):
-            if offers[peer] & _RESIDENT:
-                parts.append(channel.resident(places[index], count, dtype)[start:stop])
-                continue
-            part = room[index][: stop - start] if room else targets[index]
-            if reach is None:
-                raise InternalError("the memory of other ranks was told to be read, and cannot be")
-            if not reach.read(peer, places[index] + start * dtype.itemsize, part, hold=hold):
-                yield NEVER  # its process is no more, which the launcher will say
-            parts.append(part)
-        if layout.fold is None:
-            for part, target in zip(parts, targets, strict=True):
-                if part is not target:
-                    copy(target, part)
-        else:
-            folded(layout.fold, dtype, channel.rank, parts, None if own is None else own[start:stop], targets[0][start:stop])
+        shape = count, start, stop
+        parts = [
+            get(channel, peer, place, shape, dtype, room[: stop - start], hold=hold)
+            for (peer, _), place, room in zip(layout.takes, places, rooms, strict=True)
+        ]
+        if fold is not None:
+            folded(fold, dtype, channel.rank, parts, None if own is None else own[start:stop], targets[0][start:stop])
+            continue
+        for part, place, target in zip(parts, places, targets, strict=True):
+            if not place & ADDRESS:
+                copy(target, part)
 
 
 def _take_by_windows(

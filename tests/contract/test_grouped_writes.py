@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.collectives.groups import communicator_of
+from syncvar.config import RuntimeConfig
 from syncvar.runtime.context import current
 from syncvar.runtime.fused import pieces
 from syncvar.testing import run_ranks
@@ -138,6 +140,51 @@ def test_a_result_may_go_where_another_array_lies(ranks):
     assert ranks(2, fn) == [(20.0, 2.0, True, [20.0, 1.0])] * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_operands_may_be_views_of_each_other_and_of_the_copies(ranks, dtype):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            group = [sv.Variable(np.full((2, 3), index, dtype), aggregation="SUM") for index in range(6)]
+
+        def step():
+            flat = np.arange(24).astype(dtype) + sv.rank()
+            reads = [v.read_value(copy=False) for v in group]
+            values = [flat[:6].reshape(2, 3), flat[12:24:2].reshape(2, 3), flat[3:9].reshape(3, 2).T, reads[4], reads[3], flat[6:12].reshape(2, 3)]
+            wanted = [read + sum_of(value) for read, value in zip(reads, values, strict=True)]
+            sv.assign_add_all(list(zip(group, values, strict=True)))
+            return [np.array_equal(v.numpy(), want) for v, want in zip(group, wanted, strict=True)]
+
+        def sum_of(value):
+            return sv.all_reduce(np.array(value))
+
+        return strategy.run(step)
+
+    assert ranks(2, fn) == [[True] * 6] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_results_of_a_structure_go_to_arrays_that_are_not_contiguous(ranks, op, dtype):
+    def fn():
+        values = [np.arange(6).astype(dtype).reshape(2, 3) * (sv.rank() + 1), np.array(7 + sv.rank()).astype(dtype), np.arange(4).astype(dtype)]
+        room = np.full((4, 2, 4), -1, dtype)
+        outs = [room[0, :, :3], room[1, 0, 0:1].reshape(()), room[:, 1, 3]]
+        made = sv.all_reduce(values, op, out=outs)
+        alone = [sv.all_reduce(value, op) for value in values]
+        right = all(one is out and np.array_equal(one, want) for one, out, want in zip(made, outs, alone, strict=True))
+        return right, int((room == -1).sum())
+
+    assert ranks(2, fn) == [(True, 32 - 6 - 1 - 4)] * 2
+
+
+def test_a_value_of_bool_is_refused_in_a_group_as_alone():
+    v, flag = sv.Variable(1.0), sv.Variable(True, aggregation="SUM")
+    with pytest.raises(sv.ConfigError, match="bool has no sum"):
+        sv.assign_add_all([(v, 1.0), (flag, np.array(True))])
+    assert float(v) == 1.0
+
+
 LONG = [(300_000, 7, 70_000, 700_000, 64), (70_000, 80_000)]
 
 
@@ -148,7 +195,10 @@ def _placed(where, count, dtype):
 
 
 @pytest.mark.parametrize("counts", LONG, ids=str)
-@pytest.mark.parametrize(("dtype", "op"), [(np.float32, "sum"), (np.float16, "mean")])
+@pytest.mark.parametrize(
+    ("dtype", "op", "reads"),
+    [(np.float32, "sum", "all"), (np.float16, "mean", "all"), (np.float32, "mean", "none"), (np.float16, "sum", "all but rank 1")],
+)
 @pytest.mark.parametrize(
     ("size", "of_x", "of_out"),
     [
@@ -162,12 +212,15 @@ def _placed(where, count, dtype):
         (4, "resident", "x or resident"),
     ],
 )
-def test_long_arrays_are_reduced_where_they_lie(counts, dtype, op, size, of_x, of_out):
+def test_long_arrays_are_reduced_where_they_lie(counts, dtype, op, reads, size, of_x, of_out):
     def where(word, index):
         odd = (sv.rank() + index) % 2
         return {"by rank": ["private", "resident"][odd], "other by rank": ["resident", "private"][odd]}.get(word, word)
 
     def fn():
+        sv.barrier()
+        if reads == "all but rank 1" and sv.rank() == 1:
+            communicator_of(None).channel.reach = None
         wanted = [
             sum(np.arange(count) % 7 + rank + 1 for rank in range(size)) / (size if op == "mean" else 1) for count in counts
         ]
@@ -188,8 +241,8 @@ def test_long_arrays_are_reduced_where_they_lie(counts, dtype, op, size, of_x, o
                 return "not the same as alone"
         return "right"
 
-    results = run_ranks(size, fn, shared=True, timeout_s=60)
-    assert results == ["right"] * size
+    config = RuntimeConfig(single_copy="off" if reads == "none" else "auto")
+    assert run_ranks(size, fn, shared=True, timeout_s=60, config=config) == ["right"] * size
 
 
 @pytest.mark.parametrize(
