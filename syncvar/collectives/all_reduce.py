@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.arena.mapping import Block
 from syncvar.collectives._arguments import (
     as_array,
     checked_output,
@@ -21,7 +22,7 @@ from syncvar.collectives._reducing import checked_scale, contribution, described
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.plans import tree_order
-from syncvar.runtime.fused import Fused
+from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import OPS, Reduction, divided, finish, reduction
 from syncvar.runtime.operation import Into, Stage
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator
     from syncvar.runtime.shortcut import Shortcut
 
-__all__ = ["all_reduce", "reduce_request", "reduce_together", "shortcut_of", "tree_sum"]
+__all__ = ["all_reduce", "owns_itself", "reduce_request", "reduce_together", "shortcut_of", "tree_sum"]
 
 
 def all_reduce(
@@ -232,6 +233,8 @@ def reduce_together(
     reproducible: bool,
     apply: np.ufunc | None = None,
     algorithm: str | None = None,
+    *,
+    are_apart: bool = False,
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce several arrays with as few transfers as there are kinds of reduction among them.
 
@@ -243,13 +246,15 @@ def reduce_together(
         reproducible: Sum by the tree.
         apply: A target becomes apply(target, result).
         algorithm: Forced, or None.
+        are_apart: It is known that no array lies where the result of another one goes.
 
     Returns:
         The results, in order.
     """
-    arrays = _apart(arrays, targets)
+    if not are_apart:
+        arrays = _apart(arrays, targets)
     kinds: dict[Reduction, list[int]] = {}
-    if len(set(hows)) == 1:
+    if len(set(map(id, hows))) == 1:
         kinds[hows[0]] = list(range(len(hows)))
     else:
         for index, how in enumerate(hows):
@@ -299,15 +304,20 @@ def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | 
     owners: dict[int, int] = {}
     for index, target in enumerate(targets):
         if target is not None:
-            owner = _owner(target)
-            if not isinstance(owner, mmap.mmap) and not (type(owner) is np.ndarray and owner.flags.owndata):
+            owner = target if target.base is None else _owner(target)
+            if not isinstance(owner, Block | mmap.mmap) and not owns_itself(owner):
                 return False
             owners[id(owner)] = index if owners.get(id(owner), index) == index else -1
     for index, array in enumerate(arrays):
-        owner = _owner(array)
-        if not (type(owner) is np.ndarray and owner.flags.owndata) or owners.get(id(owner), index) != index:
+        owner = array if array.base is None else _owner(array)
+        if not (type(owner) is Block or owns_itself(owner)) or owners.get(id(owner), index) != index:
             return False
     return True
+
+
+def owns_itself(value: Any) -> bool:
+    """Return whether a value is an array that is no view of anything."""
+    return type(value) is np.ndarray and value.base is None and value.flags.owndata
 
 
 def _owner(array: NDArray[Any]) -> Any:
@@ -334,36 +344,40 @@ def _fused(
     plan = communicator.plan(
         "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
     )
-    if isinstance(plan, Published) and plan.reduces and not how.is_locating:
+    is_published = isinstance(plan, Published) and plan.reduces and not how.is_locating
+    if is_published or not (how.is_locating or [None for target in targets if target is None]):
         results = [
             np.empty(array.shape, how.result) if target is None else target
             for array, target in zip(arrays, targets, strict=True)
         ]
-        outs = [
-            one.reshape(-1) if one.flags.c_contiguous else np.array(one, order="C").reshape(-1) for one in results
-        ]
-        sources = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-        fused = Fused(sources, outs, how.accumulate, size if how.is_mean else 0, apply)
-        yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, fused=fused)
+        outs, sources = _flat(results), _flat(arrays)
+        if is_published:
+            fused = Fused(sources, outs, how.accumulate, size if how.is_mean else 0, apply)
+            yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, fused=fused)
+        else:
+            work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
+            yield Stage(plan, work, how.ufunc)
+            fused_out(outs, tuple([out.size for out in outs]), 0, divided(how, work, size), apply)
         for one, out in zip(results, outs, strict=True):
-            if not one.flags.c_contiguous:
+            if one is not out and not one.flags.c_contiguous:
                 one[...] = out.reshape(one.shape)
         return results
     rank = communicator.member_rank
     work = np.concatenate([contribution(array, how, rank) for array in arrays])
     yield Stage(plan, work, how.ufunc)
-    total = work if apply is None else divided(how, work, size)
     made = []
     start = 0
     for array, target in zip(arrays, targets, strict=True):
-        part = total[start : start + array.size]
+        made.append(outcome(how, work[start : start + array.size], size, array.shape, target))
         start += array.size
-        if apply is not None and target is not None:
-            _store(target, part.reshape(array.shape), apply)
-            made.append(target)
-        else:
-            made.append(outcome(how, part, size, array.shape, target))
     return made
+
+
+def _flat(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return flat views of arrays, and flat copies of those that are not contiguous."""
+    return [
+        array if array.ndim == 1 and array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1) for array in arrays
+    ]
 
 
 def shortcut_of(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from syncvar.collectives.all_reduce import owns_itself
 from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
 from syncvar.variables.requests import together_request
@@ -13,9 +16,12 @@ from syncvar.variables.variable import UFUNCS, Variable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import NDArray
+
     from syncvar.runtime.group import Request
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
+
 
 
 def assign_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
@@ -72,55 +78,83 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
 
 def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
     chosen = list(pairs)
-    _check_pairs(name, chosen)
     if not chosen:
         return
-    owner = chosen[0][0]._owner  # noqa: SLF001  (variables are of this room)
-    actions: dict[str, tuple[Action, str]] = {}
-    together: list[tuple[Variable, Any]] = []
-    ops: list[str] = []
-    apart: list[tuple[Variable, Any]] = []
-    for pair in chosen:
-        variable = pair[0]
-        if variable._owner is not owner:  # noqa: SLF001
-            raise UsageError(f"{name}: {variable.name!r} belongs to another strategy than {chosen[0][0].name!r}; call it for each")
-        kind = variable._kind  # noqa: SLF001
-        if kind not in actions:
-            action = variable._decide(operation)  # noqa: SLF001
-            is_combined = action.travel in (Travel.SUM, Travel.MEAN) and action.effect is not Effect.SHARE
-            actions[kind] = action, ("sum" if action.travel is Travel.SUM else "mean") if is_combined else ""
-        op = actions[kind][1]
-        if op:
-            together.append(pair)
-            ops.append(op)
-        else:
-            apart.append(pair)
+    variables = _checked_variables(name, chosen)
+    owner = variables[0]._owner  # noqa: SLF001  (variables are of this room)
+    strangers = [variable for variable in variables if variable._owner is not owner]  # noqa: SLF001
+    if strangers:
+        raise UsageError(
+            f"{name}: {strangers[0].name!r} belongs to another strategy than {variables[0].name!r}; call it for each"
+        )
+    kinds = [variable._kind for variable in variables]  # noqa: SLF001
+    op_of = {kind: _op(variables[kinds.index(kind)]._decide(operation)) for kind in dict.fromkeys(kinds)}  # noqa: SLF001
+    ops = [op_of[kind] for kind in kinds]
+    together, apart = chosen, []
+    if not all(op_of.values()):
+        apart = [pair for pair, op in zip(chosen, ops, strict=True) if not op]
+        together = [pair for pair, op in zip(chosen, ops, strict=True) if op]
+        variables = [pair[0] for pair in together]
+        ops = [op for op in ops if op]
     if together:
+        storages = [variable._storage for variable in variables]  # noqa: SLF001
 
         def check() -> Request:
-            arrays = [variable._operand(operation, x, reduced=True) for variable, x in together]  # noqa: SLF001
+            arrays = _operands(operation, together)
             for variable, x in apart:
                 variable._operand(operation, x, reduced=False)  # noqa: SLF001
-            targets = [variable._storage.writable() for variable, _ in together]  # noqa: SLF001
-            names = tuple([variable._name for variable, _ in together])  # noqa: SLF001
+            targets = [storage.writable() for storage in storages]
+            names = tuple([variable._name for variable in variables])  # noqa: SLF001
+            # Nothing but a view lies where a copy does, whose memory is its own.
+            are_apart = all(map(owns_itself, arrays))
             return together_request(
-                owner.communicator, name, names, arrays, ops, targets, UFUNCS[operation], reproducible=owner.reproducible
-            )
+                owner.communicator, name, names, arrays, ops, targets, UFUNCS[operation],
+                reproducible=owner.reproducible, are_apart=are_apart,
+            )  # fmt: skip
 
-        with written_once(owner, [variable._storage for variable, _ in together]):  # noqa: SLF001
+        with written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
-        for variable, _ in together:
-            variable._count_write()  # noqa: SLF001
+        for variable in variables:
+            variable._writes += 1  # noqa: SLF001
+            variable._collectives += 1  # noqa: SLF001
     for variable, x in apart:
         getattr(variable, operation.value)(x)
 
 
-def _check_pairs(name: str, pairs: list[Any]) -> None:
+def _op(action: Action) -> str:
+    """Return by which op a write is combined, or "" where it is not."""
+    if action.travel not in (Travel.SUM, Travel.MEAN) or action.effect is Effect.SHARE:
+        return ""
+    return "sum" if action.travel is Travel.SUM else "mean"
+
+
+def _operands(operation: Operation, pairs: list[tuple[Variable, Any]]) -> list[NDArray[Any]]:
+    """Return the operands of writes that are combined, as `Variable` takes one."""
+    made = []
+    for variable, x in pairs:
+        dtype = variable._dtype  # noqa: SLF001
+        if type(x) is np.ndarray and x.dtype is dtype and x.shape == variable._shape and dtype.kind != "b":  # noqa: SLF001
+            made.append(x)  # at once: a call for each would be a tenth of the cost
+        else:
+            made.append(variable._operand(operation, x, reduced=True))  # noqa: SLF001
+    return made
+
+
+def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
+    """Return the variables of pairs.
+
+    Raises:
+        ConfigError: These are no pairs of a variable and a value, or a variable is named twice.
+    """
+    if set(map(type, pairs)) == {tuple} and set(map(len, pairs)) == {2}:
+        variables = [variable for variable, _ in pairs]
+        if set(map(type, variables)) == {Variable} and len(set(map(id, variables))) == len(variables):
+            return variables
     seen: set[int] = set()
     for pair in pairs:
-        is_pair = (type(pair) is tuple or isinstance(pair, list | tuple)) and len(pair) == 2
-        if not is_pair or not isinstance(pair[0], Variable):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], Variable):
             raise ConfigError(f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pair!r:.100}")
         if id(pair[0]) in seen:
             raise ConfigError(f"{name}: the variable {pair[0].name!r} is named twice; combine its values first")
         seen.add(id(pair[0]))
+    return [variable for variable, _ in pairs]

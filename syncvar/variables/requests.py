@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,6 +75,7 @@ def together_request(
     apply: np.ufunc | None,
     *,
     reproducible: bool,
+    are_apart: bool,
 ) -> Request:
     """Return the request that writes several variables with as few transfers as there are kinds among them.
 
@@ -86,15 +88,26 @@ def together_request(
         targets: The variables' copies, changed in place.
         apply: A copy becomes apply(copy, combination); None sets it.
         reproducible: Sum by the tree.
+        are_apart: It is known that no array lies where one of the copies does.
     """
-    hows = [reduction(op, array.dtype) for op, array in zip(ops, arrays, strict=True)]
+    dtypes = [array.dtype for array in arrays]
+    if len(set(dtypes)) == len(set(ops)) == 1:
+        hows = [reduction(ops[0], dtypes[0])] * len(arrays)
+    else:
+        hows = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
     kinds = tuple([array.shape for array in arrays]), tuple([how.source for how in hows]), tuple(ops)
 
     def body() -> Generator[Stage, None, None]:
-        yield from reduce_together(communicator, arrays, hows, targets, reproducible, apply)
+        yield from reduce_together(communicator, arrays, hows, targets, reproducible, apply, are_apart=are_apart)
 
     shown = ", ".join(map(repr, names[:3])) + (f", … ({len(names)} variables)" if len(names) > 3 else "")
-    return Request(f"{name} of {shown}", fingerprint(name, names, kinds, reproducible), body())
+    return Request(f"{name} of {shown}", _together(name, names, kinds, reproducible), body())
+
+
+@lru_cache(maxsize=64)
+def _together(name: str, names: tuple[str, ...], kinds: tuple[Any, ...], reproducible: bool) -> int:
+    """Return the fingerprint of a grouped write; programs make the same ones again and again."""
+    return fingerprint(name, names, kinds, reproducible)
 
 
 def rows_request(

@@ -101,8 +101,8 @@ class Storage:
 
     @property
     def _is_parents(self) -> bool:
-        """Whether this process is a forked copy, and the array lies in memory that it shares with its parent."""
-        return self._context.is_forked and not (type(self._bytes) is np.ndarray and self._bytes.base is None)
+        """Whether the array lies in memory that a forked copy of this process shares with its parent."""
+        return not (type(self._bytes) is np.ndarray and self._bytes.base is None)
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
         """Return the array to write to: no view of it is alive.
@@ -110,7 +110,7 @@ class Storage:
         Args:
             keep: It has to hold what the array held; else anything.
         """
-        if self.is_exposed or self._is_parents:
+        if sys.getrefcount(self._bytes) > self._references or (self._context.is_forked and self._is_parents):
             before = self.array
             self._take(before.shape, before.dtype)
             if keep:
