@@ -132,11 +132,11 @@ def _compared(libraries: list[Library], workers: int, plan: Plan, missing: dict[
 
 
 def _plan(chosen: argparse.Namespace, effort: Effort) -> Plan:
-    """Return what to measure of each collective; without --kinds, of other collectives than all_reduce one kind."""
+    """Return what to measure of each collective; without --kinds or --all, of other collectives than all_reduce one kind."""
     works = []
     for collective in chosen.collective:
         sizes = chosen.sizes or _sizes("1M" if chosen.busy_thread else SIZES.get(collective, OTHER_SIZES))
-        kinds = chosen.kinds or (KINDS if collective == "all_reduce" else KINDS[:1])
+        kinds = chosen.kinds or (KINDS if collective == "all_reduce" or chosen.all else KINDS[:1])
         works += [Work(collective, kind, tuple(sizes)) for kind in kinds if kind in COLLECTIVES[collective]]
     return Plan(tuple(works), chosen.dtype, effort, {} if chosen.sizes else LARGEST)
 
@@ -176,7 +176,7 @@ def _arguments() -> argparse.Namespace:
     add("--workers", type=_numbers, help="numbers of workers [2,4; 2 with --busy-thread]")
     sizes = f"{SIZES['all_reduce']}; {OTHER_SIZES} of other collectives; 1M with --busy-thread"
     add("--sizes", type=_sizes, help=f"bytes of the larger buffer, with K or M [{sizes}]")
-    add("--kinds", type=_names(KINDS), help=f"of {','.join(KINDS)} [all of all_reduce, {KINDS[0]} of the others]")
+    add("--kinds", type=_names(KINDS), help=f"of {','.join(KINDS)} [all of all_reduce; {KINDS[0]} of the others, with --all all]")
     add("--libraries", type=_names(NAMES), default=list(NAMES), help=f"[{','.join(NAMES)}]")
     add("--crowd", type=int, default=64, help="workers of the part crowd [64]")
     add("--rounds", type=int, default=5, help="how often each library is started [5]")

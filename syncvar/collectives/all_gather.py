@@ -66,8 +66,8 @@ def all_gather(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: where the ranks share memory and bring one shape, one copy in and one copy out of each block, in windows. Else a
-        header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
+    Cost: where the ranks share memory and bring one shape, one copy of each block where it lies (small
+        blocks: one in, one out); without leave to read the other ranks' memory one in and one out, in windows. Else a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
     Order: nothing is combined; the bytes are equal on every rank.
 
     Example:

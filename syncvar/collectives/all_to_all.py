@@ -62,7 +62,8 @@ def all_to_all(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: where the ranks share memory and all parts have one shape, one copy in and one copy out, in windows. Else an
+    Cost: where the ranks share memory and all parts have one shape, one copy of each part where it lies
+        (small parts: one in, one out); without leave to read the other ranks' memory one in and one out, in windows. Else an
         exchange of the shapes, then n-1 rounds over links, one in shared memory.
 
     Example:

@@ -65,8 +65,8 @@ def broadcast(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: where the ranks share memory and all bring the shape and dtype, one copy in and one copy out, in windows. Else a
-        header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
+    Cost: where the ranks share memory and all bring the shape and dtype, one copy where the value lies (small
+        values: one in, one out); without leave to read the other ranks' memory one in and one out, in windows. Else a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
         rounds of the whole value.
     Order: nothing is combined; the bytes are equal on every rank.
 
