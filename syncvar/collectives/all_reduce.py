@@ -277,7 +277,7 @@ def reduce_together(
 
 
 def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
-    """Return the arrays, with a copy of each that lies where the result of another one goes."""
+    """Return the arrays, with a copy of each that lies where the result of another one goes, or its own at another place."""
     if _are_strangers(arrays, targets):
         return arrays
     written = sorted(
@@ -292,15 +292,16 @@ def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -
         low, high = np.lib.array_utils.byte_bounds(array)
         last = bisect_left(starts, high)
         first = bisect_right(reach, low, 0, last)
-        others = any(
-            written[place][2] != index and written[place][1] > low and array.size for place in range(first, last)
-        )
-        made.append(array.copy() if others else array)
+        reached = {written[place][2] for place in range(first, last) if written[place][1] > low and array.size}
+        target = targets[index]
+        if target is not None and array.strides == target.strides and _is_same(array, target):
+            reached.discard(index)
+        made.append(array.copy() if reached else array)
     return made
 
 
 def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
-    """Return whether it is plain from who owns the memory that no array lies where the result of another one goes."""
+    """Return whether it is plain from who owns the memory that no array lies where a result goes, but its own in place."""
     owners: dict[int, int] = {}
     for index, target in enumerate(targets):
         if target is not None:
@@ -310,7 +311,9 @@ def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | 
             owners[id(owner)] = index if owners.get(id(owner), index) == index else -1
     for index, array in enumerate(arrays):
         owner = array if array.base is None else _owner(array)
-        if not (type(owner) is Block or owns_itself(owner)) or owners.get(id(owner), index) != index:
+        if not (type(owner) is Block or owns_itself(owner)):
+            return False
+        if id(owner) in owners and (owners[id(owner)] != index or array is not targets[index]):
             return False
     return True
 

@@ -185,6 +185,17 @@ def test_a_value_of_bool_is_refused_in_a_group_as_alone():
     assert float(v) == 1.0
 
 
+@pytest.mark.parametrize("where", ["resident", "private"])
+def test_a_result_may_go_beside_where_its_own_array_lies(ranks, where):
+    def fn():
+        whole = _placed(where, 700_001, np.float32)
+        wanted = sv.all_reduce(whole[1:].copy())
+        sv.all_reduce([whole[1:], np.ones(5)], out=[whole[:-1], np.zeros(5)])
+        return np.array_equal(whole[:-1], wanted)
+
+    assert ranks(2, fn) == [True, True]
+
+
 LONG = [(300_000, 7, 70_000, 700_000, 64), (70_000, 80_000)]
 
 
