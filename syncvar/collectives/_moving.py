@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator, Request
     from syncvar.runtime.shortcut import Front, General
 
-    Prepare = Callable[[], tuple[Request, Layout, Front, General | None] | None]
+    Prepare = Callable[..., tuple[Request, Layout, Front, General | None] | None]
 
 __all__ = ["UNMOVED", "by_shortcut", "detail_of", "fits", "landed", "landing", "moved", "moves", "place_of"]
 
@@ -45,7 +45,7 @@ UNMOVED = Layout(0, _NOTHING.dtype), Blocks(_NOTHING)
 """What a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
 
 
-def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any, prepare: Prepare) -> Any:
+def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any, prepare: Prepare, *how: Any) -> Any:
     """Make a call by its prepared way; None where nothing has been done, because there is none or it does not serve.
 
     Args:
@@ -53,16 +53,16 @@ def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any,
         key: Of the call.
         x: What this rank brings.
         out: As the caller gave it.
-        prepare: Returns (request of such a call, layout, front, general), see `move_shortcut`, or None; used once.
+        prepare: Of (communicator, x, *how): returns (request of such a call, layout, front, general), see
+            `move_shortcut`, or None; used once.
+        how: What else the call is made with.
     """
-    if not communicator.is_shared or not x.dtype.isnative:
-        return None
     shortcut = communicator.shortcuts.get(key)
     if shortcut is None:
-        if not moves(communicator, key[0], None):
+        if not communicator.is_shared or not x.dtype.isnative or not moves(communicator, key[0], None):
             return None
         try:
-            prepared = prepare()
+            prepared = prepare(communicator, x, *how)
         except SyncvarError:  # the long way tells the others what is wrong
             return None
         if prepared is None:

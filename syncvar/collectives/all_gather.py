@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -80,24 +81,24 @@ def all_gather(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and type(axis) is int and algorithm is None and timeout is None and not async_op
     if is_plain and axis in (0, -x.ndim) and x.ndim:
-
-        def prepare() -> Any:
-            size, rank = communicator.size, communicator.member_rank
-            return (
-                gather_request(communicator, x, axis),
-                _layout(x, 0, size, rank),
-                lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, size, rank)).made) else None,
-                lambda x, out: gather_request(communicator, x, axis, out, is_moved=False).body,
-            )
-
-        result = by_shortcut(communicator, ("all_gather", axis, x.dtype, x.shape), x, out, prepare)
+        result = by_shortcut(communicator, ("all_gather", axis, x.dtype, x.shape), x, out, _prepare, axis)
         if result is not None:
             return result
     return communicator.perform(
         "all_gather",
-        lambda: gather_request(communicator, x, axis, out, algorithm=algorithm, keep=async_op),
+        partial(gather_request, communicator, x, axis, out, algorithm=algorithm, keep=async_op),
         timeout,
         async_op=async_op,
+    )
+
+
+def _prepare(communicator: Communicator, x: NDArray[Any], axis: int) -> Any:
+    size, rank = communicator.size, communicator.member_rank
+    return (
+        gather_request(communicator, x, axis),
+        _layout(x, 0, size, rank),
+        lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, size, rank)).made) else None,
+        lambda x, out: gather_request(communicator, x, axis, out, is_moved=False).body,
     )
 
 

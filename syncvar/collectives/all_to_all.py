@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -74,24 +75,23 @@ def all_to_all(
     communicator = communicator_of(group)
     is_plain = type(parts) is np.ndarray and algorithm is None and timeout is None and not async_op
     if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:
-
-        def prepare() -> Any:
-            size, rank = communicator.size, communicator.member_rank
-            rows = parts.shape[0] // size
-            shape = (rows, *parts.shape[1:])
-            starts = range(0, parts.shape[0], rows) if rows else [0] * size
-            return (
-                _request(communicator, parts, None, None, keep=False),
-                _layout(parts.dtype, shape, size, rank),
-                lambda x, out: _blocks([x[start : start + rows] for start in starts], shape, out, rank),
-                lambda x, out: _request(communicator, x, out, None, keep=False, is_moved=False).body,
-            )
-
-        result = by_shortcut(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, prepare)
+        result = by_shortcut(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, _prepare)
         if result is not None:
             return result
-    return communicator.perform(
-        "all_to_all", lambda: _request(communicator, parts, out, algorithm, keep=async_op), timeout, async_op=async_op
+    request = partial(_request, communicator, parts, out, algorithm, keep=async_op)
+    return communicator.perform("all_to_all", request, timeout, async_op=async_op)
+
+
+def _prepare(communicator: Communicator, parts: NDArray[Any]) -> Any:
+    size, rank = communicator.size, communicator.member_rank
+    rows = parts.shape[0] // size
+    shape = (rows, *parts.shape[1:])
+    starts = range(0, parts.shape[0], rows) if rows else [0] * size
+    return (
+        _request(communicator, parts, None, None, keep=False),
+        _layout(parts.dtype, shape, size, rank),
+        lambda x, out: _blocks([x[start : start + rows] for start in starts], shape, out, rank),
+        lambda x, out: _request(communicator, x, out, None, keep=False, is_moved=False).body,
     )
 
 

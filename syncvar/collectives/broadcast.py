@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,24 +79,24 @@ def broadcast(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and type(root) is int and algorithm is None and timeout is None and not async_op
     if is_plain:
-
-        def prepare() -> Any:
-            is_root = communicator.member_rank == root
-            return (
-                broadcast_request(communicator, x, root),
-                _layout(x, root, is_root=is_root),
-                lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, is_root=is_root)).made) else None,
-                lambda x, out: broadcast_request(communicator, x, root, out, is_moved=False).body,
-            )
-
-        result = by_shortcut(communicator, ("broadcast", root, x.dtype, x.shape), x, out, prepare)
+        result = by_shortcut(communicator, ("broadcast", root, x.dtype, x.shape), x, out, _prepare, root)
         if result is not None:
             return result
     return communicator.perform(
         "broadcast",
-        lambda: broadcast_request(communicator, x, root, out, algorithm=algorithm, keep=async_op),
+        partial(broadcast_request, communicator, x, root, out, algorithm=algorithm, keep=async_op),
         timeout,
         async_op=async_op,
+    )
+
+
+def _prepare(communicator: Communicator, x: NDArray[Any], root: int) -> Any:
+    is_root = communicator.member_rank == root
+    return (
+        broadcast_request(communicator, x, root),
+        _layout(x, root, is_root=is_root),
+        lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, is_root=is_root)).made) else None,
+        lambda x, out: broadcast_request(communicator, x, root, out, is_moved=False).body,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -74,26 +75,26 @@ def reduce_scatter(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and type(op) is str and algorithm is None and timeout is None and not async_op
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
-
-        def prepare() -> Any:
-            if not _is_moved(op, x):
-                return None
-            size, rank, how = communicator.size, communicator.member_rank, reduction(op, x.dtype)
-            return (
-                _request(communicator, x, op, None, None, None, keep=False),
-                _layout(x, how, size, rank),
-                lambda x, out: blocks if fits(out, (blocks := _blocks(x, how, out, size, rank)).made) else None,
-                None,
-            )
-
-        result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, prepare)
+        result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, _prepare, op)
         if result is not None:
             return result
     return communicator.perform(
         "reduce_scatter",
-        lambda: _request(communicator, x, op, lengths, out, algorithm, keep=async_op),
+        partial(_request, communicator, x, op, lengths, out, algorithm, keep=async_op),
         timeout,
         async_op=async_op,
+    )
+
+
+def _prepare(communicator: Communicator, x: NDArray[Any], op: str) -> Any:
+    if not _is_moved(op, x):
+        return None
+    size, rank, how = communicator.size, communicator.member_rank, reduction(op, x.dtype)
+    return (
+        _request(communicator, x, op, None, None, None, keep=False),
+        _layout(x, how, size, rank),
+        lambda x, out: blocks if fits(out, (blocks := _blocks(x, how, out, size, rank)).made) else None,
+        None,
     )
 
 
