@@ -7,7 +7,6 @@ exit through a pidfd. The agent never blocks: its owner polls the descriptors an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -18,18 +17,19 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
 
+from syncvar_launcher.children import child_of, libc
 from syncvar_launcher.sessions import kill_sessions, process_state, start_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from syncvar_launcher.forking import Forked, ForkServer
 
 __all__ = ["Agent", "Ended", "Event", "Output", "Spoke", "Worker"]
 
-_PR_SET_PDEATHSIG = 1
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
-_tgkill = getattr(_libc, "tgkill", None)  # not in every libc
+_tgkill = getattr(libc, "tgkill", None)  # not in every libc
 
 
 class Output(NamedTuple):
@@ -62,7 +62,7 @@ class Worker:
     """One worker's process and descriptors (-1 when closed)."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     started: int
     pidfd: int
     out: int
@@ -78,9 +78,11 @@ class Agent:
     Args:
         directory: The job's private directory.
         lock: Descriptor of its lock, which the guardian holds too.
+        server: What workers are forked from; None where each is a fresh process.
     """
 
-    def __init__(self, directory: Path, lock: int) -> None:
+    def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
+        self._server = server
         self.workers: dict[int, Worker] = {}
         self._pid = os.getpid()
         self._owner: dict[int, tuple[Worker, str]] = {}
@@ -110,8 +112,11 @@ class Agent:
         stdin: int,
         terminal: bool,
         pass_fds: Sequence[int] = (),
+        named: Mapping[str, int] | None = None,
     ) -> None:
         """Start a worker. Call it from the thread that lives as long as the agent: its death ends the worker.
+
+        One that is forked begins when its server is closed; the server has command line, folder and `pass_fds` already.
 
         Args:
             rank: Its rank.
@@ -122,28 +127,34 @@ class Agent:
             stdin: Descriptor of its standard input.
             terminal: It keeps the launcher's output streams (a rank that is being debugged).
             pass_fds: Descriptors it inherits.
+            named: More of them, by the variable that tells the number.
         """
         word, word_end = os.pipe2(os.O_CLOEXEC)
         ends = [word_end]
         out = err = -1
-        streams: tuple[int | None, int | None] = (None, None)
+        streams = {"stdin": stdin}
+        inherited = {**(named or {}), "SYNCVAR_STATUS_FD": word_end}
+        process: subprocess.Popen[bytes] | Forked
         try:
             if not terminal:
                 out, out_end = os.pipe2(os.O_CLOEXEC)
                 err, err_end = os.pipe2(os.O_CLOEXEC)
                 ends += [out_end, err_end]
-                streams = (out_end, err_end)
-            process = subprocess.Popen(
-                list(argv),
-                env={**environ, "SYNCVAR_STATUS_FD": str(word_end)},
-                cwd=cwd,
-                stdin=stdin,
-                stdout=streams[0],
-                stderr=streams[1],
-                pass_fds=(word_end, *pass_fds),
-                start_new_session=True,
-                preexec_fn=_in_child(self._pid, cores),  # noqa: PLW1509  (this process has no Python threads)
-            )
+                streams |= {"stdout": out_end, "stderr": err_end}
+            if self._server is not None:
+                process = self._server.fork(environ, cores, streams | inherited)
+            else:
+                process = subprocess.Popen(
+                    list(argv),
+                    env={**environ, **{name: str(number) for name, number in inherited.items()}},
+                    cwd=cwd,
+                    stdin=stdin,
+                    stdout=streams.get("stdout"),
+                    stderr=streams.get("stderr"),
+                    pass_fds=(*inherited.values(), *pass_fds),
+                    start_new_session=True,
+                    preexec_fn=child_of(self._pid, cores),  # noqa: PLW1509  (this process has no Python threads)
+                )
         except BaseException:
             for descriptor in (word, out, err):
                 if descriptor >= 0:
@@ -288,14 +299,3 @@ class Agent:
     def _tell_guardian(self, line: str) -> None:
         with contextlib.suppress(OSError):
             os.write(self._guardian_pipe, line.encode())
-
-
-def _in_child(parent: int, cores: Sequence[int] | None) -> Callable[[], None]:
-    def prepare() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the launcher died before the call above took effect
-            os._exit(1)
-        if cores is not None:
-            os.sched_setaffinity(0, cores)
-
-    return prepare

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncvar_launcher.directory import JobDirectory
+    from syncvar_launcher.forking import ForkServer
     from syncvar_launcher.output import OutputForwarder
     from syncvar_launcher.run import Job
     from syncvar_launcher.watch import Watch
 
 __all__ = ["Generation"]
 
-_KEY_FD = "SYNCVAR_KEY_FD"
-_NEVER_PASSED = (_KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE")
 
 
 class Generation:
@@ -51,6 +50,7 @@ class Generation:
         watch: What asks to end.
         number: The first generation of the membership that ranks may join.
         restarts: How often the job has been started again before.
+        server: What workers are forked from; None where each is a fresh process.
         began: When the job began, in seconds of the monotonic clock; its time limit counts from then.
         had_met: All ranks have met in an earlier start.
     """
@@ -64,6 +64,7 @@ class Generation:
         number: int,
         restarts: int,
         began: float,
+        server: ForkServer | None = None,
         *,
         had_met: bool = False,
     ) -> None:
@@ -92,7 +93,8 @@ class Generation:
             self.sharing = Sharing(chosen, job.job_id, job.core_count, self.host_directories, generation=number)
         finally:
             os.umask(umask)
-        self.agent = Agent(directory.path, directory.lock)
+        self.server = server
+        self.agent = Agent(directory.path, directory.lock, server)
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.looked = 0.0
@@ -100,7 +102,8 @@ class Generation:
     def run(self) -> Outcome:
         """Start the ranks and stay until all have ended."""
         try:
-            self._start()
+            if self.server is None:
+                self._start()
             self._loop()
         finally:
             for event in self.agent.close():
@@ -130,15 +133,12 @@ class Generation:
     def _start(self) -> None:
         chosen = self.options
         torch = _torch_environment() if chosen.torch_env else {}
-        inherited = [int(text) for text in self.job.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
-        base = {name: value for name, value in self.job.environ.items() if name not in _NEVER_PASSED}
+        base = self.job.base_environment()
         argv = self.job.command()
+        named: dict[str, int] = {}
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        key: int | None = None
         if len(self.job.hosts.sizes) > 1:
-            key = _secret_descriptor(self.directory.path)
-            inherited.append(key)
-            base[_KEY_FD] = str(key)
+            named["SYNCVAR_KEY_FD"] = _secret_descriptor(self.directory.path)
         if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
             self.forwarder.say(
                 f"syncvar {_version()} | {chosen.workers} rank{'s' * (chosen.workers > 1)} on {self.job.host} | "
@@ -156,14 +156,36 @@ class Generation:
                     self.job.binding.cores[rank],
                     stdin=0 if has_input else null,
                     terminal=has_terminal,
-                    pass_fds=inherited,
+                    pass_fds=self.job.pass_fds(),
+                    named=named,
                 )
         except OSError as error:
             raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
         finally:
-            os.close(null)
-            if key is not None:
-                os.close(key)
+            for descriptor in (null, *named.values()):
+                os.close(descriptor)
+
+    def _server_speaks(self) -> None:
+        """Start the workers, now that their server is ready, or give up where it has ended instead."""
+        assert self.server is not None
+        server, self.server = self.server, None
+        status = server.why_not_ready()
+        if status is None:
+            try:
+                self._start()
+            finally:
+                server.close()
+            return
+        self.forwarder.say(
+            f"syncvar: the process that workers are forked from {exits.describe_exit(status)} before it was ready: "
+            f"what it says stands above; --start-method spawn does without it\n"
+        )
+        self._never_begin(status or exits.INTERNAL)
+
+    def _never_begin(self, status: int) -> None:
+        """Let all workers end before they begin."""
+        for rank in range(self.options.workers):
+            self._handle(Ended(rank, status))
 
     def _directory_of(self, rank: int) -> str:
         return str(self.host_directories[self.job.hosts.host_of(rank)])
@@ -177,7 +199,8 @@ class Generation:
                 due = min(due, idle)
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
-            for descriptor in (*self.watch.descriptors(), *self.agent.descriptors(), *self.sharing.descriptors()):
+            forking = [] if self.server is None else [self.server.descriptor()]
+            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(), *self.sharing.descriptors()):
                 poller.register(descriptor, zmq.POLLIN)
             ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
             now = time.monotonic()
@@ -185,6 +208,8 @@ class Generation:
             self._serve(now)
             for item in ready:
                 if isinstance(item, int):
+                    if item in forking:
+                        self._server_speaks()
                     self.watch.readable(item)
                     for event in self.agent.readable(item):
                         self._handle(event)
@@ -230,6 +255,9 @@ class Generation:
                 self.sharing.abort()  # first of all: who waits in shared memory looks at nothing else
                 self._note_positions()
                 self.store.ended(action.rank, action.reason, time.monotonic())
+            elif self.server is not None:
+                self.server = None
+                self._never_begin(-signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL)
             elif isinstance(action, Terminate):
                 self.agent.send(action.ranks, signal.SIGTERM)
             else:
@@ -253,7 +281,7 @@ class Generation:
         if now - self.looked < self.config.heartbeat_interval_s:
             return
         self.looked = now
-        for rank in sorted(self.supervisor.running):
+        for rank in sorted(self.supervisor.running & self.agent.workers.keys()):
             stopped = self.agent.state(rank) == "T"
             opinion = self.health.observe(rank, "its process is stopped (state T)" if stopped else "", now)
             if opinion is None:

@@ -78,6 +78,8 @@ class LaunchOptions(NamedTuple):
         color: "auto", "always" or "never"; ask `color_on`.
         timeout_s: The time limit of the whole job, in seconds; infinite for none.
         max_restarts: How often all ranks may be started again after a failure.
+        start_method: How a worker begins: "spawn" (a fresh interpreter) or "fork" (of one that has imported NumPy and
+            syncvar).
         bind: "auto", "none" or "cores".
         cores_per_worker: Cores of each worker, or None for an equal share.
         torch_env: Also set MASTER_ADDR and MASTER_PORT.
@@ -103,6 +105,7 @@ class LaunchOptions(NamedTuple):
     color: str
     timeout_s: float
     max_restarts: int
+    start_method: str
     bind: str
     cores_per_worker: int | None
     torch_env: bool
@@ -158,6 +161,9 @@ _OPTIONS = (
     ),
     _Option(
         "fake_hosts", ("--fake-hosts",), _WORKERS, "pose as K hosts joined by tcp, for tests", "count", "K", 1,
+    ),
+    _Option(
+        "start_method", ("--start-method",), _WORKERS, "fresh, or forked from one", "choice", "HOW", "spawn", ("spawn", "fork"),
     ),
     _Option("bind", ("--bind",), _WORKERS, "cores of its own for each", "choice", "MODE", "auto", binding.MODES),
     _Option("cores_per_worker", ("--cores-per-worker",), _WORKERS, "cores and BLAS threads of each worker", "count", "K"),
@@ -303,6 +309,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         )
     if kind == "script":
         _check_script(parser, rest[0], folder)
+    if kind == "command" and values["start_method"] == "fork":
+        raise ConfigError(
+            f"--start-method fork: {rest[0]} is a program of its own (--no-python), and only a Python script or module can be "
+            f"forked from a process that has imported NumPy; use --start-method spawn"
+        )
     return LaunchOptions(
         kind=kind,
         target=rest[0],
@@ -317,6 +328,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         color=values["color"],
         timeout_s=values["timeout"],
         max_restarts=values["max_restarts"],
+        start_method=values["start_method"],
         bind=values["bind"],
         cores_per_worker=values["cores_per_worker"],
         torch_env=values["torch_env"],
@@ -623,6 +635,11 @@ def help_text() -> str:
     for group in (_RUN, _WORKERS, _OUTPUT, _LIMITS):
         lines += ["", f"{group}:"]
         lines += [_help_line(option) for option in _OPTIONS if option.group == group]
+        if group == _WORKERS:
+            lines += [
+                "  Forked, they begin sooner and share memory, with NumPy imported already: what",
+                "  the script sets for its BLAS in os.environ comes too late; use --env instead.",
+            ]
     lines += [
         "",
         f"{_HELP}:",

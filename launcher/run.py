@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import zmq
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError
@@ -18,7 +18,7 @@ from syncvar_launcher import exits, options
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
 from syncvar_launcher.directory import JobDirectory, runtime_directory
 from syncvar_launcher.flight import FlightRecords
-from syncvar_launcher.generation import Generation
+from syncvar_launcher.forking import ForkServer
 from syncvar_launcher.output import OutputForwarder, Sink
 from syncvar_launcher.report import Failure, failure_block
 from syncvar_launcher.restarting import Restarting
@@ -29,11 +29,16 @@ from syncvar_launcher.watch import Watch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncvar_launcher.generation import Generation
     from syncvar_launcher.options import LaunchOptions
+    from syncvar_launcher.supervise import Outcome
 
 __all__ = ["Job", "main"]
 
 _LOOPBACK = "127.0.0.1"
+_NEVER_PASSED = (
+    "SYNCVAR_KEY_FD", "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,12 +88,13 @@ class Job:
     # -- what a worker gets ---------------------------------------------------------------------------------------
 
     def command(self) -> list[str]:
-        """Return the command line of a worker."""
+        """Return the command line of a worker, or of the process that workers are forked from."""
         chosen = self.options
         if chosen.kind == "command":
             return [chosen.target, *chosen.args]
         how = ["-m", chosen.target] if chosen.kind == "module" else [chosen.target]
-        return [sys.executable, "-m", "syncvar.bootstrap", *how, *chosen.args]
+        first = "syncvar.forkserver" if chosen.start_method == "fork" else "syncvar.bootstrap"
+        return [sys.executable, "-m", first, *how, *chosen.args]
 
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host, for messages; a fake one has its number beside it."""
@@ -122,13 +128,23 @@ class Job:
             host_address=_LOOPBACK if len(self.hosts.sizes) > 1 else "",
             restarts=restarts,
         )
+        return {**self._settings(), **torch, **chosen.env, **contract.to_mapping()}
+
+    def base_environment(self) -> dict[str, str]:
+        """Return what workers inherit of the launcher's environment."""
+        return {name: value for name, value in self.environ.items() if name not in _NEVER_PASSED}
+
+    def pass_fds(self) -> list[int]:
+        """Return the descriptors that workers inherit from whoever started the launcher."""
+        return [int(text) for text in self.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
+
+    def _settings(self) -> dict[str, str]:
+        """Return the variables that tell all ranks the same."""
+        chosen = self.options
         threads = blas_threads(chosen.workers, self.core_count, chosen.cores_per_worker)
         return {
             **blas_environment(threads, {**self.environ, **chosen.env}),
             **self.config.to_mapping(),
-            **torch,
-            **chosen.env,
-            **contract.to_mapping(),
         }
 
     def dry_run(self) -> str:
@@ -165,14 +181,7 @@ class Job:
         number, had_met = 0, False
         with Watch(self.environ) as watch:
             while True:
-                directory = JobDirectory(self.environ)
-                try:
-                    generation = Generation(
-                        self, forwarder, directory, watch, number, restarting.number, began, had_met=had_met
-                    )
-                    outcome = generation.run()
-                finally:
-                    directory.remove()
+                generation, outcome = self._start_once(forwarder, watch, number, restarting.number, began, had_met=had_met)
                 code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
                 decision = restarting.after(generation.ending(outcome))
                 generation.tell(outcome, is_last=not decision.restarts)
@@ -192,13 +201,35 @@ class Job:
         forwarder.finish()
         return code
 
+    def _start_once(
+        self, forwarder: OutputForwarder, watch: Watch, number: int, restarts: int, began: float, *, had_met: bool
+    ) -> tuple[Generation, Outcome]:
+        """Start all ranks and stay until they have ended; the arguments are those of `Generation`."""
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(self._fork_server()) if self.options.start_method == "fork" else None
+            # It brings ZeroMQ; meanwhile the fork server imports NumPy.
+            from syncvar_launcher.generation import Generation
+
+            directory = JobDirectory(self.environ)
+            stack.callback(directory.remove)
+            generation = Generation(self, forwarder, directory, watch, number, restarts, began, server, had_met=had_met)
+            return generation, generation.run()
+
+    def _fork_server(self) -> ForkServer:
+        argv = self.command()
+        environ = {**self.base_environment(), **self._settings(), **self.options.env}
+        try:
+            return ForkServer(argv, environ, self.options.cwd, self.pass_fds())
+        except OSError as error:
+            raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
+
     def _pause(self, watch: Watch, pause_s: float, began: float) -> tuple[int, str] | None:
         """Wait before a restart; return exit code and words where the job ends meanwhile."""
         until = time.monotonic() + pause_s
         limit = began + self.options.timeout_s
-        poller = zmq.Poller()
+        poller = select.poll()
         for descriptor in watch.descriptors():
-            poller.register(descriptor, zmq.POLLIN)
+            poller.register(descriptor, select.POLLIN)
         while True:
             if watch.pending:
                 number = watch.pending.popleft()

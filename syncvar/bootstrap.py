@@ -21,7 +21,7 @@ from syncvar.word import Word, adopt
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["main"]
+__all__ = ["folder_of", "main"]
 
 _RUNPY = (runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 _CONSEQUENCES = ("PeerLost", "GroupBroken")
@@ -68,14 +68,25 @@ def main() -> None:
         _fail(word, error)
 
 
+def folder_of(arguments: list[str]) -> str:
+    """Return the first folder in which a script or module finds what it imports.
+
+    Example:
+        >>> folder_of(["/a/b/train.py", "--lr", "0.1"])
+        '/a/b'
+    """
+    if arguments and arguments[0] == "-m":
+        return os.getcwd()  # noqa: PTH109
+    return os.path.dirname(os.path.realpath(arguments[0]))  # noqa: PTH120
+
+
 def _run(arguments: list[str]) -> None:
+    sys.path[0] = folder_of(arguments)
     if arguments and arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
-        sys.path[0] = os.getcwd()  # noqa: PTH109
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = arguments
-        sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))  # noqa: PTH120
         runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["importing", "launch"]
 
 WORKERS = 4
+FORKED = "syncvar, --start-method fork"
 SCRIPTS = {"syncvar": "start_syncvar.py", "openmpi": "start_mpi.py", "mpich": "start_mpi.py", "torch": "start_torch.py"}
 IMPORTS = {
     "numpy": "import numpy",
@@ -36,22 +38,26 @@ def launch(setting: Setting) -> Part:
         for name, library in setting.present.items()
         if name in SCRIPTS
     }
+    turns[FORKED] = partial(_seconds, _command(setting.syncvar, "--start-method", "fork"), setting.effort.timeout, {})
+    labels = {name: library.label for name, library in setting.present.items()} | {FORKED: FORKED}
     found = interleave("launch", turns, setting.effort.rounds)
     times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
-    lines = [f"launch: {WORKERS} workers start, meet in a barrier and end; wall time of the command in s"]
-    body = [[setting.present[name].label, *(f"{value:.2f}" for value in times[name])] for name in times]
-    lines += grid(["library", "quartile", "median", "quartile"], body) + failures(found.problems)
-    own = times.get("syncvar")
+    processor = {name: spread(one["processor"] for one in results)[1] for name, results in found.results.items() if results}
+    lines = [f"launch: {WORKERS} workers start, meet in a barrier and end; wall time of the command in s, and processor time"]
+    body = [[labels[name], *(f"{value:.2f}" for value in (*times[name], processor[name]))] for name in times]
+    lines += grid(["library", "quartile", "median", "quartile", "processor"], body) + failures(found.problems)
     mpirun = min((times[name][1] for name in MPI if name in times), default=None)
     torchrun = times["torch"][1] if "torch" in times else None
     verdicts = [
-        judge(name, own[1] / other if own and other else None, f"launch of {WORKERS} workers, against {label}")
+        judge(name, times[own][1] / other if own in times and other else None, f"launch of {WORKERS} workers{how}, against {label}")
+        for own, how in (("syncvar", ""), (FORKED, ", --start-method fork"))
         for name, other, label in (
             ("launch mpirun", mpirun, "the faster mpirun"),
             ("launch torchrun", torchrun, "torchrun"),
         )
     ]
-    return Part({"seconds": times, "problems": found.problems}, lines, verdicts, "syncvar" in found.problems)
+    failed = not {"syncvar", FORKED}.isdisjoint(found.problems)
+    return Part({"seconds": times, "processor": processor, "problems": found.problems}, lines, verdicts, failed)
 
 
 def importing(setting: Setting) -> Part:
@@ -60,19 +66,29 @@ def importing(setting: Setting) -> Part:
     turns = {name: partial(_seconds, [python, "-c", code], setting.effort.timeout, {}) for name, code in IMPORTS.items()}
     found = interleave("import", turns, IMPORT_TURNS * setting.effort.rounds)
     times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
-    lines = [f"import: wall time of python -c, medians of {IMPORT_TURNS * setting.effort.rounds} turns"]
-    lines += [f"  {1e3 * times[name][1]:6.1f} ms  {IMPORTS[name]}" for name in times] + failures(found.problems)
+    processor = {name: spread(one["processor"] for one in results)[1] for name, results in found.results.items() if results}
+    lines = [f"import: wall time and processor time of python -c, medians of {IMPORT_TURNS * setting.effort.rounds} turns"]
+    lines += [f"  {1e3 * times[name][1]:6.1f} ms {1e3 * processor[name]:6.1f} ms  {IMPORTS[name]}" for name in times]
+    lines += failures(found.problems)
     beyond = 1e3 * (times["syncvar"][1] - times["numpy"][1]) if len(times) == len(IMPORTS) else None
     verdicts = [judge("import", beyond, "import of syncvar beyond NumPy's")]
-    return Part({"seconds": times, "problems": found.problems}, lines, verdicts, bool(found.problems))
+    return Part({"seconds": times, "processor": processor, "problems": found.problems}, lines, verdicts, bool(found.problems))
 
 
-def _command(library: Library) -> list[str]:
-    return [*library.start(WORKERS), script(SCRIPTS[library.name])]
+def _command(library: Library, *options: str) -> list[str]:
+    return [*library.start(WORKERS), *options, script(SCRIPTS[library.name])]
 
 
 def _seconds(
     command: Sequence[str], timeout: float, env: dict[str, str]
 ) -> tuple[dict[str, Any] | None, str]:
+    before = _processor()
     done = run(command, timeout=timeout, env=env)
-    return ({"seconds": done.seconds}, "") if done.failure is None else (None, done.failure)
+    times = {"seconds": done.seconds, "processor": _processor() - before}
+    return (times, "") if done.failure is None else (None, done.failure)
+
+
+def _processor() -> float:
+    """Return the processor time of all children that have ended, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

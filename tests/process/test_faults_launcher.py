@@ -64,16 +64,16 @@ def runtime_folders():
     return [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
 
 
-def start(launch, phase, how="plain"):
-    job = launch(PHASES, workers=2, arguments=[phase, how])
+def start(launch, phase, how="plain", **keywords):
+    job = launch(PHASES, workers=2, arguments=[phase, how], **keywords)
     job.await_events("ready", 2)
     time.sleep(0.1)  # into the wait of R and X
     return job
 
 
-@pytest.mark.parametrize("phase", "SRCXE")
-def test_f12_launcher_killed(launch, phase, nothing_left_behind):
-    job = start(launch, phase, "children")
+@pytest.mark.parametrize(("phase", "how"), [*((phase, "spawn") for phase in "SRCXE"), ("S", "fork"), ("X", "fork")])
+def test_f12_launcher_killed(launch, phase, how, nothing_left_behind):
+    job = start(launch, phase, "children", options=["--start-method", how])
     assert len(runtime_folders()) == 1
     assert len(nothing_left_behind.own_processes()) >= 6, "launcher, guardian, two ranks and a child of each"
     killed = time.monotonic()
@@ -81,7 +81,7 @@ def test_f12_launcher_killed(launch, phase, nothing_left_behind):
     job.process.wait()
     await_true(lambda: not runtime_folders(), 10, "the end of the private directory")
     await_true(lambda: not nothing_left_behind.own_processes(), 10, "the end of all processes")
-    check_bound(f"F12-{phase}", time.monotonic() - killed, 2.0)
+    check_bound(f"F12-{phase}-{how}", time.monotonic() - killed, 2.0)
 
 
 def test_f12_launcher_and_guardian_killed(launch, nothing_left_behind):

@@ -30,10 +30,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))
-def test_a_script_that_ends(launch, name):
+FORKED = ("end", "name", "syntax", "keyboard", "exit 3", "exit none", "exit text", "segmentation")
+ENDS = [*((name, "spawn") for name in CASES), *((name, "fork") for name in FORKED)]
+
+
+@pytest.mark.parametrize(("name", "how"), ENDS, ids=[f"{name.replace(' ', '-')}-{how}" for name, how in ENDS])
+def test_a_script_that_ends(launch, name, how):
     script, code, words = CASES[name]
-    job = launch(script, workers=2)
+    job = launch(script, workers=2, options=["--start-method", how])
     assert job.wait() == code, str(job)
     if words is None:
         assert job.report.strip() == "", str(job)
@@ -41,8 +45,10 @@ def test_a_script_that_ends(launch, name):
     assert words in job.report, str(job)
     assert job.report.count("syncvar: rank ") == 1, f"one block for all ranks\n{job}"
     if "Error" in words:
-        check_bound(f"traceback of {name}", job.ended - job.began, 2.0)
+        if how == "spawn":  # the others wait for a server that imports NumPy
+            check_bound(f"traceback of {name}", job.ended - job.began, 2.0)
         assert "bootstrap.py" not in job.err, f"frames of ours\n{job}"
+        assert "forkserver.py" not in job.err, f"frames of ours\n{job}"
         assert "runpy" not in job.err, f"frames of ours\n{job}"
 
 

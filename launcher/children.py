@@ -1,0 +1,40 @@
+"""What the system is told of the launcher's children: they end with it, and it can take in those of a child that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["adopt_orphans", "child_of", "libc"]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], None]:
+    """Return what a new child does before its program: it ends with its parent, and uses certain cores.
+
+    Args:
+        parent: The process that starts it.
+        cores: Those it may use, or None for all.
+    """
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # the parent died before the call above took effect
+            os._exit(1)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    return prepare
+
+
+def adopt_orphans(*, is_on: bool) -> None:
+    """Become, or no longer be, the parent of descendants whose own parent ends."""
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)

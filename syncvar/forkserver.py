@@ -1,0 +1,134 @@
+"""What workers are forked from: `python -m syncvar.forkserver script.py …` or `… -m module …`, as for `syncvar.bootstrap`.
+
+With `--start-method fork` the launcher starts one such process, which imports NumPy and syncvar once. Then the launcher
+asks for one worker after the other, over the socket SYNCVAR_FORK_FD: environment, cores and descriptors in, the number
+of a process out. A forked process becomes the worker: it unwinds to the top of this module and runs the bootstrap
+there, so that exit codes, tracebacks and handlers at the end are the interpreter's own.
+
+When the launcher has all its workers it ends the server. It is a subreaper then, so that the system makes the workers
+its own children, as those that it starts itself. A worker runs nothing of the script before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import msgpack
+
+from syncvar import bootstrap
+
+__all__ = ["FORK_FD", "main"]
+
+FORK_FD = "SYNCVAR_FORK_FD"
+_IMPORTED = ("numpy", "syncvar.transports.zeromq", "syncvar.collectives", "syncvar.identity")
+"""What a worker needs up to its first collective."""
+
+_REQUEST_MAX = 1 << 20
+_DESCRIPTORS_MAX = 16
+_STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the launcher ends this process; returns in each worker, when that has run its script."""
+    end = socket.socket(fileno=int(os.environ.pop(FORK_FD)))
+    sys.path[0] = bootstrap.folder_of(sys.argv[1:])  # what is imported here is what the script would import
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if others:
+        raise SystemExit(
+            f"syncvar-launch --start-method fork: importing NumPy and syncvar started threads ({', '.join(others)}), "
+            f"which a forked worker would not have; use --start-method spawn"
+        )
+    gc.collect()
+    gc.freeze()  # a collection in a worker leaves these pages alone, so that they stay shared
+    end.send(msgpack.packb({"ready": True}))
+    request, descriptors = _serve(end)
+    end.close()
+    _become(request, descriptors)
+    bootstrap.main()
+
+
+def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork on request; returns in the worker only."""
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(end, _REQUEST_MAX, _DESCRIPTORS_MAX)
+        if not data:
+            os._exit(0)
+        led, leads = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            answer = {"errno": error.errno}
+        else:
+            if pid == 0:
+                os.setsid()
+                os.close(led)
+                os.close(leads)
+                return msgpack.unpackb(data), list(descriptors)
+            answer = {"pid": pid}
+        os.close(leads)
+        os.read(led, 1)  # it leads its session, by which the launcher knows it, before the launcher knows of it
+        for descriptor in (led, *descriptors):
+            os.close(descriptor)
+        end.send(msgpack.packb(answer))
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Take over what a fresh process is given, and wait until the launcher is the parent."""
+    for name, descriptor in zip(request["names"], descriptors, strict=True):
+        if name in _STREAMS:
+            os.dup2(descriptor, _STREAMS[name])
+            os.close(descriptor)
+            _open_stream(name)
+        else:
+            os.set_inheritable(descriptor, True)
+            os.environ[name] = str(descriptor)
+    os.environ.update(request["environ"])
+    if request["cores"] is not None:
+        os.sched_setaffinity(0, request["cores"])
+    if "numpy.random" in sys.modules:  # `random` sees to itself
+        importlib.import_module("numpy.random").seed()
+    _leave_server(request["server"])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != request["launcher"]:  # it died before the call above took effect
+        os._exit(1)
+
+
+def _open_stream(name: str) -> None:
+    """Make a stream of `sys` anew, as the interpreter does at its start: it remembers what kind of file it had."""
+    old = getattr(sys, name)
+    writes = name != "stdin"
+    raw = io.FileIO(_STREAMS[name], "w" if writes else "r", closefd=False)
+    raw.name = f"<{name}>"
+    buffer: Any = raw if writes and old.write_through else io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
+    made: Any = io.TextIOWrapper(
+        buffer, old.encoding, old.errors, newline="\n", line_buffering=old.line_buffering, write_through=old.write_through
+    )
+    made.mode = "w" if writes else "r"
+    for place in (name, f"__{name}__"):
+        setattr(sys, place, made)
+
+
+def _leave_server(server: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(server)
+        while os.getppid() == server:
+            select.select([pidfd], [], [])
+        os.close(pidfd)
+
+
+if __name__ == "__main__":
+    main()

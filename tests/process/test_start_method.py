@@ -1,0 +1,161 @@
+"""`--start-method fork`: a worker that was forked is as one that was started afresh, begins and ends as it does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import await_true
+
+FORK = ("--start-method", "fork")
+
+WORLD = """
+import atexit, json, os, random, signal, sys, threading
+import numpy as np
+import probe
+import syncvar as sv
+
+def stream(one):
+    return [one.name, one.mode, type(one.buffer).__name__, one.encoding, one.errors, one.line_buffering, one.write_through]
+
+def told(handler):
+    return handler.__name__ if callable(handler) and not isinstance(handler, signal.Handlers) else str(handler)
+
+sv.barrier()
+sv.shutdown()
+OWN = {"SYNCVAR_JOB_ID", "SYNCVAR_RENDEZVOUS", "SYNCVAR_HOST_DIRECTORY", "SYNCVAR_FLIGHT_DIR"}
+environ = {k: v for k, v in os.environ.items() if k not in OWN}
+print(sys.stdin.read(), end="")
+atexit.register(probe.note, "handler", code=len(sys.argv))
+probe.note(
+    "world", argv=sys.argv, path=sys.path, name=__name__, spec=str(__spec__), cwd=os.getcwd(), environ=environ,
+    streams=[stream(one) for one in (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)],
+    signals=[told(signal.getsignal(n)) for n in sorted(signal.valid_signals())], mask=list(signal.pthread_sigmask(0, ())),
+    leads=[os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()], cores=sorted(os.sched_getaffinity(0)),
+    threads=[one.name for one in threading.enumerate()], descriptors=len(os.listdir("/proc/self/fd")), main=sys.modules["__main__"].__name__,
+    flags=str(sys.flags), umask=os.umask(0o22), finalized=sys.is_finalizing(), product=float((np.ones((300, 300)) @ np.ones((300, 300)))[0, 0]),
+)
+probe.note("drawn", numbers=[random.random(), float(np.random.rand())], parent=os.getppid())
+"""
+
+
+def world(launch, how, **keywords):
+    env = {"PYTHONUNBUFFERED": "1", "SYNCVAR_RESTART_DELAY_S": "7"}
+    options = ("--start-method", how, "--env", "COLOUR=blue", "--env", "OPENBLAS_NUM_THREADS=2", "--bind", "cores")
+    job = launch(WORLD, arguments=["--lr", "0.1"], stdin=b"a line\n", options=options, env=env, **keywords)
+    assert job.wait() == 0, str(job)
+    assert job.lines(0) == ["a line"], str(job)
+    assert len(job.events("handler")) == 2, str(job)
+    assert {event["parent"] for event in job.events("drawn")} == {job.process.pid}, "the launcher is the parent"
+    events = [job.events("world", rank)[0] for rank in range(2)]
+    text = json.dumps([{key: value for key, value in event.items() if key not in ("at", "pid")} for event in events])
+    return json.loads(text.replace(str(job.folder), "FOLDER"))
+
+
+def test_a_forked_worker_finds_what_a_fresh_one_finds(launch):
+    forked, fresh = (world(launch, how) for how in ("fork", "spawn"))
+    for rank in range(2):
+        assert forked[rank] == fresh[rank]
+
+
+def on_python_path(folder, text):
+    """Return variables with which every interpreter runs a text when it starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)}
+
+
+IN_SERVER = "import sys\nif 'syncvar.forkserver' in sys.orig_argv:\n"
+
+
+def test_random_numbers_differ_between_workers(launch, tmp_path):
+    env = on_python_path(tmp_path / "site", IN_SERVER + "    import numpy.random, random; numpy.random.rand()\n")
+    job = launch(WORLD, options=FORK, env=env)
+    assert job.wait() == 0, str(job)
+    drawn = [number for event in job.events("drawn") for number in event["numbers"]]
+    assert len(set(drawn)) == 4, drawn
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_a_worker_that_is_killed_is_reported(launch, how):
+    script = """
+        import probe, syncvar as sv
+        sv.all_reduce(1)
+        probe.note("ready")
+        probe.gate("never") if probe.RANK else probe.failure(sv.all_reduce, 1)
+    """
+    job = launch(script, options=("--start-method", how))
+    job.await_events("ready", 2)
+    job.kill_rank(1)
+    assert job.wait() == 137, str(job)
+    assert "rank 1 on" in job.report, str(job)
+    assert "SIGKILL" in job.report, str(job)
+    assert [event["error"] for event in job.events("raised")] == ["PeerLost"], str(job)
+
+
+def test_a_restart_forks_again(launch):
+    script = """
+        import os, probe, syncvar as sv
+        sv.all_reduce(1)
+        if os.environ["SYNCVAR_RESTARTS"] == "0" and probe.RANK == 1:
+            os.kill(os.getpid(), 9)
+        print("sum", sv.all_reduce(probe.RANK), sv.all_reduce(1))
+    """
+    job = launch(script, options=(*FORK, "--max-restarts", "1"), env={"SYNCVAR_RESTART_DELAY_S": "0.1"})
+    assert job.wait() == 0, str(job)
+    assert sorted(job.lines(0) + job.lines(1)) == ["sum 1 2"] * 2, str(job)
+    assert len({event["pid"] for event in job.events("began")}) == 4, str(job)
+
+
+SLEEPS = IN_SERVER + "    import time; open({ready!r}, 'w').close(); time.sleep(60)\n"
+
+
+@pytest.mark.parametrize("end", ["TERM", "two INT", "timeout", "kill"])
+def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_left_behind):
+    ready = tmp_path / "ready"
+    env = on_python_path(tmp_path / "site", SLEEPS.format(ready=str(ready)))
+    limit = ("--timeout", "0.6") if end == "timeout" else ()
+    job = launch("import probe", options=(*FORK, *limit), env=env)
+    await_true(ready.exists, what="a server that imports")
+    time.sleep(0.3)
+    began = time.monotonic()
+    if end == "kill":
+        job.process.kill()
+        job.process.wait()
+        await_true(lambda: not nothing_left_behind.own_processes(), 10, "the end of all processes")
+        return
+    for number in {"TERM": (signal.SIGTERM,), "two INT": (signal.SIGINT, signal.SIGINT)}.get(end, ()):
+        job.send(number)
+    assert job.wait() == {"TERM": 143, "two INT": 130, "timeout": 124}[end], str(job)
+    assert time.monotonic() - began < 8.0, str(job)
+    assert not job.events("began"), "no worker has begun"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("    raise SystemExit(3)\n", "exited with status"),
+        ("    import os; os.kill(os.getpid(), 9)\n", "was killed by signal 9 (SIGKILL)"),
+        ("    import threading, time; threading.Thread(target=time.sleep, args=(60,), name='tick', daemon=True).start()\n", "threads (tick)"),
+    ],
+    ids=["fails", "is killed", "has threads"],
+)
+def test_a_server_that_cannot_fork(launch, tmp_path, text, words):
+    job = launch("import probe", options=FORK, env=on_python_path(tmp_path / "site", IN_SERVER + text))
+    assert job.wait() != 0, str(job)
+    assert words in job.report, str(job)
+    assert "--start-method spawn" in job.report, str(job)
+    assert not job.events("began"), "no worker has begun"
+
+
+def test_a_program_is_refused_before_anything_starts(tmp_path):
+    line = [sys.executable, "-m", "syncvar_launcher", "-n", "2", *FORK, "--no-python", "touch", "made"]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 78
+    assert "--start-method fork: touch is a program" in ended.stderr
+    assert "--start-method spawn" in ended.stderr
+    assert not list(Path(tmp_path).iterdir())
