@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 
@@ -126,7 +125,7 @@ probe.note("aborted")
 """
 
 
-@pytest.mark.parametrize("how", ["exit", "leave", "raise", "KILL", "SEGV", "STOP"])
+@pytest.mark.parametrize("how", ["exit", "leave", "raise", "SEGV", "STOP"])
 def test_a_lost_rank_is_told_in_the_arena(launch, how):
     job = launch(WATCH, arguments=[how])
     (injected,) = job.await_events("inject", rank=1)
@@ -348,12 +347,10 @@ def test_f40_a_dry_run_says_it(launch, tmp_path, refused, line):
 
 
 def test_the_kill_of_a_rank_is_seen_within_milliseconds(launch):
-    times = []
-    for _ in range(3):
-        job = launch(WATCH, arguments=["KILL"])
-        job.await_events("inject", rank=1)
-        at = job.kill_rank(1)
-        times.append(job.await_events("aborted", rank=0)[0]["at"] - at)
-        job.wait()
-    sys.stderr.write(f"from SIGKILL to the abort word: {[f'{1000 * one:.1f} ms' for one in times]}\n")
-    assert statistics.median(times) < 0.05 + SLACK_S / 4
+    job = launch(WATCH, arguments=["KILL"])
+    job.await_events("inject", rank=1)
+    at = job.kill_rank(1)
+    took_s = job.await_events("aborted", rank=0)[0]["at"] - at
+    sys.stderr.write(f"from SIGKILL to the abort word: {1000 * took_s:.1f} ms\n")
+    assert took_s < 0.05 + SLACK_S / 4
+    job.wait()

@@ -130,7 +130,7 @@ def test_the_example_that_is_stopped_by_sigterm_to_the_launcher_and_run_again_en
     target, last_line = ["-m", "syncvar.examples.resume"], "steps=200 weights_sha256="
     whole = launch(target=target, arguments=[str(tmp_path / "whole"), "--steps", "200"])
     folder = tmp_path / "stopped"
-    first = launch(target=target, arguments=[str(folder), "--steps", "200", "--pause", "0.05"])
+    first = launch(target=target, arguments=[str(folder), "--steps", "200", "--pause", "0.02"])
     await_true(lambda: any(folder.glob("step-*/manifest.json")), what="the checkpoint of step 50")
     first.send(signal.SIGTERM)
     assert first.wait() == 75, first

@@ -92,11 +92,7 @@ def test_f30_other_arguments(launch):
         check_bound(f"F30-{name}", max(event["at"] for event in here.values()) - entered, BOUND_S)
     for event in job.events("values"):
         assert event["values"] == [0.0, 0.0], "a refused write changed a variable"
-
-
-def test_f30_a_refused_argument(launch):
-    job = launch(ARGUMENTS, workers=3)
-    assert job.wait() == 0, str(job)
+    # An argument that is wrong in itself is refused where it is given, and the others hear of it.
     here = {event["rank"]: event for event in job.events("told") if event["case"] == "argument"}
     assert here[1]["error"] == "ConfigError", str(job)
     assert "'sun'" in here[1]["text"], str(job)
@@ -232,7 +228,7 @@ except Exception as error:
 
 
 def test_f09_a_late_rank(launch):
-    job = launch(LATE, workers=3)
+    job = launch(LATE, workers=3, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "2.5"})
     assert job.wait() == 70, str(job)
     raised = {event["rank"]: event for event in job.events("raised")}
     assert set(raised) == {0, 2}, str(job)
@@ -243,8 +239,8 @@ def test_f09_a_late_rank(launch):
     assert all(event["missing"] == [1] for event in job.events("missing")), str(job)
     entered = min(event["at"] for event in job.events("enter"))
     last = max(event["at"] for event in raised.values()) - entered
-    assert last > 4.9
-    check_bound("F09-late rank", last, 5.2)
+    assert last > 2.4
+    check_bound("F09-late rank", last, 2.7)
     warning = [line for line in job.report.split("\n") if re.search("waits? since", line)]
     assert len(warning) == 1, str(job)
     assert re.search(r"ranks? (0|2|0, 2) waits? since [12] s in all_reduce\(sum, float64\[2\]\) \(call 1\)", warning[0]), str(job)
