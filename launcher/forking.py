@@ -118,7 +118,7 @@ class ForkServer:
             "server": self._process.pid,
             "launcher": os.getpid(),
         }
-        socket.send_fds(self._end, [msgpack.packb(request)], list(descriptors.values()))
+        socket.send_fds(self._end, [msgpack.packb(request, unicode_errors="surrogateescape")], list(descriptors.values()))
         data = self._end.recv(_ANSWER_MAX)
         answer = msgpack.unpackb(data) if data else {}
         if "pid" not in answer:

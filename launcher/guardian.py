@@ -9,7 +9,6 @@ removes the private directory.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 
@@ -34,6 +33,8 @@ def main() -> None:
             elif line.startswith("."):
                 return
     kill_sessions(sessions)
+    import shutil  # most of what it would cost to start, and most launchers end in order
+
     shutil.rmtree(directory, ignore_errors=True)
 
 

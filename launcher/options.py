@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -542,6 +541,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
+    import tomllib  # only a file needs it
+
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

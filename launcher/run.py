@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import socket
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SyncvarError as error:
         sys.stderr.write(f"syncvar-launch: {error}\n")
         return exits.INTERNAL
+    finally:
+        gc.freeze()  # the interpreter's end need not look for cycles in what the process leaves to the system
 
 
 class Job:

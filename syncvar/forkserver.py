@@ -77,7 +77,7 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 os.setsid()
                 os.close(led)
                 os.close(leads)
-                return msgpack.unpackb(data), list(descriptors)
+                return msgpack.unpackb(data, unicode_errors="surrogateescape"), list(descriptors)
             answer = {"pid": pid}
         os.close(leads)
         os.read(led, 1)  # it leads its session, by which the launcher knows it, before the launcher knows of it

@@ -184,4 +184,4 @@ def test_the_guardian_is_tiny():
     )
     modules = set(ended.stdout.split())
     assert "sessions" in modules
-    assert not {name for name in modules if name.split(".")[0] in {"numpy", "zmq", "msgpack", "syncvar", "subprocess", "socket"}}
+    assert not {name for name in modules if name.split(".")[0] in {"numpy", "zmq", "msgpack", "syncvar", "subprocess", "socket", "shutil"}}
