@@ -72,7 +72,7 @@ def test_threads_may_add_while_another_reads():
     threads = [threading.Thread(target=write, args=(n,), daemon=True) for n in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(200):
+    for _ in range(40):
         for thread in range(3):
             calls = [event.call for event in recorder.events() if event.thread == thread]
             assert calls == sorted(set(calls))

@@ -200,7 +200,7 @@ def test_groups_that_are_gone_leave_room_for_others(how, count):
 
     def fn():
         context = current()
-        turns = 150 if count > 3 else 2000 if how == "destroyed" else 600
+        turns = 120 if count > 3 else 1200 if how == "destroyed" else 300
         for turn in range(turns):
             group = sv.new_group([0, 1] if turn % 2 else [1, 0])
             for _ in range(2):
@@ -222,7 +222,7 @@ def test_groups_that_are_gone_leave_room_for_others(how, count):
 def test_groups_dropped_on_one_rank_later_than_on_the_other():
     def fn():
         kept = []
-        for turn in range(150):
+        for turn in range(120):
             group = sv.new_group([0, 1])
             check_sums(group, seed=turn, counts=(3,), turns=1)
             if sv.rank() == 1:

@@ -2,17 +2,23 @@
 
 import json
 import signal
-import subprocess
-import sys
 
+import pytest
 from launching import await_true
 
-COMMAND = "import sys; from syncvar.cli import main; sys.exit(main())"
+from syncvar.cli import main
 
 
-def syncvar(*arguments):
-    done = subprocess.run([sys.executable, "-c", COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout
+@pytest.fixture
+def syncvar(capsys):
+    """Run the command, in this process; return its exit code and what it wrote."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main(list(map(str, arguments)))
+        return code, capsys.readouterr().out
+
+    return run
 
 
 def records(job):
@@ -41,7 +47,7 @@ sv.barrier()
 """
 
 
-def test_a_mismatch_is_explained(launch):
+def test_a_mismatch_is_explained(launch, syncvar):
     job = launch(BEGIN + "if rank == 1:\n    sv.broadcast(x)\nelse:\n    sv.all_reduce(x, 'max')\n", workers=3)
     assert job.wait() == 76, str(job)
     folder = records(job)
@@ -54,7 +60,7 @@ def test_a_mismatch_is_explained(launch):
     assert "call 3: barrier, ranks 0-2, done" in text
 
 
-def test_an_exception_between_calls_is_explained(launch):
+def test_an_exception_between_calls_is_explained(launch, syncvar):
     job = launch(BEGIN + "if rank == 2:\n    raise ValueError('planted')\nsv.all_reduce(x)\n", workers=3)
     assert job.wait() == 1, str(job)
     code, text = syncvar("explain", records(job))
@@ -64,7 +70,7 @@ def test_an_exception_between_calls_is_explained(launch):
     assert "uncaught ValueError: planted" in text
 
 
-def test_a_killed_rank_leaves_none_and_is_named(launch):
+def test_a_killed_rank_leaves_none_and_is_named(launch, syncvar):
     job = launch(BEGIN + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nsv.all_reduce(x)\n", workers=3)
     assert job.wait() == 137, str(job)
     folder = records(job)
@@ -75,7 +81,7 @@ def test_a_killed_rank_leaves_none_and_is_named(launch):
     assert "ranks 0, 2: failed: PeerLost: rank 1" in text
 
 
-def test_a_deadline_is_explained(launch):
+def test_a_deadline_is_explained(launch, syncvar):
     ending = "if rank == 1:\n    time.sleep(30)\nsv.all_reduce(x, timeout=0.5)\n"
     job = launch(BEGIN + ending, workers=2)
     assert job.wait() == 70, str(job)
@@ -115,7 +121,7 @@ assert sv.all_reduce(1) == 2
     assert records(job) is None
 
 
-def test_after_an_interruption_records_stay_where_ranks_were_said_to_wait(launch):
+def test_after_an_interruption_records_stay_where_ranks_were_said_to_wait(launch, syncvar):
     ending = "probe.note('here')\nif rank == 1:\n    time.sleep(60)\nsv.all_reduce(x)\n"
     job = launch(BEGIN + ending, workers=2, env={"SYNCVAR_STALL_WARNING_S": "0.3"})
     await_true(lambda: "wait" in job.report, what="the sentence about the wait")
@@ -142,7 +148,7 @@ def test_a_script_that_fails_before_it_joins_leaves_nothing(launch):
     assert records(job) is None
 
 
-def test_a_trace_of_a_job_that_went_well(launch):
+def test_a_trace_of_a_job_that_went_well(launch, syncvar):
     script = BEGIN + """
 strategy = sv.MirroredStrategy()
 with strategy.scope():

@@ -1,4 +1,7 @@
-"""Every collective over real processes: ranks 1 to 8, all paths, one launch for each."""
+"""Every collective over real processes: ranks 1 to 8, all paths, one launch for each.
+
+By default 1 to 5 and 8 in shared memory, 1 to 4 over links and up to 5 over hosts; the others with `-m slow`.
+"""
 
 from pathlib import Path
 
@@ -8,10 +11,9 @@ SCRIPT = Path(__file__).with_name("every_collective.py")
 
 
 def _layouts():
-    """Ranks 1 to 8 in shared memory and over links; the numbers between 4 and 8 over links only with `-m slow`."""
     for workers in range(1, 9):
-        yield workers, "auto"
-        yield pytest.param(workers, "zmq", marks=[pytest.mark.slow] if workers in (5, 6, 7) else [])
+        yield pytest.param(workers, "auto", marks=[pytest.mark.slow] if workers in (6, 7) else [])
+        yield pytest.param(workers, "zmq", marks=[pytest.mark.slow] if workers > 4 else [])
 
 
 @pytest.mark.parametrize(("workers", "transport"), list(_layouts()))
@@ -23,7 +25,7 @@ def test_every_collective(launch, workers, transport):
     assert int(job.out.split("checked ")[1].split()[0]) > 300
 
 
-@pytest.mark.parametrize(("workers", "hosts"), [(2, 2), (3, 2), (4, 2), (7, 3)])
+@pytest.mark.parametrize(("workers", "hosts"), [(2, 2), (3, 2), (4, 2), (5, 3), pytest.param(7, 3, marks=pytest.mark.slow)])
 def test_every_collective_over_hosts(launch, workers, hosts):
     job = launch(
         None, workers=workers, target=[str(SCRIPT)], arguments=["--few"], options=["--fake-hosts", str(hosts)]
