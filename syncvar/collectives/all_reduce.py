@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_left, bisect_right
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,7 @@ def all_reduce(
                 return result
     result = communicator.perform(
         "all_reduce",
-        lambda: _request(communicator, x, op, out, reproducible, async_op, prescale, postscale, weight, algorithm),
+        partial(_request, communicator, x, op, out, reproducible, async_op, prescale, postscale, weight, algorithm),
         timeout,
         async_op=async_op,
     )
