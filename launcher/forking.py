@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -63,6 +64,7 @@ class ForkServer:
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path, pass_fds: Sequence[int] = ()) -> None:
         self._environ = environ
+        self._has_forked = False
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -110,6 +112,7 @@ class ForkServer:
         Raises:
             OSError: The system refuses, or the server has ended.
         """
+        self._has_forked = True
         adopt_orphans(is_on=True)
         request: dict[str, Any] = {
             "environ": {name: value for name, value in environ.items() if self._environ.get(name) != value},
@@ -126,7 +129,12 @@ class ForkServer:
         return Forked(answer["pid"])
 
     def close(self) -> None:
-        """End the server: its workers become our children, and begin. Idempotent."""
+        """End the server: its workers, each of which leads its session, become our children, and begin. Idempotent."""
+        if self._has_forked:
+            self._has_forked = False
+            with contextlib.suppress(OSError):
+                self._end.send(msgpack.packb({}))
+                self._end.recv(_ANSWER_MAX)
         self._process.kill()
         self._process.wait()
         self._end.close()

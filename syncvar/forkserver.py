@@ -31,7 +31,9 @@ from syncvar import bootstrap
 __all__ = ["FORK_FD", "main"]
 
 FORK_FD = "SYNCVAR_FORK_FD"
-_IMPORTED = ("numpy", "syncvar.transports.zeromq", "syncvar.collectives", "syncvar.identity")
+_IMPORTED = (
+    "numpy", "syncvar.transports.zeromq", "syncvar.arena.handing", "syncvar.collectives", "syncvar.identity", "hashlib",
+)  # fmt: skip
 """What a worker needs up to its first collective."""
 
 _REQUEST_MAX = 1 << 20
@@ -63,26 +65,30 @@ def main() -> None:
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork on request; returns in the worker only."""
+    led, leads = os.pipe2(os.O_CLOEXEC)
     while True:
         data, descriptors, _, _ = socket.recv_fds(end, _REQUEST_MAX, _DESCRIPTORS_MAX)
         if not data:
             os._exit(0)
-        led, leads = os.pipe2(os.O_CLOEXEC)
-        try:
-            pid = os.fork()
-        except OSError as error:
-            answer = {"errno": error.errno}
+        request = msgpack.unpackb(data, unicode_errors="surrogateescape")
+        answer: dict[str, Any] = {}
+        if not request:  # that was all: each worker is to lead its session, by which the launcher knows it
+            os.close(leads)
+            os.read(led, 1)
         else:
-            if pid == 0:
-                os.setsid()
-                os.close(led)
-                os.close(leads)
-                return msgpack.unpackb(data, unicode_errors="surrogateescape"), list(descriptors)
-            answer = {"pid": pid}
-        os.close(leads)
-        os.read(led, 1)  # it leads its session, by which the launcher knows it, before the launcher knows of it
-        for descriptor in (led, *descriptors):
-            os.close(descriptor)
+            try:
+                pid = os.fork()
+            except OSError as error:
+                answer["errno"] = error.errno
+            else:
+                if pid == 0:
+                    os.setsid()
+                    os.close(led)
+                    os.close(leads)
+                    return request, list(descriptors)
+                answer["pid"] = pid
+            for descriptor in descriptors:
+                os.close(descriptor)
         end.send(msgpack.packb(answer))
 
 

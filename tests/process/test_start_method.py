@@ -25,7 +25,10 @@ def stream(one):
 def told(handler):
     return handler.__name__ if callable(handler) and not isinstance(handler, signal.Handlers) else str(handler)
 
+before = set(sys.modules)
 sv.barrier()
+sv.all_reduce(np.ones(3))
+probe.note("loaded", names=sorted(set(sys.modules) - before))
 sv.shutdown()
 OWN = {"SYNCVAR_JOB_ID", "SYNCVAR_RENDEZVOUS", "SYNCVAR_HOST_DIRECTORY", "SYNCVAR_FLIGHT_DIR"}
 environ = {k: v for k, v in os.environ.items() if k not in OWN}
@@ -72,12 +75,13 @@ def on_python_path(folder, text):
 IN_SERVER = "import sys\nif 'syncvar.forkserver' in sys.orig_argv:\n"
 
 
-def test_random_numbers_differ_between_workers(launch, tmp_path):
+def test_workers_load_nothing_up_to_a_collective_and_draw_different_numbers(launch, tmp_path):
     env = on_python_path(tmp_path / "site", IN_SERVER + "    import numpy.random, random; numpy.random.rand()\n")
     job = launch(WORLD, options=FORK, env=env)
     assert job.wait() == 0, str(job)
     drawn = [number for event in job.events("drawn") for number in event["numbers"]]
     assert len(set(drawn)) == 4, drawn
+    assert [event["names"] for event in job.events("loaded")] == [[], []], "what the server does not import, each worker does"
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])

@@ -141,11 +141,12 @@ SLOW = {"argparse", "asyncio", "difflib", "email", "hashlib", "hmac", "multiproc
     [
         ("import syncvar", {"numpy", "zmq", "msgpack", "threading", "argparse"}),
         ("import syncvar; syncvar.ConfigError; syncvar.PeerLost", {"numpy", "zmq"}),
-        ("import syncvar_launcher.run", {"numpy", "syncvar.collectives", "syncvar.variables", "cloudpickle"}),
+        ("import syncvar_launcher.run, syncvar_launcher.generation", {"numpy", "syncvar.collectives", "syncvar.variables", "cloudpickle"}),
         ("import syncvar_launcher.agent, syncvar_launcher.supervise, syncvar_launcher.report", {"numpy"}),
         ("import syncvar_launcher.options as o; o.help_text()", {"numpy", "zmq"}),
-        ("import syncvar_launcher.run", SLOW - {"argparse", "socket", "subprocess"}),
-        ("import syncvar_launcher.run", {"syncvar.transports.curve", "syncvar.plans"}),
+        ("import syncvar_launcher.run, syncvar_launcher.generation", SLOW - {"argparse", "socket", "subprocess"}),
+        ("import syncvar_launcher.run, syncvar_launcher.generation", {"syncvar.transports.curve", "syncvar.plans"}),
+        ("import syncvar_launcher.run", {"zmq", "syncvar.runtime.store"}),  # not before a fork server has been started
     ],
 )
 def test_what_an_import_does_not_load(code, banned):
