@@ -97,7 +97,7 @@ def test_every_op_of_every_dtype(size):
     results(size, fn)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [*itertools.product((2, 3), ("f4", "f8", "f2", "u1")), (4, "f4"), (5, "f8")])
+@pytest.mark.parametrize(("size", "dtype"), [*itertools.product((2,), ("f4", "f8", "f2", "u1")), (3, "f4"), (3, "f2"), (4, "f4"), (5, "f8")])
 def test_sizes_around_the_limits(size, dtype):
     dtype = np.dtype(dtype)
     counts = counts_around_the_limits(size, max(4 if dtype == "f2" else 1, dtype.itemsize))
@@ -152,9 +152,9 @@ def overlapping(x, op, shift):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_call_at_every_size(way):
-    def fn():
+    def fn(counts):
         rank, size = sv.rank(), sv.world_size()
-        for turn, (kind, count) in enumerate(itertools.product(("f4 sum", "f2 mean", "i8 max"), (0, 1, 3, 5_000, 70_001))):
+        for turn, (kind, count) in enumerate(itertools.product(("f4 sum", "f2 mean", "i8 max"), counts)):
             dtype, op = kind.split()
             for seed in (turn, turn + 1):
                 parts = [part(one, count, dtype, seed) for one in range(size)]
@@ -162,8 +162,8 @@ def test_every_way_to_call_at_every_size(way):
                 same(WAYS[way](mine, op), reduced(parts, op), f"{kind} {count}")
                 same(mine, parts[rank], "the input")
 
-    for size in (2, 3):
-        results(size, fn)
+    results(2, lambda: fn((0, 1, 3, 5_000, 70_001)))
+    results(3, lambda: fn((3, 5_000)))
 
 
 def test_ranks_may_take_different_ways_in_one_call():

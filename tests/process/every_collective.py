@@ -161,7 +161,8 @@ def main():
             dtype = dtype_of(name)
             root = (index + number) % SIZE
             ops = ops_of(dtype)
-            for op in ops if not few or count == SIZE + 1 else [ops[(index + number) % len(ops)]]:
+            all_ops = not few or (count == SIZE + 1 and (number + SIZE) % 2 == 0)  # `--few`: of every other dtype, by size
+            for op in ops if all_ops else [ops[(index + number) % len(ops)]]:
                 combining(count, dtype, op, root)
             moving(count, dtype, root)
     odd()

@@ -125,7 +125,7 @@ probe.note("aborted")
 """
 
 
-@pytest.mark.parametrize("how", ["exit", "leave", "raise", "SEGV", "STOP"])
+@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.slow), "leave", "raise", "SEGV", "STOP"])
 def test_a_lost_rank_is_told_in_the_arena(launch, how):
     job = launch(WATCH, arguments=[how])
     (injected,) = job.await_events("inject", rank=1)
@@ -319,7 +319,11 @@ def refusing(tmp_path, refused, mount):
     return {"env": env, "prefix": prefix}
 
 
-@pytest.mark.parametrize("way", WAYS)
+# What others cover too: most tests run as it is, and what a small /dev/shm adds to "no memfd" is a way of its own.
+COVERED = {"as it is", "64 MiB", *(["no memfd"] if NAMESPACE is not None else [])}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way in COVERED else ()) for way in WAYS])
 def test_f40_little_or_no_shared_memory(launch, tmp_path, way):
     refused, mount, sentence = WAYS[way]
     fill = ["fill"] if mount == "size=64m" and refused else []

@@ -8,6 +8,8 @@ import json
 
 import pytest
 
+SLOW = pytest.mark.slow  # test_width.py has other numbers of ranks
+
 CHECKS = r"""
 import itertools, json, sys
 import numpy as np
@@ -181,7 +183,7 @@ probe.note("checks", done=done, failed=failed[:20])
 """
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
 def test_every_collective(launch, workers):
     job = launch(CHECKS, workers=workers)
     assert job.wait(60) == 0, str(job)
@@ -225,7 +227,7 @@ for call in range(100):
 """
 
 
-@pytest.mark.parametrize("transport", ["auto", "zmq"])
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=SLOW), "zmq"])
 def test_a_mean_does_not_divide_memory_that_is_still_being_sent(launch, transport):
     job = launch(MEAN, workers=2, env={"SYNCVAR_TRANSPORT": transport})
     assert job.wait() == 0, str(job)

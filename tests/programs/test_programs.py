@@ -13,8 +13,8 @@ from worlds import Worlds
 from syncvar.transports.memory import Faults
 
 PROGRAMS = 2_000
-PROGRAMS_OVER_LINKS = 700
-PROGRAMS_IN_ARENA = 120  # threads that wait for words of one another are slow
+PROGRAMS_OVER_LINKS = 500
+PROGRAMS_IN_ARENA = 80  # threads that wait for words of one another are slow
 PROGRAMS_NIGHTLY = 20_000
 
 # Replicas that pass different initial values are warned; that is another test's claim.
