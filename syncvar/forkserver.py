@@ -46,6 +46,7 @@ def main() -> None:
     """Serve until the launcher ends this process; returns in each worker, when that has run its script."""
     end = socket.socket(fileno=int(os.environ.pop(FORK_FD)))
     sys.path[0] = bootstrap.folder_of(sys.argv[1:])  # what is imported here is what the script would import
+    gc.disable()  # next to nothing of what is imported is garbage
     for name in _IMPORTED:
         importlib.import_module(name)
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
@@ -54,11 +55,11 @@ def main() -> None:
             f"syncvar-launch --start-method fork: importing NumPy and syncvar started threads ({', '.join(others)}), "
             f"which a forked worker would not have; use --start-method spawn"
         )
-    gc.collect()
     gc.freeze()  # a collection in a worker leaves these pages alone, so that they stay shared
     end.send(msgpack.packb({"ready": True}))
     request, descriptors = _serve(end)
     end.close()
+    gc.enable()
     _become(request, descriptors)
     bootstrap.main()
 

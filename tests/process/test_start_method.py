@@ -14,7 +14,7 @@ from launching import await_true
 FORK = ("--start-method", "fork")
 
 WORLD = """
-import atexit, json, os, random, signal, sys, threading
+import atexit, gc, json, os, random, signal, sys, threading
 import numpy as np
 import probe
 import syncvar as sv
@@ -40,7 +40,7 @@ probe.note(
     signals=[told(signal.getsignal(n)) for n in sorted(signal.valid_signals())], mask=list(signal.pthread_sigmask(0, ())),
     leads=[os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()], cores=sorted(os.sched_getaffinity(0)),
     threads=[one.name for one in threading.enumerate()], descriptors=len(os.listdir("/proc/self/fd")), main=sys.modules["__main__"].__name__,
-    flags=str(sys.flags), umask=os.umask(0o22), finalized=sys.is_finalizing(), product=float((np.ones((300, 300)) @ np.ones((300, 300)))[0, 0]),
+    flags=str(sys.flags), umask=os.umask(0o22), collects=gc.isenabled(), product=float((np.ones((300, 300)) @ np.ones((300, 300)))[0, 0]),
 )
 probe.note("drawn", numbers=[random.random(), float(np.random.rand())], parent=os.getppid())
 """
