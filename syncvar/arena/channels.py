@@ -60,6 +60,7 @@ __all__ = [
     "SEGMENT_BYTES",
     "SMALL_BYTES",
     "SPREAD",
+    "TARGET",
     "Channel",
     "Channels",
     "check_of",
@@ -73,7 +74,7 @@ _HEADER_WORDS = _ENTRY_BYTES // 8
 _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
 # Words of an entry.
 CHECK, PHASE, DONE = 1, 3, 4  # the checks of both sides, the phase, and the last phase of the call before
-_SOURCE, _TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
+_SOURCE, TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
 _PROCESS, _ADDRESS, _NUMBER = 1, 2, 3  # of the table: where others can try to read this process's memory
 MASK = (1 << 64) - 1
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
@@ -294,7 +295,7 @@ class Channel:
         side = self.side = self.side ^ 1
         words[entry + CHECK + side] = check
         words[entry + _SOURCE + side] = source
-        words[entry + _TARGET + side] = target
+        words[entry + TARGET + side] = target
         last = self.last = (call + 1) << 1
         if self.phase or words[entry + DONE]:
             words[entry + DONE] = self.phase
@@ -362,18 +363,22 @@ class Channel:
         for rank, entry in enumerate(self._entries):
             side = self.side_of(rank)
             sources.append(words[entry + _SOURCE + side])
-            targets.append(words[entry + _TARGET + side])
+            targets.append(words[entry + TARGET + side])
         return sources, targets
 
     def tell_places(self, places: Sequence[int]) -> None:
         """Tell with phase 0 of the next call where this rank's blocks lie: numbers of 64 bits, in its small slot."""
-        first = (self.words[self.entry + _SMALL] + (self.side ^ 1) * SMALL_BYTES) // 8
+        first = self.told_word(self.rank, self.side ^ 1)
         for index, place in enumerate(places):
             self.words[first + index] = place
 
     def told_place(self, rank: int, index: int) -> int:
         """Return where a block of a rank lies, as told in this call."""
-        return self.words[(self.words[self._entries[rank] + _SMALL] + self.side_of(rank) * SMALL_BYTES) // 8 + index]
+        return self.words[self.told_word(rank, self.side_of(rank)) + index]
+
+    def told_word(self, rank: int, side: int) -> int:
+        """Return the word in which a rank tells on a side where its first block lies."""
+        return (self.words[self._entries[rank] + _SMALL] + side * SMALL_BYTES) // 8
 
     def keep(self, arrays: Any) -> None:
         """Keep arrays alive as long as the channel: a call has failed in which others may still read them."""

@@ -9,10 +9,10 @@ import numpy as np
 from syncvar.collectives._arguments import checked_output
 from syncvar.errors import SyncvarError
 from syncvar.runtime.group import fingerprint
+from syncvar.runtime.move_shortcut import move_shortcut
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.published import SIDE_BY_SIDE
 from syncvar.runtime.shared_moves import Blocks, Layout, Movement
-from syncvar.runtime.shortcut import move_shortcut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.group import Communicator, Request
-    from syncvar.runtime.shortcut import Front, General
+    from syncvar.runtime.move_shortcut import Front, General
 
     Prepare = Callable[..., tuple[Request, Layout, Front, General | None] | None]
 

@@ -93,7 +93,7 @@ class SharedOperation(Operation):
         steps: Yields the words to wait for; its return value is the result.
     """
 
-    __slots__ = ("_need", "_steps", "accident", "channel")
+    __slots__ = ("_need", "_steps", "accident", "channel", "held")
 
     is_shared = True
     needs_looks = True  # nothing tells of what it waits for
@@ -115,6 +115,7 @@ class SharedOperation(Operation):
         self._steps = steps
         self._need = need
         self.accident: Exception | None = None
+        self.held: Any = None  # what others may read as long as the call is under way
         channel.queue.append(self)
 
     @property
@@ -186,6 +187,8 @@ class SharedOperation(Operation):
         """End without a result. What this rank has published stays; its next call is past it."""
         if not self.is_over:
             self.error = error
+            if self.held is not None:
+                self.channel.keep(self.held)
             self._steps.close()
             self.channel.is_settled = False
             self._end(State.FAILED)

@@ -5,7 +5,8 @@ takes from the others what is for it, to where the caller wants it:
 
 * **small** blocks are put side by side where the others see them; one phase.
 * **where they lie**: ranks tell each other where their blocks are, in the arena (`sv.empty`) or in their own memory where
-  all can read it (`arena/reaching.py`), and take them there: one copy, two phases.
+  all can read it (`arena/reaching.py`), and take them there: one copy, two phases. What is combined is taken from the
+  arena only: it needs no copy there, and one from a rank's own memory.
 * **by windows** else: put and taken window by window, on two sides in turn.
 
 What may differ between ranks without being wrong (lengths of an all-gather, say) is the **detail**, a number published
@@ -23,7 +24,7 @@ from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
 from syncvar.runtime.crowd import copy_holding, crowd
 from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.shared_reduce import combine
-from syncvar.runtime.whereabouts import ADDRESS, Gone, get, place_of
+from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from syncvar.arena.channels import Channel
     from syncvar.runtime.kernels import Combiner
 
-__all__ = ["Blocks", "Fold", "Layout", "Movement", "Said", "folded", "move_shared", "put_blocks", "said_of", "take_blocks"]
+__all__ = [
+    "READS", "RESIDENT", "TOLD", "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folded", "move_shared",
+    "put_blocks", "said_of", "take_blocks",
+]  # fmt: skip
 
-_FOLDED_BYTES = 256 << 10  # of what is read from another rank's memory before it is combined
 _WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
 
 
@@ -124,7 +127,7 @@ class Said(NamedTuple):
         check: Of the call.
         full: The check with the detail.
         side: Of its first window.
-        offer: What can be done with its blocks: `_READS`, `_RESIDENT`, `_TOLD`.
+        offer: What can be done with its blocks: READS, RESIDENT and TOLD.
     """
 
     check: int
@@ -132,10 +135,14 @@ class Said(NamedTuple):
     side: int
     offer: int
 
+    @property
+    def mark(self) -> int:
+        """What is published beside the check."""
+        return self.side << 3 | self.offer
 
-_READS = 1  # this rank can read the memory of all
-_RESIDENT = 2  # its blocks, if any, lie in the arena
-_TOLD = 4  # it has told where its blocks lie, and put none
+
+# What a rank offers: it can read the memory of all; its blocks, if any, lie in the arena; it has told where, and put none.
+READS, RESIDENT, TOLD = 1, 2, 4
 
 
 def said_of(layout: Layout, check: int, side: int = 0, offer: int = 0) -> Said:
@@ -156,8 +163,12 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
     """
     call, check = opening
     said = put_blocks(channel, check, movement)
-    yield channel.begin(call, said.full, check, said.side << 3 | said.offer)
-    yield from take_blocks(channel, said, movement)
+    try:
+        yield channel.begin(call, said.full, check, said.mark)
+        yield from take_blocks(channel, said, movement)
+    except BaseException:
+        channel.keep(movement)  # others may still be reading what this rank has told them of
+        raise
 
 
 def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
@@ -175,21 +186,21 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     if flat:
         channel.reserve_segments()
     offer = _tell(channel, layout, flat)
-    if flat and not offer & _TOLD:
+    if flat and not offer & TOLD:
         _put(channel, layout, flat, side, 0, _copier())
     return said_of(layout, check, side, offer)
 
 
 def _tell(channel: Channel, layout: Layout, flat: list[NDArray[Any]]) -> int:
     """Tell where blocks lie, if they can be taken there; returns the offer."""
-    offer = _READS if channel.reach is not None else 0
+    offer = READS if channel.reach is not None and layout.fold is None else 0
     if any(block.dtype != layout.dtype for block in flat):
         return offer
     places = [place_of(channel, block) for block in flat]
-    if not all(places):
+    if not all(places) or (layout.fold is not None and any(place & ADDRESS for place in places)):
         return offer
     channel.tell_places(places)
-    return offer | _TOLD | (0 if any(place & ADDRESS for place in places) else _RESIDENT)
+    return offer | TOLD | (0 if any(place & ADDRESS for place in places) else RESIDENT)
 
 
 def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
@@ -215,27 +226,29 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         _take(layout, channel.rank, parts, targets, own, copy)
     else:
         offers = [mark & 7 for mark in marks]
-        if all(offer & _TOLD for offer in offers) and (
-            all(offer & _READS for offer in offers) or all(offer & _RESIDENT for offer in offers)
-        ):
+        if are_taken_in_place(offers):
             try:
                 _take_where_they_lie(channel, layout, targets, own, copy)
-                _keep(blocks, copy)
-                yield channel.publish()
             except Gone:
-                channel.keep(movement.outgoing)
                 yield NEVER
-            except BaseException:
-                channel.keep(movement.outgoing)
-                raise
+            _keep(blocks, copy)
+            yield channel.publish()
         else:
             _keep(blocks, copy)
-            if any(offer & _TOLD for offer in offers):  # the first window is still to come
-                if movement.outgoing and said.offer & _TOLD:
+            if any(offer & TOLD for offer in offers):  # the first window is still to come
+                if movement.outgoing and said.offer & TOLD:
                     _put(channel, layout, movement.outgoing, said.side, 0, copy)
                 yield channel.publish()
             yield from _take_by_windows(channel, movement, [mark >> 3 for mark in marks], targets, own, copy)
     movement.is_done = True
+
+
+def are_taken_in_place(offers: Sequence[int]) -> bool:
+    """Return whether blocks are taken where they lie, from what all ranks offer."""
+    common = READS | RESIDENT | TOLD
+    for offer in offers:
+        common &= offer
+    return common > TOLD
 
 
 def _keep(blocks: Blocks, copy: Any) -> None:
@@ -248,23 +261,17 @@ def _take_where_they_lie(
     channel: Channel, layout: Layout, targets: list[NDArray[Any]], own: NDArray[Any] | None, copy: Any
 ) -> None:
     """Take blocks that others leave in place until all have published the next phase."""
-    hold, dtype, count, fold = crowd.holds(), layout.dtype, layout.elements, layout.fold
-    width = count if fold is None else min(count, _FOLDED_BYTES // dtype.itemsize)
-    rooms = targets if fold is None else [np.empty(width, dtype) for _ in layout.takes]
+    hold, dtype, count = crowd.holds(), layout.dtype, layout.elements
     places = [channel.told_place(peer, place) for peer, place in layout.takes]
-    for start in range(0, count, width):
-        stop = min(count, start + width)
-        shape = count, start, stop
-        parts = [
-            get(channel, peer, place, shape, dtype, room[: stop - start], hold=hold)
-            for (peer, _), place, room in zip(layout.takes, places, rooms, strict=True)
-        ]
-        if fold is not None:
-            folded(fold, dtype, channel.rank, parts, None if own is None else own[start:stop], targets[0][start:stop])
-            continue
-        for part, place, target in zip(parts, places, targets, strict=True):
-            if not place & ADDRESS:
-                copy(target, part)
+    if layout.fold is not None:
+        parts = [channel.resident(place, count, dtype) for place in places]
+        folded(layout.fold, dtype, channel.rank, parts, own, targets[0])
+        return
+    for (peer, _), place, target in zip(layout.takes, places, targets, strict=True):
+        if place & ADDRESS:
+            read(channel, peer, place, target, hold=hold)
+        else:
+            copy(target, channel.resident(place, count, dtype))
 
 
 def _take_by_windows(

@@ -22,18 +22,15 @@ from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.plans import choose, even_chunks, tree_order
 from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
 from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
-from syncvar.runtime.phases import NEVER, agreed
-from syncvar.runtime.whereabouts import ADDRESS, Gone, get, place_of
+from syncvar.runtime.phases import agreed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
     from syncvar.runtime.kernels import Combiner
-
-    Terms = Callable[[int, int], list[NDArray[Any]]]
 
 __all__ = ["Placed", "Vector", "bounds", "bring_first", "combine", "is_direct", "reduce_owned", "reduce_shared"]
 
@@ -107,52 +104,33 @@ class Vector(NamedTuple):
 
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
         """Return what this rank tells of `x` and `out`; where `x` has to be brought, it is brought on this side."""
-        reads = int(channel.reach is not None)
-        source = place_of(channel, self.x) if self.x.dtype == self.wire else 0
-        target = source if self.out is self.x else place_of(channel, self.out)
-        return (source << 1 | side) << 1 | reads, target
+        locate = channel.arena.locate
+        source = max(0, locate(self.x)) if self.x.dtype == self.wire else 0
+        return source << 1 | side, source if self.out is self.x else max(0, locate(self.out))
 
 
 class Placed(NamedTuple):
     """What all ranks have told of a vector, in their order.
 
     Args:
-        sources: Places of `x`; 0 where it is brought.
-        targets: Places of `out`.
+        sources: Where `x` lies in the arena; 0 where it is brought.
+        targets: Where `out` lies there; 0 for nowhere.
         sides: Of the first segments of what is brought.
-        reads: All of them can read the memory of all.
     """
 
     sources: list[int]
     targets: list[int]
     sides: list[int]
-    reads: bool
 
     @classmethod
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> Placed:
         """Read what `Vector.told` of all ranks has returned."""
-        reads = all(word & 1 for word in sources)
-        return cls([word >> 2 for word in sources], list(targets), [word >> 1 & 1 for word in sources], reads)
-
-    @property
-    def are_in_place(self) -> bool:
-        """Whether no source has to be brought."""
-        return all(self.sources) and (self.reads or not any(place & ADDRESS for place in self.sources))
-
-    @property
-    def go_into_all(self) -> bool:
-        """Whether the owners can write to all targets."""
-        return all(place and not place & ADDRESS for place in self.targets)
+        return cls([word >> 1 for word in sources], list(targets), [word & 1 for word in sources])
 
     @property
     def go_by_segments(self) -> bool:
         """Whether results, or what is brought, go by way of segments."""
-        return not self.are_in_place or not (self.go_into_all or (self.reads and all(self.targets)))
-
-    @property
-    def is_late(self) -> bool:
-        """Whether a rank has told where its `x` lies, and has to bring it all the same."""
-        return not self.are_in_place and any(place & ADDRESS for place in self.sources)
+        return not (all(self.sources) and all(self.targets))
 
 
 def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector) -> Iterator[int]:
@@ -172,7 +150,7 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         side = channel.next_parity()
         bring_first(channel, vector, side)
         yield channel.publish()
-        yield from reduce_owned(channel, vector, Placed([0] * size, [0] * size, [side] * size, reads=False))
+        yield from reduce_owned(channel, vector, Placed([0] * size, [0] * size, [side] * size))
         return
     call, check = opening
     if is_direct(vector.x.size * vector.accumulate.itemsize, size):
@@ -181,15 +159,10 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
     channel.reserve_segments()
     side = channel.tail ^ 1
     source, target = vector.told(channel, side)
-    if not source >> 2:
+    if not source >> 1:
         bring_first(channel, vector, side)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
-    placed = Placed.from_words(*channel.arrays())
-    if placed.is_late:
-        if source >> 2 & ADDRESS:
-            bring_first(channel, vector, side)
-        yield channel.publish()
-    yield from reduce_owned(channel, vector, placed)
+    yield from reduce_owned(channel, vector, Placed.from_words(*channel.arrays()))
 
 
 def bring_first(channel: Channel, vector: Vector, side: int) -> None:
@@ -210,70 +183,12 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
     Yields:
         What the others have to reach.
     """
-    try:
-        if placed.go_by_segments:
-            yield from _by_segments(channel, vector, placed)
-        elif placed.go_into_all:
-            low, high = bounds(vector.x.size, channel.size)[channel.rank]
-            _into_all(channel, vector, placed, _terms_in_place(channel, vector, placed), low, high)
-            yield channel.publish()
-        else:
-            yield from _where_they_lie(channel, vector, placed)
-    except Gone:
-        channel.keep(vector)
-        yield NEVER
-    except BaseException:
-        channel.keep(vector)
-        raise
-
-
-def _terms_in_place(channel: Channel, vector: Vector, placed: Placed) -> Terms:
-    """Return a function of (start, stop): these elements of the `x` of all ranks, valid until it is called again."""
-    rank, count, wire, hold = channel.rank, vector.x.size, vector.wire, crowd.holds()
-    most = min(count, _BLOCK_BYTES // wire.itemsize)
-    rooms = [np.empty(most if place & ADDRESS and other != rank else 0, wire) for other, place in enumerate(placed.sources)]
-
-    def terms(start: int, stop: int) -> list[NDArray[Any]]:
-        shape, length = (count, start, stop), stop - start
-        return [
-            vector.x[start:stop]
-            if other == rank
-            else get(channel, other, place, shape, wire, rooms[other][:length], hold=hold)
-            for other, place in enumerate(placed.sources)
-        ]
-
-    return terms
-
-
-def _where_they_lie(channel: Channel, vector: Vector, placed: Placed) -> Iterator[int]:
-    """Combine each segment into the owners' targets, and take the others' parts from there."""
-    out, rank, size, count = vector.out, channel.rank, channel.size, vector.x.size
-    hold = crowd.holds()
-    copy = copy_holding if hold else np.copyto
-    per_segment, per_block = SEGMENT_BYTES // out.itemsize, _BLOCK_BYTES // vector.accumulate.itemsize
-    terms = _terms_in_place(channel, vector, placed)
-    # The first two terms of the tree may lie where the result goes, a later one may not.
-    is_straight = vector.apply is None and out.dtype == vector.wire and (rank < 2 or not np.may_share_memory(vector.x, out))
-    room = np.empty(0 if is_straight else min(count, per_block), out.dtype if vector.is_widened else vector.accumulate)
-    for start in range(0, count, per_segment):
-        stop = min(count, start + per_segment)
-        parts = [(start + low, start + high) for low, high in bounds(stop - start, size)]
-        low, high = parts[rank]
-        for first in range(low, high, per_block):
-            last = min(high, first + per_block)
-            made = out[first:last] if is_straight else room[: last - first]
-            _combined(vector, terms(first, last), made, hold=hold)
-            if not is_straight:
-                _store(out[first:last], made, vector.apply, copy)
-        yield channel.publish()
-        for distance in range(1, size):
-            other = (rank + distance) % size
-            low, high = parts[other]
-            if high > low:
-                target = out[low:high]
-                taken = get(channel, other, placed.targets[other], (count, low, high), out.dtype, target, hold=hold)
-                if taken is not target:
-                    copy(target, taken)
+    if placed.go_by_segments:
+        yield from _by_segments(channel, vector, placed)
+        return
+    sources = [channel.resident(place, vector.x.size, vector.wire) for place in placed.sources]
+    low, high = bounds(vector.x.size, channel.size)[channel.rank]
+    _into_all(channel, vector, placed, [source[low:high] for source in sources], low)
     yield channel.publish()
 
 
@@ -283,8 +198,7 @@ def _by_segments(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
     count, wire = x.size, vector.wire
     hold = crowd.holds()
     copy = copy_holding if hold else np.copyto
-    # Memory of a rank that not all can read has been brought.
-    places = [0 if place & ADDRESS else place for place in placed.sources]
+    into_all = all(placed.targets)
     per_segment = SEGMENT_BYTES // wire.itemsize
     segment = 0
     start = 0
@@ -293,28 +207,23 @@ def _by_segments(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
         parts = bounds(stop - start, size)
         low, high = parts[rank]
         terms = []
-        for other, place in enumerate(places):
+        for other, place in enumerate(placed.sources):
             if other == rank and x.dtype == wire:
                 terms.append(x[start + low : start + high])
             elif place:
                 terms.append(channel.resident(place, count, wire)[start + low : start + high])
             else:
                 terms.append(channel.segment(other, (placed.sides[other] + segment) & 1, high - low, wire, low))
-        if placed.go_into_all:
-            base = start + low
-
-            def cut(first: int, last: int, terms: list[NDArray[Any]] = terms, base: int = base) -> list[NDArray[Any]]:
-                return [term[first - base : last - base] for term in terms]
-
-            _into_all(channel, vector, placed, cut, base, start + high)
+        if into_all:
+            _into_all(channel, vector, placed, terms, start + low)
         else:
             made = channel.segment(rank, 2 + (segment & 1), high - low, wire)
             _combined(vector, terms, made, hold=hold)
             _store(out[start + low : start + high], made, vector.apply, copy)
-        if stop < count and not places[rank]:
+        if stop < count and not placed.sources[rank]:
             _bring(channel, x, stop, min(count, stop + per_segment), (placed.sides[rank] + segment + 1) & 1, wire, copy)
         yield channel.publish()
-        if not placed.go_into_all:
+        if not into_all:
             for distance in range(1, size):
                 other = (rank + distance) % size
                 low, high = parts[other]
@@ -326,19 +235,20 @@ def _by_segments(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
         segment += 1
 
 
-def _into_all(channel: Channel, vector: Vector, placed: Placed, terms: Terms, low: int, high: int) -> None:
-    """Combine elements [low, high), and store the result where it belongs on all ranks, by blocks that stay in the caches."""
+def _into_all(channel: Channel, vector: Vector, placed: Placed, terms: list[NDArray[Any]], low: int) -> None:
+    """Combine terms, and store the result from element `low` on into all targets, by blocks that stay in the caches."""
     hold, rank, count = crowd.holds(), channel.rank, vector.x.size
     copy = copy_holding if hold else np.copyto
-    targets = [channel.resident(place, count, vector.out.dtype) for place in placed.targets]
+    high = low + terms[0].size
+    targets = [channel.resident(place, count, vector.out.dtype)[low:high] for place in placed.targets]
     per_block = _BLOCK_BYTES // vector.accumulate.itemsize
     is_straight = vector.apply is None and vector.out.dtype == vector.wire
     room = np.empty(0 if is_straight else min(per_block, high - low), vector.accumulate)
-    for start in range(low, high, per_block):
-        stop = min(high, start + per_block)
+    for start in range(0, high - low, per_block):
+        stop = min(high - low, start + per_block)
         goals = [target[start:stop] for target in targets]
         made = goals[0] if is_straight else room[: stop - start]  # no term but the first lies where this one goes
-        _combined(vector, terms(start, stop), made, hold=hold)
+        _combined(vector, [term[start:stop] for term in terms], made, hold=hold)
         if not is_straight:
             _store(goals[rank], made, vector.apply, copy)
             made = goals[rank]

@@ -7,7 +7,6 @@ way, and so is a wait that takes long: the engine goes on from where the shortcu
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from threading import get_ident
 from time import monotonic_ns, perf_counter
@@ -16,14 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
-from syncvar.errors import SyncvarError
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import divided, finish
 from syncvar.runtime.phases import DISAGREE, agreed
-from syncvar.runtime.published import SharedOperation, staged
+from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
-from syncvar.runtime.shared_moves import Movement, folded, move_shared, said_of, take_blocks
 from syncvar.runtime.shared_reduce import Vector, is_direct, reduce_shared
 
 if TYPE_CHECKING:
@@ -33,18 +30,14 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channels import Channel
     from syncvar.runtime.engine import Engine
-    from syncvar.runtime.group import Communicator, Request
+    from syncvar.runtime.group import Communicator
     from syncvar.runtime.kernels import Reduction
-    from syncvar.runtime.operation import Stage
-    from syncvar.runtime.shared_moves import Blocks, Layout
 
-    Front = Callable[[NDArray[Any], Any], Blocks | None]
-    General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Shortcut = Callable[..., NDArray[Any] | None]
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["Front", "General", "Shortcut", "move_shortcut", "reduce_shortcut"]
+__all__ = ["Ground", "Shortcut", "reduce_shortcut"]
 
 
 def reduce_shortcut(
@@ -76,10 +69,10 @@ def reduce_shortcut(
     nbytes = prod(shape) * how.accumulate.itemsize
     make, way = (_small, "arena small") if is_direct(nbytes, channel.size) else (_long, "arena")
     told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
-    return make(_Ground(communicator, channel, engine, told), how, shape, apply)
+    return make(Ground(communicator, channel, engine, told), how, shape, apply)
 
 
-class _Ground(NamedTuple):
+class Ground(NamedTuple):
     """What a prepared call stands on, and how the engine takes over from it."""
 
     communicator: Communicator
@@ -87,7 +80,7 @@ class _Ground(NamedTuple):
     engine: Engine
     told: Told
 
-    def saying(self, said: Said | None) -> _Ground:
+    def saying(self, said: Said | None) -> Ground:
         """Return the same for a call with words and a fingerprint of its own."""
         return self if said is None else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
 
@@ -100,9 +93,11 @@ class _Ground(NamedTuple):
         operation.entry = entry
         return operation
 
-    def go_on(self, number: int, begin: int, steps: Any, need: int) -> Any:
+    def go_on(self, number: int, begin: int, steps: Any, need: int, held: Any = None) -> Any:
         """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
-        return self.engine.take_over(self._operation(number, begin, steps, need), None)
+        operation = self._operation(number, begin, steps, need)
+        operation.held = held
+        return self.engine.take_over(operation, None)
 
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
         """Break the generation: an exception has left a call that others take part in."""
@@ -111,7 +106,7 @@ class _Ground(NamedTuple):
         self.engine.interrupted(operation, error)
 
 
-def _small(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
+def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
     communicator, channel, engine, told = ground
     words, entry, others, queue, wait = channel.words, channel.entry, channel.others, channel.queue, channel.wait
     size, rank, busy = channel.size, channel.rank, communicator.busy
@@ -231,7 +226,7 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     return steps
 
 
-def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
+def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
     communicator, channel, engine, told = ground
     others, queue, busy = channel.others, channel.queue, communicator.busy
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
@@ -290,141 +285,6 @@ def _long(ground: _Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             return made
 
     return call
-
-
-def move_shortcut(
-    communicator: Communicator, request: Request, layout: Layout, front: Front, general: General | None
-) -> Shortcut | None:
-    """Return the shortcut of calls that move blocks side by side, or None where there is none.
-
-    Args:
-        communicator: The group.
-        request: Such a call, as the long way makes it.
-        layout: What these calls have in common.
-        front: Of (x, out): the arrays of a call; None, or an error, where the long way has to be taken.
-        general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
-    """
-    channel, engine = communicator.channel, communicator.engine
-    if channel is None or engine is None or not channel.is_open or channel.size == 1:
-        return None
-    nbytes = layout.elements * layout.blocks * layout.dtype.itemsize
-    told = Told(request.what, communicator.identity, communicator.members, request.digest, nbytes, "arena")
-    ground = _Ground(communicator, channel, engine, told)
-    queue, busy = channel.queue, communicator.busy
-    digest, add = told.fingerprint, engine.recorder.add
-    attempt = (_small_blocks if layout.is_small else _by_windows)(channel, layout)
-
-    def call(x: NDArray[Any], out: Any) -> Any:
-        if not (engine.is_quiet and channel.is_settled) or queue or busy.locked():
-            return None
-        try:
-            blocks = front(x, out)
-        except SyncvarError:  # the long way tells the others what is wrong
-            return None
-        if blocks is None:
-            return None
-        if blocks.outgoing and not layout.is_small:
-            try:
-                channel.reserve_segments()
-            except SyncvarError:
-                return None
-        with busy:
-            if queue:
-                return None
-            number = communicator.next_call
-            communicator.next_call = number + 1
-            begin = monotonic_ns()
-            began = perf_counter() if crowd.is_there() else 0.0
-            try:
-                movement, need, steps = attempt(number, (digest + number * SPREAD) & MASK, blocks)
-                if movement is None or movement.is_done:
-                    add((told, number, begin, monotonic_ns(), get_ident()))
-                    return blocks.made
-            except BaseException as error:
-                ground.interrupt(number, begin, error)
-                raise
-            body = None if general is None else partial(general, x, out)
-            made = ground.go_on(number, begin, _moved_or_else(channel, steps, movement, body, number, digest), need)
-            if began:
-                crowd.note(perf_counter() - began, nbytes)
-            return made
-
-    return call
-
-
-def _small_blocks(channel: Channel, layout: Layout) -> Any:
-    """Return what tries to make a call in one phase: (None, 0, None), or what has to be gone on with."""
-    others, words, wait, rank = channel.others, channel.words, channel.wait, channel.rank
-    shape, dtype, detail, fold = layout.shape, layout.dtype, layout.detail, layout.fold
-    count = layout.elements
-    mine, theirs = [], []
-    for side in (0, 1):
-        own = channel.small(rank, side, count * layout.blocks, dtype)
-        mine.append([own[place * count : (place + 1) * count].reshape(shape) for place in range(layout.blocks)])
-        theirs.append([
-            channel.small(peer, side, count * (place + 1), dtype)[place * count :].reshape(shape)
-            for peer, place in layout.takes
-        ])  # fmt: skip
-    checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
-
-    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
-        side = channel.side ^ 1
-        for slot, block in zip(mine[side], blocks.outgoing):  # noqa: B905  (not every rank puts as many)
-            slot[...] = block
-        full = check if detail is None else (check + detail) & MASK
-        target = channel.begin(number, full, check)
-        for other in others:
-            if words[other] < target and not wait(others, target):
-                break
-        else:
-            for place in checks[side]:
-                if words[place] != full:
-                    break
-            else:
-                if fold is not None:
-                    with np.errstate(all="ignore"):
-                        folded(fold, dtype, rank, theirs[side], blocks.own, blocks.targets[0])
-                    return None, 0, None
-                if blocks.own_target is not None:
-                    blocks.own_target[...] = blocks.own
-                for into, slot in zip(blocks.targets, theirs[side], strict=True):
-                    into[...] = slot
-                return None, 0, None
-        movement = Movement(layout, blocks)
-        return movement, target, take_blocks(channel, said_of(layout, check), movement)
-
-    return attempt
-
-
-def _by_windows(channel: Channel, layout: Layout) -> Any:
-    """Return what makes a call by windows: (movement, need, steps), and the movement is done or has to be gone on with."""
-    others = channel.others
-
-    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement, int, Any]:
-        movement = Movement(layout, blocks)
-        steps = move_shared(channel, (number, check), movement)
-        wait = channel.hold if crowd.holds() else channel.wait
-        limit = (number << 1) + 4
-        need = 0
-        with np.errstate(all="ignore"):
-            for need in steps:
-                if need == DISAGREE or not wait(others, need, limit):
-                    break
-            else:
-                need = channel.last  # which all have reached
-        return movement, need, steps
-
-    return attempt
-
-
-def _moved_or_else(
-    channel: Channel, steps: Any, movement: Movement, general: Any, number: int, digest: int
-) -> Generator[int, None, Any]:
-    """Go on with a movement; where the ranks do not bring the same, with the general body."""
-    yield from steps
-    if movement.is_done:
-        return movement.blocks.made
-    return (yield from staged(channel, number, digest, general(), is_begun=True))
 
 
 def _then(steps: Any, made: NDArray[Any]) -> Generator[int, None, NDArray[Any]]:

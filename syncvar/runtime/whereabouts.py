@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import InternalError
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
 
-__all__ = ["ADDRESS", "Gone", "get", "place_of"]
+__all__ = ["ADDRESS", "Gone", "place_of", "read"]
 
 ADDRESS = 1 << 60  # above every offset, and every address of a program
 
@@ -35,35 +34,20 @@ def place_of(channel: Channel, array: NDArray[Any]) -> int:
     return 0 if channel.reach is None else ADDRESS | array.__array_interface__["data"][0]
 
 
-def get(
-    channel: Channel,
-    rank: int,
-    place: int,
-    shape: tuple[int, int, int],
-    dtype: np.dtype[Any],
-    room: NDArray[Any],
-    *,
-    hold: bool,
-) -> NDArray[Any]:
-    """Return elements of an array of another rank: a view of the arena, or `room`, into which they are read.
+def read(channel: Channel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
+    """Copy what lies at an address of another rank's memory into an array in one piece.
 
     Args:
         channel: This rank's.
-        rank: Whose array, in the group.
-        place: As it told.
-        shape: (elements of the array, first of those asked for, one past the last).
-        dtype: Of the array.
-        room: As many elements in one piece.
+        rank: Whose memory, in the group.
+        place: As it told; an address.
+        target: As many bytes are read as it has.
         hold: Keep the interpreter's lock.
 
     Raises:
         Gone: The other process is no more.
     """
-    count, start, stop = shape
-    if not place & ADDRESS:
-        return channel.resident(place, count, dtype)[start:stop]
     if channel.reach is None:
         raise InternalError("the memory of other ranks was told to be read, and cannot be")
-    if not channel.reach.read(rank, (place ^ ADDRESS) + start * dtype.itemsize, room, hold=hold):
+    if not channel.reach.read(rank, place ^ ADDRESS, target, hold=hold):
         raise Gone
-    return room
