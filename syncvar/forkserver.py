@@ -28,9 +28,9 @@ import msgpack
 
 from syncvar import bootstrap
 
-__all__ = ["FORK_FD", "main"]
+__all__ = ["main"]
 
-FORK_FD = "SYNCVAR_FORK_FD"
+_FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
     "numpy", "syncvar.transports.zeromq", "syncvar.arena.handing", "syncvar.collectives", "syncvar.identity", "hashlib",
 )  # fmt: skip
@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve until the launcher ends this process; returns in each worker, when that has run its script."""
-    end = socket.socket(fileno=int(os.environ.pop(FORK_FD)))
+    end = socket.socket(fileno=int(os.environ.pop(_FORK_FD)))
     sys.path[0] = bootstrap.folder_of(sys.argv[1:])  # what is imported here is what the script would import
     gc.disable()  # next to nothing of what is imported is garbage
     for name in _IMPORTED:
