@@ -32,7 +32,8 @@ __all__ = ["main"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
-    "numpy", "syncvar.transports.zeromq", "syncvar.arena.handing", "syncvar.collectives", "syncvar.identity", "hashlib",
+    "numpy", "syncvar.transports.zeromq", "syncvar.arena.handing", "syncvar.collectives", "syncvar.identity", "syncvar.config",
+    "hashlib",
 )  # fmt: skip
 """What a worker needs up to its first collective."""
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.channels import Channels
 from syncvar.arena.mapping import Arena
-from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import (
     ArenaUnavailable,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     import zmq
 
+    from syncvar.config import RuntimeConfig
     from syncvar.transports import Control, Transport
 
 __all__ = ["Context", "current", "init", "is_initialized", "shutdown", "use"]
@@ -353,6 +353,8 @@ def _join() -> Context:
 
 
 def _connect(environ: MutableMapping[str, str]) -> Context:
+    from syncvar.config import RuntimeConfig
+
     environment = RankEnvironment.from_mapping(environ)
     config = RuntimeConfig.from_mapping(environ).consistent()
     _log_at(config.log_level)

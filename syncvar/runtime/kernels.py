@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.config import nearest
 from syncvar.errors import ConfigError
 from syncvar.wire import dtype_index
 
@@ -151,6 +150,8 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     name = op.lower() if isinstance(op, str) else ""
     if name not in OPS and name not in _registered:
         known = (*OPS, *_registered)
+        from syncvar.config import nearest
+
         hint = nearest(op, known) if isinstance(op, str) else ""
         raise ConfigError(f"op must be one of {', '.join(known)}, not {op!r}{hint}")
     dtype_index(dtype)

@@ -161,7 +161,7 @@ SLOW_ROOMS = {
 @pytest.mark.parametrize(
     ("code", "banned"),
     [
-        ("import syncvar; syncvar.all_reduce", SLOW | SLOW_ROOMS | {"zmq", "json", "syncvar.transports.zeromq"}),
+        ("import syncvar; syncvar.all_reduce", SLOW | SLOW_ROOMS | {"zmq", "json", "syncvar.config", "syncvar.transports.zeromq"}),
         (
             "import syncvar.bootstrap, syncvar.transports.zeromq, syncvar; syncvar.init, syncvar.barrier",
             SLOW | SLOW_ROOMS | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.wire.coordinator"},
