@@ -16,7 +16,11 @@ _LINKS = [
     for replicas, category in _GRID
     if replicas in (2, 3)
 ]
-_HOSTS = [(replicas, category, "hosts") for replicas, category in _GRID if replicas in (2, 3, 4)]
+_HOSTS = [
+    pytest.param(replicas, category, "hosts", marks=[pytest.mark.slow] if replicas == 2 else [])  # one rank on each
+    for replicas, category in _GRID
+    if replicas in (2, 3, 4)
+]
 
 
 @pytest.fixture(scope="session")

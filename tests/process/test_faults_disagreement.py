@@ -228,7 +228,7 @@ except Exception as error:
 
 
 def test_f09_a_late_rank(launch):
-    job = launch(LATE, workers=3, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "2.5"})
+    job = launch(LATE, workers=3, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "1.8"})
     assert job.wait() == 70, str(job)
     raised = {event["rank"]: event for event in job.events("raised")}
     assert set(raised) == {0, 2}, str(job)
@@ -239,11 +239,11 @@ def test_f09_a_late_rank(launch):
     assert all(event["missing"] == [1] for event in job.events("missing")), str(job)
     entered = min(event["at"] for event in job.events("enter"))
     last = max(event["at"] for event in raised.values()) - entered
-    assert last > 2.4
-    check_bound("F09-late rank", last, 2.7)
+    assert last > 1.7
+    check_bound("F09-late rank", last, 2.0)
     warning = [line for line in job.report.split("\n") if re.search("waits? since", line)]
     assert len(warning) == 1, str(job)
-    assert re.search(r"ranks? (0|2|0, 2) waits? since [12] s in all_reduce\(sum, float64\[2\]\) \(call 1\)", warning[0]), str(job)
+    assert re.search(r"ranks? (0|2|0, 2) waits? since 1 s in all_reduce\(sum, float64\[2\]\) \(call 1\)", warning[0]), str(job)
     assert "script.py:" in warning[0], str(job)
     assert "rank 1" in warning[0], str(job)
     assert re.search("waits? since", job.report).start() < job.report.index("evidence"), str(job)

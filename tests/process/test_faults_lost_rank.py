@@ -142,7 +142,10 @@ ROWS = (*ARENA, *(replace(row, transport="zmq") for row in ARENA if row.phase ==
 
 # Every fault, every phase and both transports are in the default run; a fault in each phase and a phase with each fault, not
 # always each pair.
-SLOW = {"F01-raise-C", "F01-raise-X-zmq", "F02-leave-V", "F02-leave-E", "F03-SIGKILL-E", "F03-SIGKILL-V-zmq", "F06-SIGSTOP-C", "F06-SIGSTOP-V"}
+SLOW = {
+    "F01-raise-C", "F01-raise-X-zmq", "F02-leave-V", "F02-leave-E", "F02-leave-X-zmq", "F03-SIGKILL-C", "F03-SIGKILL-E",
+    "F03-SIGKILL-V-zmq", "F06-SIGSTOP-C", "F06-SIGSTOP-V", "F06-SIGSTOP-E",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if str(row) in SLOW else ()) for row in ROWS], ids=str)
