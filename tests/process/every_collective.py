@@ -158,6 +158,8 @@ def main():
     few = "--few" in sys.argv
     for index, count in enumerate(COUNTS):
         for number, name in enumerate(DTYPES):
+            if few and SIZE > 4 and (index + number) % 2:  # every count and every dtype, half of the pairs
+                continue
             dtype = dtype_of(name)
             root = (index + number) % SIZE
             ops = ops_of(dtype)
