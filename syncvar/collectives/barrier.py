@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["barrier", "meet"]
 
 _NOTHING = np.empty(0, np.uint8)
+_BARRIER = ("barrier",)
 
 
 def barrier(*, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
@@ -35,7 +36,7 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
         PeerLost: A rank is gone.
         DeadlineExceeded: A rank did not come in time.
 
-    Cost: ceil(log2 n) rounds of empty frames.
+    Cost: ceil(log2 n) rounds of empty frames; in shared memory one look at each rank's word.
     Source: Hensgen, Finkel, Manber 1988 (dissemination barrier).
 
     Example:
@@ -44,7 +45,18 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
     """
     from syncvar.collectives.groups import communicator_of
 
-    return meet(communicator_of(group), "barrier", ("barrier",), timeout, async_op=async_op)
+    communicator = communicator_of(group)
+    is_plain = communicator.channel is not None and timeout is None and not async_op
+    if is_plain:
+        shortcut = communicator.shortcuts.get(_BARRIER)
+        if shortcut is not None and shortcut(_NOTHING, None) is not None:
+            return None
+    work = meet(communicator, "barrier", _BARRIER, timeout, async_op=async_op)
+    if is_plain and _BARRIER not in communicator.shortcuts and communicator.forced("barrier") is None:
+        from syncvar.runtime.shortcut import meet_shortcut
+
+        communicator.keep_shortcut(_BARRIER, meet_shortcut(communicator, fingerprint(*_BARRIER), "barrier"))
+    return work
 
 
 def meet(

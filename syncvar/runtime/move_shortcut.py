@@ -14,9 +14,8 @@ from syncvar.errors import SyncvarError
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.published import staged
-from syncvar.runtime.recorder import Told
 from syncvar.runtime.shared_moves import TOLD, Movement, folded, put_blocks, said_of, take_blocks
-from syncvar.runtime.shortcut import Ground
+from syncvar.runtime.shortcut import ground_of
 from syncvar.runtime.whereabouts import ADDRESS, Gone, read
 
 if TYPE_CHECKING:
@@ -48,12 +47,11 @@ def move_shortcut(
         front: Of (x, out): the arrays of a call; None, or an error, where the long way has to be taken.
         general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
     """
-    channel, engine = communicator.channel, communicator.engine
-    if channel is None or engine is None or not channel.is_open or channel.size == 1:
-        return None
     nbytes = layout.elements * layout.blocks * layout.dtype.itemsize
-    told = Told(request.what, communicator.identity, communicator.members, request.digest, nbytes, "arena")
-    ground = Ground(communicator, channel, engine, told)
+    ground = ground_of(communicator, request.what, request.digest, nbytes, "arena")
+    if ground is None:
+        return None
+    _, channel, engine, told = ground
     queue, busy = channel.queue, communicator.busy
     digest, add = told.fingerprint, engine.recorder.add
     attempt = (_small_blocks if layout.is_small else _long_blocks)(channel, layout)

@@ -22,7 +22,7 @@ from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.plans import choose, even_chunks, tree_order
 from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
 from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
-from syncvar.runtime.phases import agreed
+from syncvar.runtime.phases import DISAGREE, agreed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from syncvar.arena.channels import Channel
     from syncvar.runtime.kernels import Combiner
 
-__all__ = ["Placed", "Vector", "bounds", "bring_first", "combine", "is_direct", "reduce_owned", "reduce_shared"]
+__all__ = [
+    "OneSegment", "Placed", "Vector", "bounds", "bring_first", "combine", "is_direct", "reduce_one_segment", "reduce_owned",
+    "reduce_shared",
+]  # fmt: skip
 
 _WIDENED = 32 << 10  # elements that are widened at once
 _BLOCK_BYTES = 128 << 10  # what one owner sums before it writes it to all targets
@@ -163,6 +166,63 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         bring_first(channel, vector, side)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
     yield from reduce_owned(channel, vector, Placed.from_words(*channel.arrays()))
+
+
+class OneSegment:
+    """Views for vectors that are one segment long and travel as they are, made once.
+
+    Args:
+        channel: This rank's; all ranks have their segments.
+        count: Elements.
+        dtype: Theirs, also of the combination.
+    """
+
+    __slots__ = ("brings", "made", "own", "takes", "terms")
+
+    def __init__(self, channel: Channel, count: int, dtype: np.dtype[Any]) -> None:
+        rank, segment = channel.rank, channel.segment
+        parts = bounds(count, channel.size)
+        low, high = parts[rank]
+        others = [(other, part) for other, part in enumerate(parts) if other != rank]
+        self.own = slice(low, high)
+        self.made = segment(rank, 2, high - low, dtype)
+        stretches = [one for one in ((0, low), (high, count)) if one[1] > one[0]]
+        self.brings = [
+            [(segment(rank, side, stop - start, dtype, start), slice(start, stop)) for start, stop in stretches]
+            for side in (0, 1)
+        ]
+        self.terms = [(other, [segment(other, side, high - low, dtype, low) for side in (0, 1)]) for other, _ in others]
+        self.takes = [(segment(other, 2, stop - start, dtype), slice(start, stop)) for other, (start, stop) in others]
+
+
+def reduce_one_segment(
+    channel: Channel, opening: tuple[int, int], vector: Vector, views: OneSegment
+) -> Iterator[int]:
+    """Do what `reduce_shared` does, for vectors for which the views were made."""
+    x, out, ufunc, _, divisor, apply = vector
+    side = channel.tail ^ 1
+    source, target = vector.told(channel, side)
+    if source < 2:
+        for view, cut in views.brings[side]:
+            np.copyto(view, x[cut])
+    call, check = opening
+    yield channel.begin(call, check, source, target)
+    if channel.disagreeing(check):
+        yield DISAGREE
+    sources, targets = channel.arrays()
+    if max(sources) > 1 or all(targets):
+        yield from reduce_owned(channel, vector, Placed.from_words(sources, targets))
+        return
+    own, made = views.own, views.made
+    terms = [sides[sources[other]] for other, sides in views.terms]
+    terms.insert(channel.rank, x[own])
+    combine(terms, ufunc, made)
+    if divisor:
+        np.divide(made, divisor, out=made)
+    _store(out[own], made, apply, np.copyto)
+    yield channel.publish()
+    for view, cut in views.takes:
+        _store(out[cut], view, apply, np.copyto)
 
 
 def bring_first(channel: Channel, vector: Vector, side: int) -> None:

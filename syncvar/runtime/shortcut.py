@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
+from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SEGMENT_BYTES, SPREAD
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
-from syncvar.runtime.kernels import divided, finish
+from syncvar.runtime.kernels import divided, finish, reduction
 from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
-from syncvar.runtime.shared_reduce import Vector, is_direct, reduce_shared
+from syncvar.runtime.shared_reduce import OneSegment, Vector, is_direct, reduce_one_segment, reduce_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Shortcut = Callable[..., NDArray[Any] | None]
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["Ground", "Shortcut", "reduce_shortcut"]
+__all__ = ["Ground", "Shortcut", "ground_of", "meet_shortcut", "reduce_shortcut"]
 
 
 def reduce_shortcut(
@@ -63,13 +63,31 @@ def reduce_shortcut(
         or None when it has done nothing and the long way has to be taken. A third argument, (words, fingerprint), is
         for a call that is not the same each time: it has these instead of `what` and `digest`.
     """
+    nbytes = prod(shape) * how.accumulate.itemsize
+    make, way = (_small, "arena small") if is_direct(nbytes, communicator.size) else (_long, "arena")
+    ground = ground_of(communicator, what, digest, nbytes, way)
+    return None if ground is None else make(ground, how, shape, apply)
+
+
+def meet_shortcut(communicator: Communicator, digest: int, what: str) -> Shortcut | None:
+    """Return the shortcut of a barrier, or None where there is none: it reduces arrays without elements.
+
+    Args:
+        communicator: The group.
+        digest: Fingerprint of the call, as the long way makes it.
+        what: The call in words.
+    """
+    ground = ground_of(communicator, what, digest, 0, "arena")
+    return None if ground is None else _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None)
+
+
+def ground_of(communicator: Communicator, what: str, digest: int, nbytes: int, way: str) -> Ground | None:
+    """Return what a prepared call stands on; None where there is no channel to others."""
     channel, engine = communicator.channel, communicator.engine
     if channel is None or engine is None or not channel.is_open or channel.size == 1:
         return None
-    nbytes = prod(shape) * how.accumulate.itemsize
-    make, way = (_small, "arena small") if is_direct(nbytes, channel.size) else (_long, "arena")
     told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
-    return make(Ground(communicator, channel, engine, told), how, shape, apply)
+    return Ground(communicator, channel, engine, told)
 
 
 class Ground(NamedTuple):
@@ -232,8 +250,12 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
     digest, add = told.fingerprint, engine.recorder.add
     divisor = channel.size if how.is_mean else 0
+    count, is_flat = prod(shape), len(shape) == 1
+    is_one_segment = count * accumulate.itemsize <= SEGMENT_BYTES and how.source == accumulate.name
+    views: OneSegment | None = None  # made when all ranks are known to have their segments
 
     def call(x: NDArray[Any], out: Any, said: Said | None = None) -> NDArray[Any] | None:
+        nonlocal views
         if queue or not (engine.is_quiet and channel.is_settled):
             return None
         if out is None:
@@ -248,11 +270,11 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             return None
         else:
             made = out
-        flat_out = made.reshape(-1)
+        flat_out = made if is_flat else made.reshape(-1)
         if x is made:
             flat = flat_out
         else:
-            flat = np.ascontiguousarray(x).reshape(-1)
+            flat = x if is_flat and x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
             if out is not None and np.may_share_memory(flat, flat_out):
                 flat = flat.copy()
         if busy.locked():
@@ -264,9 +286,14 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             communicator.next_call = number + 1
             begin = monotonic_ns()
             check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-            steps = reduce_shared(channel, (number, check), Vector(flat, flat_out, ufunc, accumulate, divisor, apply))
+            vector = Vector(flat, flat_out, ufunc, accumulate, divisor, apply)
             began = perf_counter() if crowd.is_there() else 0.0
-            wait = channel.hold if began and crowd.holds() else channel.wait
+            hold = bool(began) and crowd.holds()
+            wait = channel.hold if hold else channel.wait
+            if views is None or hold:
+                steps = reduce_shared(channel, (number, check), vector)
+            else:
+                steps = reduce_one_segment(channel, (number, check), vector, views)
             limit = (number << 1) + 4
             try:
                 with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
@@ -275,6 +302,8 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
                             break
                     else:
                         add((told if said is None else ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
+                        if views is None and is_one_segment:
+                            views = OneSegment(channel, count, accumulate)
                         return made
             except BaseException as error:
                 ground.saying(said).interrupt(number, begin, error)

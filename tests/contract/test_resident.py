@@ -70,6 +70,40 @@ def test_arrays_are_reduced_in_place():
     assert everywhere(3, program) == [True] * 3
 
 
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_repeated_calls_of_one_segment_and_barriers(size, op):
+    count = 50_001
+
+    def program():
+        wanted = {"sum": np.sum, "mean": np.mean, "max": np.max}[op]([np.arange(count) % 9 + rank for rank in range(size)], axis=0)
+        private, out, resident = np.empty(count), np.empty(count), sv.empty(count, np.float64)
+        for turn in range(8):
+            x = resident if (turn + sv.rank()) % 3 == 0 else private
+            x[...] = np.arange(count) % 9 + sv.rank()
+            made = sv.all_reduce(x, op, out=[None, out, x, resident][turn % 4] if x is private else out)
+            if not np.array_equal(made, wanted):
+                return turn
+            sv.barrier()
+        return "right"
+
+    assert everywhere(size, program) == ["right"] * size
+
+
+def test_a_barrier_beside_another_call_is_a_mismatch():
+    def program():
+        for _ in range(3):
+            sv.barrier()
+        try:
+            sv.barrier() if sv.rank() else sv.all_reduce(np.empty(0, np.uint8))
+        except sv.MismatchError:
+            sv.barrier()
+            return "told"
+        return "nothing"
+
+    assert everywhere(2, program) == ["told"] * 2
+
+
 def test_resident_and_private_arrays_meet_in_one_call():
     def program():
         shape = (300, 500)
