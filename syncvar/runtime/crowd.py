@@ -44,7 +44,7 @@ class Crowd:
 
     def note(self, seconds: float, nbytes: int) -> None:
         """Take in how long a call took; a late peer looks the same, but then there is time to lose."""
-        if seconds > _SLOW_S + _SLOW_S_PER_BYTE * nbytes:
+        if seconds > _SLOW_S + _SLOW_S_PER_BYTE * nbytes and self.is_there():
             self._until = time.perf_counter() + _HOLD_S
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from threading import get_ident
-from time import monotonic_ns, perf_counter
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,7 +76,6 @@ def move_shortcut(
             number = communicator.next_call
             communicator.next_call = number + 1
             begin = monotonic_ns()
-            began = perf_counter() if crowd.is_there() else 0.0
             try:
                 movement, need, steps = attempt(number, (digest + number * SPREAD) & MASK, blocks)
                 if steps is None or (movement.is_done and need == channel.last):
@@ -87,8 +86,7 @@ def move_shortcut(
                 raise
             body = None if general is None else partial(general, x, out)
             made = ground.go_on(number, begin, _moved_or_else(channel, steps, movement, body, number, digest), need, movement)
-            if began:
-                crowd.note(perf_counter() - began, nbytes)
+            crowd.note((monotonic_ns() - begin) / 1e9, nbytes)
             return made
 
     return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 from threading import get_ident
-from time import monotonic_ns, perf_counter
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -287,8 +287,7 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             begin = monotonic_ns()
             check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
             vector = Vector(flat, flat_out, ufunc, accumulate, divisor, apply)
-            began = perf_counter() if crowd.is_there() else 0.0
-            hold = bool(began) and crowd.holds()
+            hold = crowd.holds()
             wait = channel.hold if hold else channel.wait
             if views is None or hold:
                 steps = reduce_shared(channel, (number, check), vector)
@@ -309,8 +308,7 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
                 ground.saying(said).interrupt(number, begin, error)
                 raise
             ground.saying(said).go_on(number, begin, _then(steps, made), need)
-            if began:
-                crowd.note(perf_counter() - began, made.nbytes)
+            crowd.note((monotonic_ns() - begin) / 1e9, made.nbytes)
             return made
 
     return call
