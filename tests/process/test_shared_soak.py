@@ -1,6 +1,6 @@
 """Random calls over real processes of one host, for long; ranks that are killed, stopped or slow in the middle of them.
 
-The default run makes 2 000 calls on 2 ranks and 800 on 4, and kills 3 ranks; with `-m slow` it is 60 000 and 200.
+The default run makes 1 200 calls on 2 ranks and 500 on 4, and kills 3 ranks; with `-m slow` it is 60 000 and 200.
 """
 
 import random
@@ -21,7 +21,7 @@ def soaked(launch, workers, seed, calls, limit_s, transport="auto"):
     assert [event["calls"] for event in job.events("done")] == [calls] * workers, str(job)
 
 
-@pytest.mark.parametrize(("workers", "calls"), [(2, 2_000), (4, 800)])
+@pytest.mark.parametrize(("workers", "calls"), [(2, 1_200), (4, 500)])
 def test_random_calls(launch, workers, calls):
     soaked(launch, workers, 70 + workers, calls, 90)
 
