@@ -14,12 +14,22 @@ from syncvar.errors import SyncvarError
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.published import staged
-from syncvar.runtime.shared_moves import TOLD, Movement, folded, put_blocks, said_of, take_blocks
+from syncvar.runtime.shared_moves import (
+    READS,
+    RESIDENT,
+    TOLD,
+    Movement,
+    Said,
+    folded,
+    put_blocks,
+    said_of,
+    take_blocks,
+)
 from syncvar.runtime.shortcut import ground_of
 from syncvar.runtime.whereabouts import ADDRESS, Gone, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -139,11 +149,12 @@ def _small_blocks(channel: Channel, layout: Layout) -> Any:
 def _long_blocks(channel: Channel, layout: Layout) -> Any:
     """Return what makes a call where the blocks lie, or by windows: (movement, need, steps) as of a small one."""
     others, words, rank = channel.others, channel.words, channel.rank
-    dtype, fold, count = layout.dtype, layout.fold, layout.elements
+    dtype, fold, count, detail = layout.dtype, layout.fold, layout.elements, layout.detail or 0
+    firsts = [channel.told_word(rank, side) for side in (0, 1)]
     marks = [tuple((other + CHECK + side, other + TARGET + side) for other in others) for side in (0, 1)]
     peers = tuple(peer for peer, _ in layout.takes)
     tables = [[channel.told_word(peer, side) + place for peer, place in layout.takes] for side in (0, 1)]
-    copyto = np.copyto
+    copyto, locate = np.copyto, channel.arena.locate
 
     def taken(places: list[int], blocks: Blocks) -> None:
         if fold is not None:
@@ -160,41 +171,71 @@ def _long_blocks(channel: Channel, layout: Layout) -> Any:
         if blocks.own_target is not None and blocks.own is not None:
             copyto(blocks.own_target, blocks.own)
 
+    def told(outgoing: Sequence[NDArray[Any]]) -> int:
+        """Tell where blocks lie; returns the offer, 0 where they have to go by windows."""
+        reads = READS if fold is None and channel.reach is not None else 0
+        offer = reads | RESIDENT | TOLD
+        word = firsts[channel.side ^ 1]
+        for block in outgoing:
+            if block.dtype != dtype or not block.flags.c_contiguous:
+                return 0
+            place = 0 if block.base is None else locate(block)
+            if place <= 0:
+                if not reads:
+                    return 0
+                place = ADDRESS | block.__array_interface__["data"][0]
+                offer = reads | TOLD
+            words[word] = place
+            word += 1
+        return offer
+
     def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
-        movement = Movement(layout, blocks)
         hold = crowd.holds()
         wait = channel.hold if hold else channel.wait
+        movement: Movement | None = None
         try:
-            said = put_blocks(channel, check, movement)
+            offer = told(blocks.outgoing)
+            if offer:
+                said = Said(check, (check + detail) & MASK, channel.tail ^ 1, offer)
+            else:
+                movement = Movement(layout, blocks)
+                said = put_blocks(channel, check, movement)
             need = channel.begin(number, said.full, check, said.mark)
             limit = need + 2
+            if wait(others, need, limit):
+                side, full = channel.side, said.full
+                for place, mark in marks[side]:
+                    # A rank that has not been given up a call has what it says on the same side.
+                    offer = offer & words[mark] if words[place] == full else 0
+                if offer > TOLD and not hold:  # beside busy threads the long way has other copies
+                    taken([words[place] for place in tables[side]], blocks)
+                    need = channel.publish()
+                    if wait(others, need, limit):
+                        return None, 0, None
+                    movement = Movement(layout, blocks)
+                    movement.is_done = True
+                    return movement, need, iter(())
+            movement = movement or Movement(layout, blocks)
             steps = take_blocks(channel, said, movement)
-            if not wait(others, need, limit):
-                return movement, need, steps
-            side = channel.side
-            common = said.offer
-            for place, mark in marks[side]:
-                # A rank that has not been given up a call has what it says on the same side.
-                common = common & words[mark] if words[place] == said.full else 0
-            if common > TOLD and not hold:  # beside busy threads the long way has other copies
-                taken([words[place] for place in tables[side]], blocks)
-                movement.is_done = True
-                need = channel.publish()
-                return (None, 0, None) if wait(others, need, limit) else (movement, need, iter(()))
-            with np.errstate(all="ignore"):
-                for need in steps:
-                    if need == DISAGREE or not wait(others, need, limit):
-                        break
-                else:
-                    need = channel.last  # which all have reached
+            if channel.is_reached(need):
+                need = _as_far_as_possible(channel, steps, wait, limit)
         except Gone:
-            return movement, NEVER, steps
+            return Movement(layout, blocks), NEVER, iter(())
         except BaseException:
-            channel.keep(movement)
+            channel.keep(blocks)
             raise
         return movement, need, steps
 
     return attempt
+
+
+def _as_far_as_possible(channel: Channel, steps: Iterator[int], wait: Any, limit: int) -> int:
+    """Go on as long as the others come soon; returns what they have to reach then."""
+    with np.errstate(all="ignore"):
+        for need in steps:
+            if need == DISAGREE or not wait(channel.others, need, limit):
+                return need
+    return channel.last  # which all have reached
 
 
 def _moved_or_else(

@@ -182,7 +182,7 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
                 slot[place * count : (place + 1) * count] = block.reshape(-1)
         return said_of(layout, check)
     side = channel.tail ^ 1
-    flat = movement.outgoing = [np.ascontiguousarray(block).reshape(-1) for block in outgoing]
+    flat = movement.outgoing = _flat(outgoing)
     if flat:
         channel.reserve_segments()
     offer = _tell(channel, layout, flat)
@@ -236,7 +236,8 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         else:
             _keep(blocks, copy)
             if any(offer & TOLD for offer in offers):  # the first window is still to come
-                if movement.outgoing and said.offer & TOLD:
+                if blocks.outgoing and said.offer & TOLD:
+                    movement.outgoing = movement.outgoing or _flat(blocks.outgoing)
                     _put(channel, layout, movement.outgoing, said.side, 0, copy)
                 yield channel.publish()
             yield from _take_by_windows(channel, movement, [mark >> 3 for mark in marks], targets, own, copy)
@@ -301,6 +302,11 @@ def _take_by_windows(
         yield channel.publish()
         start, side = stop, side ^ 1
         window += 1
+
+
+def _flat(blocks: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return blocks as flat arrays in one piece."""
+    return [np.ascontiguousarray(block).reshape(-1) for block in blocks]
 
 
 def _copier() -> Any:
