@@ -1,6 +1,6 @@
 """Which cores each worker may use, and how many threads its linear algebra may start.
 
-Unbound workers that share cores made small calls 3-4 times slower, and BLAS libraries that each start one thread
+Unbound workers that share cores made small calls 2-4 times slower, with a core each or with two, and BLAS libraries that each start one thread
 per core of the machine made two workers on two cores 3.2-3.5 times slower (both measured): hence the defaults here.
 """
 
@@ -54,7 +54,8 @@ def plan_binding(
         workers: Workers on this host, at least 1.
         usable_cores: The cores that the launcher itself may use, in the order they are to be given out.
         online_cores: How many cores the host has; fewer usable ones mean that somebody set an affinity.
-        mode: "auto" (bind where it helps and nobody set an affinity), "cores" (always) or "none".
+        mode: "auto" (bind where it helps: nobody has set an affinity, and each core gets equally many workers), "cores"
+            (always) or "none".
         cores_per_worker: Cores of each worker, or None for an equal share. Given, it is also bound under "auto".
 
     Raises:
@@ -63,8 +64,8 @@ def plan_binding(
     Example:
         >>> plan_binding(2, [0, 1, 2, 3], 4).cores
         ((0, 1), (2, 3))
-        >>> plan_binding(2, [0], 4)
-        Binding(cores=(None, None), reason='not bound: 2 workers share 1 usable core')
+        >>> plan_binding(3, [0, 1], 2)
+        Binding(cores=(None, None, None), reason='not bound: 3 workers share 2 usable cores')
     """
     usable = len(usable_cores)
     if mode not in MODES:
@@ -80,7 +81,7 @@ def plan_binding(
     unbound: tuple[None, ...] = (None,) * workers
     if mode == "none":
         return Binding(unbound, "not bound: --bind none")
-    if mode == "auto" and workers > usable:
+    if mode == "auto" and workers > usable and workers % usable:
         return Binding(unbound, f"not bound: {_count(workers, 'worker')} share {_count(usable, 'usable core')}")
     if mode == "auto" and cores_per_worker is None and usable != online_cores:
         return Binding(

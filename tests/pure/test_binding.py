@@ -14,7 +14,14 @@ def test_auto_leaves_the_remaining_cores_free():
     assert plan_binding(3, range(8), 8).cores == ((0, 1), (2, 3), (4, 5))
 
 
-def test_auto_does_not_bind_more_workers_than_cores():
+def test_auto_binds_in_turn_where_the_cores_get_equally_many():
+    plan = plan_binding(4, [0, 1], 2)
+    assert plan.cores == ((0,), (1,), (0,), (1,))
+    assert plan.reason == "bound in turn: 4 workers share 2 usable cores"
+    assert plan_binding(4, [0, 1], 8).cores == (None,) * 4
+
+
+def test_auto_does_not_bind_where_one_core_would_get_more_workers():
     plan = plan_binding(3, [0, 1], 2)
     assert plan.cores == (None, None, None)
     assert plan.reason == "not bound: 3 workers share 2 usable cores"
