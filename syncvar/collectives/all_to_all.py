@@ -86,11 +86,19 @@ def _prepare(communicator: Communicator, parts: NDArray[Any]) -> Any:
     size, rank = communicator.size, communicator.member_rank
     rows = parts.shape[0] // size
     shape = (rows, *parts.shape[1:])
-    starts = range(0, parts.shape[0], rows) if rows else [0] * size
+    cuts = [slice(start * rows, (start + 1) * rows) for start in range(size)]
+
+    def front(x: NDArray[Any], out: Any) -> Blocks | None:
+        mine = [x[cut] for cut in cuts]
+        is_like_x = type(out) is np.ndarray and out.shape == x.shape and out.dtype == x.dtype and out.flags.carray
+        if is_like_x and not np.may_share_memory(out, x):
+            return _sides(mine, [out[cut] for cut in cuts], rank)
+        return _blocks(mine, shape, out, rank)
+
     return (
         _request(communicator, parts, None, None, keep=False),
         _layout(parts.dtype, shape, size, rank),
-        lambda x, out: _blocks([x[start : start + rows] for start in starts], shape, out, rank),
+        front,
         lambda x, out: _request(communicator, x, out, None, keep=False, is_moved=False).body,
     )
 
@@ -175,6 +183,10 @@ def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], out: Any, rank: in
         made = _checked_outs(out, size, mine)
         if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):
             return None
+    return _sides(mine, made, rank)
+
+
+def _sides(mine: list[NDArray[Any]], made: list[NDArray[Any]], rank: int) -> Blocks:
     targets = (*made[rank + 1 :], *made[:rank])
     return Blocks(made, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], made[rank])
 

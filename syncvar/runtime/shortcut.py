@@ -139,6 +139,7 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
     checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
     straight = kind == accumulate and not how.is_mean and apply is None
     levels = [_levels(channel, side, [one[side] for one in slots], shape, accumulate) for side in (0, 1)]
+    pairs = [steps[0][:2] if straight and len(steps) == 1 else None for steps in levels]  # of two ranks
 
     def combined(steps: Levels, out: Any) -> NDArray[Any]:
         total: NDArray[Any] = (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
@@ -174,7 +175,10 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
         if not (engine.is_quiet and channel.is_settled) or busy.locked():
             return None
         if out is not None and (
-            type(out) is not ndarray or out.shape != shape or out.dtype != kind or not out.flags.writeable
+            type(out) is not ndarray
+            or out.shape != shape
+            or (out.dtype is not kind and out.dtype != kind)
+            or not out.flags.writeable
         ):
             return None
         with busy:
@@ -201,7 +205,14 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
                         if words[place] != check:
                             break
                     else:
-                        result = ended(levels[side], out)
+                        pair = pairs[side]
+                        if pair is None:
+                            result = ended(levels[side], out)
+                        else:
+                            try:
+                                result = ufunc(*pair, out=empty(shape, kind) if out is None else out)
+                            except (FloatingPointError, Warning):
+                                result = ended(levels[side], out)
                         add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
                         return result
             except BaseException as error:
