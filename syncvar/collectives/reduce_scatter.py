@@ -64,7 +64,7 @@ def reduce_scatter(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: n-1 rounds over links; in shared memory each piece is read where it lies, or goes by windows; (n-1)/n of the array sent by each rank.
+    Cost: n-1 rounds over links; in shared memory pieces in the arena are read there, others go by windows; (n-1)/n of the array sent by each rank.
     Order: lower ranks are left operands; fixed by shape and number of ranks.
 
     Example:
