@@ -38,6 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 _WIDENED = 32 << 10  # elements that are widened at once
+_COPIES_MAX = 16
 _BLOCK_BYTES = 128 << 10  # what one owner sums before it writes it to all targets
 
 
@@ -177,7 +178,7 @@ class OneSegment:
         dtype: Theirs, also of the combination.
     """
 
-    __slots__ = ("brings", "made", "own", "takes", "terms")
+    __slots__ = ("_copies", "brings", "made", "own", "takes", "terms")
 
     def __init__(self, channel: Channel, count: int, dtype: np.dtype[Any]) -> None:
         rank, segment = channel.rank, channel.segment
@@ -193,6 +194,21 @@ class OneSegment:
         ]
         self.terms = [(other, [segment(other, side, high - low, dtype, low) for side in (0, 1)]) for other, _ in others]
         self.takes = [(segment(other, 2, stop - start, dtype), slice(start, stop)) for other, (start, stop) in others]
+        self._copies: dict[tuple[int, ...], list[list[NDArray[Any]]]] = {}
+
+    def copies(self, channel: Channel, vector: Vector, places: Sequence[int]) -> list[list[NDArray[Any]]]:
+        """Return, block by block, this rank's part of the vectors that lie at some places of the arena."""
+        key = tuple(places)
+        found = self._copies.get(key)
+        if found is None:
+            if len(self._copies) >= _COPIES_MAX:
+                self._copies.clear()
+            wholes = [channel.resident(place, vector.x.size, vector.accumulate)[self.own] for place in places]
+            per_block = _BLOCK_BYTES // vector.accumulate.itemsize
+            found = self._copies[key] = [
+                [whole[start : start + per_block] for whole in wholes] for start in range(0, wholes[0].size, per_block)
+            ]
+        return found
 
 
 def reduce_one_segment(
@@ -211,7 +227,17 @@ def reduce_one_segment(
         yield DISAGREE
     sources, targets = channel.arrays()
     if max(sources) > 1 or all(targets):
-        yield from reduce_owned(channel, vector, Placed.from_words(sources, targets))
+        placed = Placed.from_words(sources, targets)
+        if placed.sources != targets or apply is not None:
+            yield from reduce_owned(channel, vector, placed)
+            return
+        for parts in views.copies(channel, vector, targets):
+            combine(parts, ufunc, parts[0])
+            if divisor:
+                np.divide(parts[0], divisor, out=parts[0])
+            for part in parts[1:]:
+                np.copyto(part, parts[0])
+        yield channel.publish()
         return
     own, made = views.own, views.made
     terms = [sides[sources[other]] for other, sides in views.terms]
