@@ -8,8 +8,8 @@ memory (`reaching.py`). An entry has two lines:
 
 * line 0: the **word** of the call, the **phase** in it, the last phase of the call before, and for each of two sides a
   **check**: what the call is, as a number.
-* line 1: for each side where the rank's source and target arrays lie (0: nowhere that others can see), or, of a call that
-  moves blocks, the side of its segments and what is said about their `places`; the group's
+* line 1: for each side what the rank says of where its source and target arrays lie, or, of a call that moves blocks, of
+  where these are put or told; the group's
   identity; where the channel's slots are; a mark when the rank has let go of the group.
 
 Word and phase say everything about progress, and together they only grow:
@@ -288,8 +288,8 @@ class Channel:
         Args:
             call: Its number.
             check: `check_of` it.
-            source: Offset of the array to read, or 0 or 1: the side of the segments that holds the data.
-            target: Offset of the array to write, or 0.
+            source: What the call says of the arrays to read, see `Vector.told` and `Said`.
+            target: The same of the arrays to write.
         """
         words, entry = self.words, self.entry
         side = self.side = self.side ^ 1

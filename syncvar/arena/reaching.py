@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import SyncvarError
@@ -23,20 +24,26 @@ if TYPE_CHECKING:
 __all__ = ["Reach", "Spot"]
 
 _PR_SET_PTRACER = 0x59616D61
+_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 
 
 class _Stretch(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _function(library: Any) -> Any:
-    try:
-        found = library.process_vm_readv
-    except AttributeError:
-        return None
-    found.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
-    found.restype = ctypes.c_ssize_t
-    return found
+@cache
+def _functions() -> tuple[Any, Any] | None:
+    """Return the system call without and with the interpreter's lock; None where the system has none."""
+    found = []
+    for library in (ctypes.CDLL, ctypes.PyDLL):
+        try:
+            function: Any = library(None, use_errno=True).process_vm_readv
+        except AttributeError:
+            return None
+        function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+        function.restype = ctypes.c_ssize_t
+        found.append(function)
+    return found[0], found[1]
 
 
 class Spot:
@@ -56,9 +63,17 @@ class Spot:
 
     @staticmethod
     def give_leave() -> None:
-        """Let the process that started this one, and what else it started, read here, where the system asks for that."""
+        """Let the process that started this one, and what that started, trace this one, where Yama would refuse it.
+
+        Yama knows no leave to read only: who may read may also attach as a debugger, for processes of the same user.
+        """
         parent = os.getppid()
-        if parent > 1 and os.path.exists("/proc/sys/kernel/yama/ptrace_scope"):
+        try:
+            with open(_SCOPE, encoding="ascii") as file:
+                scope = file.read().strip()
+        except OSError:  # the system has no Yama
+            return
+        if scope == "1" and parent > 1:
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(parent), 0, 0, 0)
 
 
@@ -80,8 +95,6 @@ class Reach:
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = tuple(processes)
-        self._yielding = _function(ctypes.CDLL(None, use_errno=True))
-        self._holding = _function(ctypes.PyDLL(None, use_errno=True))
         self._here, self._there = _Stretch(), _Stretch()
         self._places = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
@@ -90,6 +103,15 @@ class Reach:
         made = ctypes.c_uint64()
         try:
             return self._read(rank, address, ctypes.addressof(made), 8, hold=False) and made.value == number
+        except SyncvarError:
+            return False
+
+    def can_read(self, rank: int, address: int, nbytes: int) -> bool:
+        """Return whether the first and the last of some bytes of a rank's memory can be read: not those of a device."""
+        made = ctypes.c_uint64()
+        into = ctypes.addressof(made)
+        try:
+            return all(self._read(rank, place, into, 1, hold=True) for place in (address, address + max(1, nbytes) - 1))
         except SyncvarError:
             return False
 
@@ -113,23 +135,24 @@ class Reach:
         return self._read(rank, address, target.__array_interface__["data"][0], target.nbytes, hold=hold)
 
     def _read(self, rank: int, address: int, into: int, nbytes: int, *, hold: bool) -> bool:
-        function = self._holding if hold else self._yielding
+        functions = _functions()
         here, there = self._here, self._there
         mine, theirs = self._places
         process = self._processes[rank]
-        if function is None:
+        if functions is None:
             raise SyncvarError("this system cannot read the memory of another process")
+        function = functions[hold]
         while nbytes:
             here.base, here.length = into, nbytes
             there.base, there.length = address, nbytes
             done = function(process, mine, 1, theirs, 1, 0)
             if done <= 0:
-                number = ctypes.get_errno()
+                number = ctypes.get_errno() if done else 0
                 if number == errno.ESRCH:
                     return False
                 raise SyncvarError(
                     f"the memory of rank {rank} of the group (process {process}) cannot be read any more "
-                    f"({os.strerror(number) if done else 'it ends there'}); set SYNCVAR_SINGLE_COPY=off for all ranks"
+                    f"({os.strerror(number) if number else 'it ends there'}); set SYNCVAR_SINGLE_COPY=off for all ranks"
                 )
             into, address, nbytes = into + done, address + done, nbytes - done
         return True

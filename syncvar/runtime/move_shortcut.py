@@ -26,7 +26,7 @@ from syncvar.runtime.shared_moves import (
     take_blocks,
 )
 from syncvar.runtime.shortcut import ground_of
-from syncvar.runtime.whereabouts import ADDRESS, Gone, read
+from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -154,7 +154,7 @@ def _long_blocks(channel: Channel, layout: Layout) -> Any:
     marks = [tuple((other + CHECK + side, other + TARGET + side) for other in others) for side in (0, 1)]
     peers = tuple(peer for peer, _ in layout.takes)
     tables = [[channel.told_word(peer, side) + place for peer, place in layout.takes] for side in (0, 1)]
-    copyto, locate = np.copyto, channel.arena.locate
+    copyto = np.copyto
 
     def taken(places: list[int], blocks: Blocks) -> None:
         if fold is not None:
@@ -179,12 +179,13 @@ def _long_blocks(channel: Channel, layout: Layout) -> Any:
         for block in outgoing:
             if block.dtype != dtype or not block.flags.c_contiguous:
                 return 0
-            place = 0 if block.base is None else locate(block)
-            if place <= 0:
+            place = place_of(channel, block)
+            if place & ADDRESS:
                 if not reads:
                     return 0
-                place = ADDRESS | block.__array_interface__["data"][0]
                 offer = reads | TOLD
+            elif not place:
+                return 0
             words[word] = place
             word += 1
         return offer

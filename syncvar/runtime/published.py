@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
-from syncvar.errors import InternalError, SyncvarError
+from syncvar.errors import InternalError, MismatchError, SyncvarError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.operation import Into, Operation, State
@@ -179,6 +179,7 @@ class SharedOperation(Operation):
                     break
                 except Exception as error:  # this rank alone; the engine tells the others
                     self.error = self.accident = error
+                    self._keep()
                     self._end(State.FAILED)
                     break
         self.mismatch = self._need == DISAGREE
@@ -187,11 +188,15 @@ class SharedOperation(Operation):
         """End without a result. What this rank has published stays; its next call is past it."""
         if not self.is_over:
             self.error = error
-            if self.held is not None:
-                self.channel.keep(self.held)
+            self._keep()
             self._steps.close()
             self.channel.is_settled = False
             self._end(State.FAILED)
+
+    def _keep(self) -> None:
+        """Keep what others may still read; of calls that the ranks do not make alike nobody reads anything."""
+        if self.held is not None and not isinstance(self.error, MismatchError):
+            self.channel.keep(self.held)
 
     def _end(self, state: State) -> None:
         self.channel.queue.remove(self)

@@ -167,7 +167,9 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         yield channel.begin(call, said.full, check, said.mark)
         yield from take_blocks(channel, said, movement)
     except BaseException:
-        channel.keep(movement)  # others may still be reading what this rank has told them of
+        is_refused = channel.is_reached(channel.last) and channel.disagreeing(said.full)
+        if movement.outgoing and not is_refused:
+            channel.keep(movement)  # others may still be reading what this rank has told them of
         raise
 
 

@@ -5,7 +5,8 @@ Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing he
 * **small**: each rank publishes its vector in its slot and sums all slots itself; one phase.
 * **into all**: every rank's target lies in the arena: each owner sums its part of all sources and writes the sum (or what
   becomes of the target with it) into all targets. Where the sources lie there too, two phases do; where source and
-  target are the same array it is reduced in place, with no copy.
+  target are the same array it is reduced in place, with no copy. What becomes of a target is worked out by the owner of
+  each part from its own copy: copies that have come to differ get the same.
 * **by segments**: the vector is cut into segments that stay in the caches. In one phase each rank sums its part of
   segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
   read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import InternalError
+import numpy as np
+
+from syncvar.errors import InternalError, SyncvarError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,11 +29,20 @@ class Gone(Exception):  # noqa: N818  (no error: the launcher will say what has 
 
 
 def place_of(channel: Channel, array: NDArray[Any]) -> int:
-    """Return where the others find a flat array, which this rank keeps alive."""
+    """Return where the others find an array in one piece, which this rank keeps alive; 0 where they cannot read it."""
     offset = channel.arena.locate(array)
     if offset > 0:
         return offset
-    return 0 if channel.reach is None else ADDRESS | array.__array_interface__["data"][0]
+    reach = channel.reach
+    if reach is None or not array.flags.c_contiguous:
+        return 0
+    address: int = array.__array_interface__["data"][0]
+    ground = array
+    while not ground.flags.owndata:
+        if not isinstance(ground.base, np.ndarray):  # memory of another library, or of a device that others cannot read
+            return ADDRESS | address if reach.can_read(channel.rank, address, array.nbytes) else 0
+        ground = ground.base
+    return ADDRESS | address
 
 
 def read(channel: Channel, rank: int, place: int, target: NDArray[Any], *, hold: bool) -> None:
@@ -49,5 +60,11 @@ def read(channel: Channel, rank: int, place: int, target: NDArray[Any], *, hold:
     """
     if channel.reach is None:
         raise InternalError("the memory of other ranks was told to be read, and cannot be")
-    if not channel.reach.read(rank, place ^ ADDRESS, target, hold=hold):
+    try:
+        is_there = channel.reach.read(rank, place ^ ADDRESS, target, hold=hold)
+    except SyncvarError:
+        if not channel.arena.is_aborted:
+            raise
+        is_there = False
+    if not is_there:
         raise Gone

@@ -11,6 +11,7 @@ from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
 from syncvar.variables.requests import together_request
 from syncvar.variables.shared_copy import written_once
+from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
                 reproducible=owner.reproducible, are_apart=are_apart,
             )  # fmt: skip
 
-        with written_once(owner, storages):
+        with being_written(storages), written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
         for variable in variables:
             variable._writes += 1  # noqa: SLF001

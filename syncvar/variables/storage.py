@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +19,13 @@ import numpy as np
 from syncvar.errors import ArenaFull
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
 
     from syncvar.runtime.context import Context
 
-__all__ = ["Storage", "say_arena_is_full"]
+__all__ = ["Storage", "being_written", "say_arena_is_full"]
 
 _log = logging.getLogger("syncvar")
 
@@ -32,6 +35,18 @@ def say_arena_is_full(context: Context, error: ArenaFull) -> None:
     if not context.extras.get("said_arena_is_full"):
         context.extras["said_arena_is_full"] = True
         _log.warning("variables of this rank take private memory from now on, their writes are copied: %s", str(error))
+
+
+@contextmanager
+def being_written(storages: Sequence[Storage]) -> Iterator[None]:
+    """Mark storages as written by a call that other replicas take part in: readers get copies."""
+    for storage in storages:
+        storage.is_being_written = True
+    try:
+        yield
+    finally:
+        for storage in storages:
+            storage.is_being_written = False
 
 
 class Storage:
@@ -86,8 +101,11 @@ class Storage:
         return sys.getrefcount(self._bytes) > self._references
 
     def expose(self) -> NDArray[Any]:
-        """Return a read-only view that never changes; nobody can make it writable."""
-        if self.is_being_written:  # another thread reads: what it gets must not change under it
+        """Return a read-only view that never changes; nobody can make it writable.
+
+        Another thread that reads beside a write gets a copy, in which the write may have been made in part.
+        """
+        if self.is_being_written:
             copy = self.array.copy()
             copy.flags.writeable = False
             return copy

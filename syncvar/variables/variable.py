@@ -33,6 +33,7 @@ from syncvar.variables.requests import request_of, rows_request
 from syncvar.variables.rows import Rows, applied, checked_rows
 from syncvar.variables.shared_copy import SharedCopy, written_once
 from syncvar.variables.splitting import share_of
+from syncvar.variables.storage import being_written
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -211,8 +212,9 @@ class Variable(ArrayProtocol):
     def read_from(self, rank: int) -> NDArray[Any]:
         """Return another replica's copy, read-only, without its taking part; for ON_WRITE the value.
 
-        One-sided: the other replica's engine answers while its program computes. The copy is whole, never half a write,
-        and as it was at some moment during this call. NONE variables are found by their name.
+        One-sided: the other replica's engine answers while its program computes. The copy never changes, and is
+        as it was at some moment during this call; only where this process itself is writing the variable at that moment, in
+        another thread and together with the other replicas, that write may have been made in part. NONE variables are found by their name.
 
         Args:
             rank: Replica of the variable's strategy; this one's own copy needs no message.
@@ -618,11 +620,8 @@ class Variable(ArrayProtocol):
         if action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW):
             together = mine()
         else:
-            self._storage.is_being_written = True
-            try:
+            with being_written((storage,)):
                 together = self._travel(action, what, mine, request)
-            finally:
-                self._storage.is_being_written = False
         store(together)
         self._writes += 1
         return self

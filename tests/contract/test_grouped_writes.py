@@ -1,10 +1,13 @@
 """Structures and groups of variables: one transfer for many arrays, the same result as one after another."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.runtime.context import current
+from syncvar.runtime.context import current, use
 from syncvar.runtime.fused import pieces
 from syncvar.testing import run_ranks
 
@@ -286,3 +289,46 @@ def test_long_variables_are_written_on_all_ranks_by_the_owners(size, dtype, oper
 
     results = run_ranks(size, fn, shared=True, timeout_s=60)
     assert results == ["right"] * size
+
+
+@pytest.mark.parametrize("way", ["one", "prepared", "grouped"])
+def test_a_view_taken_beside_a_write_does_not_change(way):
+    begun, seen = threading.Event(), threading.Event()
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            v = sv.Variable(np.zeros(100_000, "f4"), aggregation="SUM", name="v")
+        one, context, rank = np.ones(100_000, "f4"), current(), sv.rank()
+        held = {}
+
+        def read():
+            with use(context):
+                begun.wait(20)
+                time.sleep(0.05)  # the write waits for rank 1
+                held["view"] = v.read_value()
+                held["sum"] = float(held["view"].sum())
+                seen.set()
+
+        def step():
+            for _ in range(3 if way == "prepared" else 0):
+                v.assign_add(one)
+            if rank == 0:
+                begun.set()
+            else:
+                seen.wait(20)
+            if way == "grouped":
+                sv.assign_add_all([(v, one)])
+            else:
+                v.assign_add(one)
+
+        reader = threading.Thread(target=read, daemon=True)
+        if rank == 0:
+            reader.start()
+        strategy.run(step)
+        if rank:
+            return True
+        reader.join(20)
+        return float(held["view"].sum()) == held["sum"]
+
+    assert run_ranks(2, fn, shared=True, timeout_s=60) == [True, True]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.arena.reaching import Reach
 from syncvar.collectives.groups import communicator_of
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
@@ -96,17 +97,49 @@ def test_blocks_are_taken_wherever_they_lie(size, dtype, op, of_x, reads):
     results(size, fn, "off" if reads == "none" else "auto")
 
 
-def test_a_rank_that_is_gone_ends_the_reading(monkeypatch):
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_rank_that_is_gone_ends_the_reading(is_prepared):
     def fn():
+        x = np.ones(100_000)
+        for _ in range(3 * is_prepared):
+            sv.broadcast(x)
         sv.barrier()
         channel = communicator_of(None).channel
         if sv.rank() == 1:
             channel.reach._processes = (1 << 22, 1 << 22)  # no system has so many processes
-        x = np.ones(100_000)
-        return sv.broadcast(x, timeout=1.0) is not None
+        return sv.broadcast(x) is not None
 
-    found = run_ranks(2, fn, shared=True, timeout_s=30)
+    found = run_ranks(2, fn, shared=True, timeout_s=30, config=RuntimeConfig(collective_timeout_s=1.0))
     assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found), found
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_memory_that_others_cannot_read_goes_by_windows(monkeypatch, is_prepared):
+    def fn():
+        ground = bytearray(400_000)  # not NumPy's: it may be anything
+        x = np.frombuffer(ground, np.float32)
+        for turn in range(1 + 2 * is_prepared):
+            x[...] = np.arange(100_000) + turn + 5 * sv.rank()
+            for collective in (sv.broadcast, sv.all_gather):
+                assert np.array_equal(collective(x)[:100_000], np.arange(100_000) + turn)
+
+    results(2, fn)
+    monkeypatch.setattr(Reach, "can_read", lambda *_: False)
+    monkeypatch.setattr(Reach, "read", None)
+    results(2, fn)
+
+
+def test_a_call_that_is_refused_keeps_nothing_alive():
+    def fn():
+        x = np.ones(100_000)
+        for _ in range(3):
+            sv.broadcast(x)
+            with pytest.raises(sv.MismatchError):
+                sv.broadcast(x) if sv.rank() else sv.all_gather(x)
+        sv.barrier()
+        return len(communicator_of(None).channel._kept)
+
+    assert results(2, fn) == [0, 0]
 
 
 def test_half_types_and_means_are_rounded_once():
