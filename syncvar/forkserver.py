@@ -11,6 +11,7 @@ its own children, as those that it starts itself. A worker runs nothing of the s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -39,6 +40,7 @@ _IMPORTED = (
 
 _REQUEST_MAX = 1 << 20
 _DESCRIPTORS_MAX = 16
+_EMPTIED = ("__main__", "builtins", "sys")  # these end as ever
 _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +48,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve until the launcher ends this process; returns in each worker, when that has run its script."""
     end = socket.socket(fileno=int(os.environ.pop(_FORK_FD)))
+    shared: dict[str, Any] = {}
+    atexit.register(_leave_whole, shared)  # registered first, so it runs last
     sys.path[0] = bootstrap.folder_of(sys.argv[1:])  # what is imported here is what the script would import
     gc.disable()  # next to nothing of what is imported is garbage
     for name in _IMPORTED:
@@ -56,6 +60,8 @@ def main() -> None:
             f"syncvar-launch --start-method fork: importing NumPy and syncvar started threads ({', '.join(others)}), "
             f"which a forked worker would not have; use --start-method spawn"
         )
+    shared |= {name: module for name, module in sys.modules.items() if name not in _EMPTIED}
+    shared[""] = shared  # a cycle that no collection looks at keeps them
     gc.freeze()  # a collection in a worker leaves these pages alone, so that they stay shared
     end.send(msgpack.packb({"ready": True}))
     request, descriptors = _serve(end)
@@ -128,6 +134,18 @@ def _open_stream(name: str) -> None:
     made.mode = "w" if writes else "r"
     for place in (name, f"__{name}__"):
         setattr(sys, place, made)
+
+
+def _leave_whole(shared: dict[str, Any]) -> None:
+    """Take what was imported before the fork from the modules that the interpreter's end empties one after the other.
+
+    They share their memory with other workers: to empty them would copy nearly all of it, and only then free the copy.
+    The script and what it has imported itself end as ever, but for what it has put into these modules or their classes:
+    that stays until the process has ended.
+    """
+    for name, module in shared.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
 
 
 def _leave_server(server: int) -> None:

@@ -84,6 +84,43 @@ def test_workers_load_nothing_up_to_a_collective_and_draw_different_numbers(laun
     assert [event["names"] for event in job.events("loaded")] == [[], []], "what the server does not import, each worker does"
 
 
+LAST = """
+import atexit, sys, types
+import numpy as np
+import probe
+import syncvar as sv
+
+class Last:
+    def __init__(self, name):
+        self.name, self.me = name, self
+    def __del__(self, write=sys.stdout.write):
+        write(f"{self.name} goes\\n")
+
+sv.all_reduce(1)
+mine = sys.modules["mine"] = types.ModuleType("mine")
+here = Last("of a cycle")
+here_too = Last("of the script")
+here_too.me = None
+mine.here = Last("of a module")
+mine.here.me = None
+file = open(f"last{probe.RANK}", "w")
+file.write("written")
+file.me = [file]
+atexit.register(lambda: print("first", "numpy" in sys.modules, np.ones(2).sum()))
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_what_a_script_has_made_ends_with_it(launch, how):
+    job = launch(LAST, options=("--start-method", how))
+    assert job.wait() == 0, str(job)
+    for rank in range(2):
+        lines = job.lines(rank)
+        assert lines[0] == "first True 2.0", str(job)
+        assert set(lines[1:]) == {"of a cycle goes", "of the script goes", "of a module goes"}, str(job)
+        assert (job.folder / f"last{rank}").read_text() == "written"
+
+
 @pytest.mark.parametrize("how", ["spawn", "fork"])
 def test_a_worker_that_is_killed_is_reported(launch, how):
     script = """

@@ -174,15 +174,9 @@ def test_what_is_not_loaded_beyond_numpy(code, banned):
 
 
 def test_the_guardian_is_tiny():
-    # Run as the agent runs it: by path and isolated. It ends when its input ends, here at once with an orderly ".".
-    guardian = REPOSITORY / "launcher" / "guardian.py"
-    code = (
-        f"import runpy, sys; sys.argv = ['guardian', '/nonexistent']; runpy.run_path({str(guardian)!r}, run_name='__main__');"
-        "print('\\n'.join(sys.modules))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code], input=".\n", capture_output=True, text=True, check=True, timeout=30
-    )
-    modules = set(ended.stdout.split())
+    # Run as the agent runs it: by path and isolated. Here its input is at once an orderly ".".
+    command = [sys.executable, "-I", "-S", "-X", "importtime", str(REPOSITORY / "launcher" / "guardian.py"), "/nonexistent"]
+    ended = subprocess.run(command, input=".\n", capture_output=True, text=True, check=True, timeout=30)
+    modules = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "sessions" in modules
     assert not {name for name in modules if name.split(".")[0] in {"numpy", "zmq", "msgpack", "syncvar", "subprocess", "socket", "shutil"}}
