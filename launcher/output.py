@@ -14,8 +14,6 @@ import os
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from syncvar.errors import ConfigError
@@ -72,23 +70,33 @@ class Sink(NamedTuple):
     color: bool = False
 
 
-@dataclass(slots=True, eq=False)
+_Tail = deque[tuple[Stream, bytes, bool]]
+"""The last lines of a rank: stream, text, and whether it is progress."""
+
+
 class _Source:
-    """One stream of one rank."""
+    """One stream of one rank.
 
-    rank: int
-    stream: Stream
-    pending: bytes = b""
-    continued: bool = False  # the start of this line was forwarded already, because the line is too long
-    returned: bytes | None = None  # progress that ended the last piece: a line feed that follows belongs to it
-    shown: bytes = b""  # the part of `pending` that stands on the terminal as a prompt
-    changed: float = 0.0
-    closed: bool = False
+    Attributes:
+        pending: What has come of a line that has not ended.
+        continued: The start of this line was forwarded already, because the line is too long.
+        returned: Progress that ended the last piece: a line feed that follows belongs to it.
+        shown: The part of `pending` that stands on the terminal as a prompt.
+        changed: When something came last.
+        closed: Nothing follows.
+    """
 
+    __slots__ = ("changed", "closed", "continued", "pending", "rank", "returned", "shown", "stream")
 
-@dataclass(slots=True)
-class _Tail:
-    lines: deque[tuple[Stream, bytes, bool]] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    def __init__(self, rank: int, stream: Stream) -> None:
+        self.rank = rank
+        self.stream: Stream = stream
+        self.pending = b""
+        self.continued = False
+        self.returned: bytes | None = None
+        self.shown = b""
+        self.changed = 0.0
+        self.closed = False
 
 
 def escape(text: str) -> str:
@@ -222,7 +230,7 @@ class OutputForwarder:
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """Return the last 40 lines that a rank wrote on both streams, in order, without colours and escaped."""
-        lines = [text for _, text, _ in self._tails.get(rank, _Tail()).lines]
+        lines = [text for _, text, _ in self._tails.get(rank, ())]
         for stream in ("out", "err"):
             source = self._sources.get((rank, stream))
             if source is not None and source.pending:
@@ -323,7 +331,7 @@ class OutputForwarder:
     def _line(
         self, source: _Source, sink: Sink, text: bytes, end: bytes, live: bool, *, progress: bool = False
     ) -> bytes:
-        lines = self._tails.setdefault(source.rank, _Tail()).lines
+        lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
             lines.pop()  # progress is replaced by what follows it
         lines.append((source.stream, text[:_TAIL_NBYTES], progress))
@@ -334,6 +342,8 @@ class OutputForwarder:
         if sink.color:
             label = f"\x1b[{_COLORS[source.rank % len(_COLORS)]}m{label}\x1b[0m"
         if self._clock is not None:
+            from datetime import datetime  # only timestamps need it
+
             # The reader's own time, as on a wall clock: no offset.
             moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="milliseconds")  # noqa: DTZ006
             label += f" {moment}"
@@ -343,7 +353,7 @@ class OutputForwarder:
         """A line feed came after progress that was shown already: make it a line that stays."""
         text = source.returned
         sink = self._sinks[source.stream]
-        lines = self._tails.setdefault(source.rank, _Tail()).lines
+        lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
         if not text:
             self._forward(source, [(b"", b"\n")])
             return

@@ -1,14 +1,15 @@
-"""The launcher: options in, workers out, one loop that listens to all of them, an exit code that tells the truth."""
+"""The launcher: options in, workers out, an exit code that tells the truth.
+
+What is needed up to the start of the fork server is imported here, all else by `running`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-import select
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,22 +18,12 @@ from syncvar.errors import ConfigError, SyncvarError
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import exits, options
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
-from syncvar_launcher.directory import JobDirectory, runtime_directory
-from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
-from syncvar_launcher.output import OutputForwarder, Sink
-from syncvar_launcher.report import Failure, failure_block
-from syncvar_launcher.restarting import Restarting
-from syncvar_launcher.sharing import Sharing, why_no_arena
-from syncvar_launcher.show import dry_run_text
-from syncvar_launcher.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar_launcher.generation import Generation
     from syncvar_launcher.options import LaunchOptions
-    from syncvar_launcher.supervise import Outcome
 
 __all__ = ["Job", "main"]
 
@@ -83,7 +74,6 @@ class Job:
         self.flight_dir = chosen.log_dir or Path.cwd() / self.flight_name
         self.usable = options.usable_cores()
         self.core_count = options.core_count()
-        why_no_arena(chosen, os.uname().machine)  # raises where the settings do not fit together
         self.binding: Binding = plan_binding(
             chosen.workers, self.usable, os.cpu_count() or 1, chosen.bind, chosen.cores_per_worker
         )
@@ -152,6 +142,10 @@ class Job:
 
     def dry_run(self) -> str:
         """Return what a launch would do, as text."""
+        from syncvar_launcher.directory import runtime_directory
+        from syncvar_launcher.sharing import Sharing
+        from syncvar_launcher.show import dry_run_text
+
         torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"} if self.options.torch_env else {}
         hidden = {"SYNCVAR_JOB_ID": "<random>"}
         if self.options.log_dir is None:
@@ -177,90 +171,17 @@ class Job:
 
     def run(self) -> int:
         """Start the workers, again where that is asked for and may help; return the exit code."""
-        forwarder = _forwarder(self.options)
-        FlightRecords(self.flight_dir).remove()  # of an earlier job with the same folder for its output
-        restarting = Restarting(self.options.max_restarts, self.config.restart_delay_s)
-        began = time.monotonic()
-        number, had_met = 0, False
-        with Watch(self.environ) as watch:
-            while True:
-                generation, outcome = self._start_once(forwarder, watch, number, restarting.number, began, had_met=had_met)
-                code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
-                decision = restarting.after(generation.ending(outcome))
-                generation.tell(outcome, is_last=not decision.restarts)
-                if not decision.restarts:
-                    if decision.reason and not outcome.interrupted:
-                        forwarder.say(f"syncvar: not started again: {decision.reason}\n")
-                    break
-                forwarder.say(f"syncvar: {decision.reason}, in {decision.pause_s:g} s, as generation {number}\n")
-                ended = self._pause(watch, decision.pause_s, began)
-                if ended is not None:
-                    code = code if code == exits.PREEMPTED else ended[0]
-                    forwarder.say(ended[1])
-                    break
-                forwarder.begin(f"syncvar: {decision.reason}, generation {number}")
-        for line in restarting.summary():
-            forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
-        forwarder.finish()
-        return code
-
-    def _start_once(
-        self, forwarder: OutputForwarder, watch: Watch, number: int, restarts: int, began: float, *, had_met: bool
-    ) -> tuple[Generation, Outcome]:
-        """Start all ranks and stay until they have ended; the arguments are those of `Generation`."""
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(self._fork_server()) if self.options.start_method == "fork" else None
-            # It brings ZeroMQ; meanwhile the fork server imports NumPy.
-            from syncvar_launcher.generation import Generation
+            server = stack.enter_context(self.fork_server()) if self.options.start_method == "fork" else None
+            from syncvar_launcher import running  # meanwhile the fork server imports NumPy
 
-            directory = JobDirectory(self.environ)
-            stack.callback(directory.remove)
-            generation = Generation(self, forwarder, directory, watch, number, restarts, began, server, had_met=had_met)
-            return generation, generation.run()
+            return running.run(self, server)
 
-    def _fork_server(self) -> ForkServer:
+    def fork_server(self) -> ForkServer:
+        """Start what workers are forked from."""
         argv = self.command()
         environ = {**self.base_environment(), **self._settings(), **self.options.env}
         try:
             return ForkServer(argv, environ, self.options.cwd, self.pass_fds())
         except OSError as error:
             raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
-
-    def _pause(self, watch: Watch, pause_s: float, began: float) -> tuple[int, str] | None:
-        """Wait before a restart; return exit code and words where the job ends meanwhile."""
-        until = time.monotonic() + pause_s
-        limit = began + self.options.timeout_s
-        poller = select.poll()
-        for descriptor in watch.descriptors():
-            poller.register(descriptor, select.POLLIN)
-        while True:
-            if watch.pending:
-                number = watch.pending.popleft()
-                return 128 + number, f"syncvar: interrupted by {exits.signal_name(number)} before the restart\n"
-            now = time.monotonic()
-            if now >= limit:
-                failure = Failure(
-                    rank=-1, status=None, elapsed_s=now - began,
-                    reason=f"the time limit of {self.options.timeout_s:g} s passed before the restart",
-                )  # fmt: skip
-                return exits.TIMEOUT, failure_block(failure)
-            if now >= until:
-                return None
-            for descriptor, _ in poller.poll(int((min(until, limit) - now) * 1000) + 1):
-                watch.readable(descriptor)
-
-
-def _forwarder(chosen: LaunchOptions) -> OutputForwarder:
-    sinks = []
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        is_terminal = stream.isatty()
-        sinks.append(Sink(stream.buffer.raw if hasattr(stream.buffer, "raw") else stream.buffer, is_terminal, chosen.color_on(is_terminal)))
-    return OutputForwarder(
-        sinks[0],
-        sinks[1],
-        mode=chosen.output,
-        clock=time.time if chosen.timestamps else None,
-        log_dir=chosen.log_dir,
-        ranks=tuple(range(chosen.workers)),
-    )

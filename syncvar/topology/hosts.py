@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import ConfigError
 
@@ -34,8 +33,7 @@ def divided(workers: int, hosts: int) -> tuple[int, ...]:
     return tuple(each + (host < more) for host in range(hosts))
 
 
-@dataclass(frozen=True, slots=True)
-class HostMap:
+class HostMap(NamedTuple):
     """The hosts of a world.
 
     Args:

@@ -1,0 +1,112 @@
+"""A job from its first start to its last end: all ranks once, and again where that was asked for and may help."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from syncvar_launcher import exits
+from syncvar_launcher.directory import JobDirectory
+from syncvar_launcher.flight import FlightRecords
+from syncvar_launcher.generation import Generation
+from syncvar_launcher.output import OutputForwarder, Sink
+from syncvar_launcher.report import Failure, failure_block
+from syncvar_launcher.restarting import Restarting
+from syncvar_launcher.sharing import why_no_arena
+from syncvar_launcher.watch import Watch
+
+if TYPE_CHECKING:
+    from syncvar_launcher.forking import ForkServer
+    from syncvar_launcher.options import LaunchOptions
+    from syncvar_launcher.run import Job
+
+__all__ = ["run"]
+
+
+def run(job: Job, server: ForkServer | None) -> int:
+    """Start the workers, again where that is asked for and may help; return the exit code.
+
+    Args:
+        job: What is started.
+        server: What the workers of the first start are forked from; None where each is a fresh process.
+    """
+    chosen = job.options
+    why_no_arena(chosen, os.uname().machine)  # raises where the settings do not fit together
+    forwarder = _forwarder(chosen)
+    FlightRecords(job.flight_dir).remove()  # of an earlier job with the same folder for its output
+    restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
+    began = time.monotonic()
+    number, had_met = 0, False
+    with Watch(job.environ) as watch:
+        while True:
+            with contextlib.ExitStack() as stack:
+                if restarting.number and server is not None:
+                    server = job.fork_server()
+                if server is not None:
+                    stack.enter_context(server)
+                directory = JobDirectory(job.environ)
+                stack.callback(directory.remove)
+                generation = Generation(job, forwarder, directory, watch, number, restarting.number, began, server, had_met=had_met)
+                outcome = generation.run()
+            code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
+            decision = restarting.after(generation.ending(outcome))
+            generation.tell(outcome, is_last=not decision.restarts)
+            if not decision.restarts:
+                if decision.reason and not outcome.interrupted:
+                    forwarder.say(f"syncvar: not started again: {decision.reason}\n")
+                break
+            forwarder.say(f"syncvar: {decision.reason}, in {decision.pause_s:g} s, as generation {number}\n")
+            ended = _pause(watch, decision.pause_s, began, chosen.timeout_s)
+            if ended is not None:
+                code = code if code == exits.PREEMPTED else ended[0]
+                forwarder.say(ended[1])
+                break
+            forwarder.begin(f"syncvar: {decision.reason}, generation {number}")
+    for line in restarting.summary():
+        forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
+    forwarder.finish()
+    return code
+
+
+def _pause(watch: Watch, pause_s: float, began: float, timeout_s: float) -> tuple[int, str] | None:
+    """Wait before a restart; return exit code and words where the job ends meanwhile."""
+    until = time.monotonic() + pause_s
+    limit = began + timeout_s
+    poller = select.poll()
+    for descriptor in watch.descriptors():
+        poller.register(descriptor, select.POLLIN)
+    while True:
+        if watch.pending:
+            number = watch.pending.popleft()
+            return 128 + number, f"syncvar: interrupted by {exits.signal_name(number)} before the restart\n"
+        now = time.monotonic()
+        if now >= limit:
+            failure = Failure(
+                rank=-1, status=None, elapsed_s=now - began,
+                reason=f"the time limit of {timeout_s:g} s passed before the restart",
+            )  # fmt: skip
+            return exits.TIMEOUT, failure_block(failure)
+        if now >= until:
+            return None
+        for descriptor, _ in poller.poll(int((min(until, limit) - now) * 1000) + 1):
+            watch.readable(descriptor)
+
+
+def _forwarder(chosen: LaunchOptions) -> OutputForwarder:
+    sinks = []
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        is_terminal = stream.isatty()
+        sinks.append(Sink(stream.buffer.raw if hasattr(stream.buffer, "raw") else stream.buffer, is_terminal, chosen.color_on(is_terminal)))
+    return OutputForwarder(
+        sinks[0],
+        sinks[1],
+        mode=chosen.output,
+        clock=time.time if chosen.timestamps else None,
+        log_dir=chosen.log_dir,
+        ranks=tuple(range(chosen.workers)),
+    )
