@@ -61,7 +61,7 @@ def cost_of(name: str) -> str:
 
     Example:
         >>> cost_of("barrier")
-        'ceil(log2 n) rounds of empty frames'
+        "ceil(log2 n) rounds of empty frames; in shared memory one look at each rank's word"
     """
     found = _COST.search(inspect.getdoc(getattr(sv, name)) or "")
     return " ".join(found[1].split()).rstrip(".") if found else ""
