@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -281,7 +280,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     _apply_color_habits(values, origin, environ)
     runtime = _runtime(line, environ, knobs, origin)
     paths: dict[str, Any] = {name: str(base / getattr(runtime, name)) for name in ("trace", "auto_log", "auto_replay") if getattr(runtime, name)}
-    runtime = replace(runtime, **paths)
+    runtime = runtime.replaced(**paths)
     if values["debug"] is not None:
         if values["debug"] >= values["workers"]:
             raise ConfigError(
@@ -604,7 +603,7 @@ def _endless(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:
     endless = [name for name in _ENDLESS if origin[name] in below]
     origin |= dict.fromkeys(endless, origin["debug"])
     values: dict[str, Any] = dict.fromkeys(endless, math.inf)
-    return replace(runtime, **values)
+    return runtime.replaced(**values)
 
 
 def _apply_color_habits(values: dict[str, Any], origin: dict[str, str], environ: Mapping[str, str]) -> None:
@@ -663,6 +662,6 @@ def _help_line(option: _Option) -> str:
     if isinstance(option.default, int | str) and not option.is_switch:
         text += f" [{option.default}]"
     if option.knob:
-        default = next(item.default for item in fields(RuntimeConfig) if item.name == option.knob)
+        default = next(item.default for item in RuntimeConfig.knobs() if item.name == option.knob)
         text += f" [{default:g} s]"
     return f"  {names:<27}{text}"

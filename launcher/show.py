@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from syncvar.config import RuntimeConfig
@@ -75,8 +74,8 @@ def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
         for name, value in mask_environment(options.env).items()
     ]
     rows += [
-        (item.name, _value(getattr(options.runtime, item.name), item.metadata["unit"]), options.origin[item.name])
-        for item in fields(RuntimeConfig)
+        (item.name, _value(getattr(options.runtime, item.name), item.unit), options.origin[item.name])
+        for item in RuntimeConfig.knobs()
     ]
     return rows
 

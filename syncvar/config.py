@@ -7,8 +7,7 @@ a TOML file, or by its default, in this order. The launcher hands its result to 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
@@ -16,7 +15,7 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["RuntimeConfig", "nearest"]
+__all__ = ["Knob", "RuntimeConfig", "nearest"]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -32,12 +31,88 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _knob(default: Any, unit: str, text: str, low: float = 0.0, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"unit": unit, "text": text, "low": low, "choices": choices})
+class Knob:
+    """One knob.
+
+    Args:
+        default: Its value where nothing else is said.
+        unit: "s", "B", or what else it counts or names; empty for a choice.
+        text: What it is, in words.
+        low: The least value of a number.
+        choices: The texts that it may be; empty for any.
+
+    Attributes:
+        name: As the settings have it.
+    """
+
+    __slots__ = ("choices", "default", "low", "name", "text", "unit")
+
+    def __init__(self, default: Any, unit: str, text: str, low: float, choices: tuple[str, ...]) -> None:
+        self.name = ""
+        self.default = default
+        self.unit = unit
+        self.text = text
+        self.low = low
+        self.choices = choices
+
+    def __set_name__(self, _owner: type, name: str) -> None:
+        self.name = name
+
+    def check(self, value: Any) -> None:
+        """Refuse a value that it cannot have, with a ConfigError that names it."""
+        if self.choices:
+            if value not in self.choices:
+                raise ConfigError(f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}")
+        elif isinstance(self.default, str):
+            if not isinstance(value, str):
+                raise ConfigError(f"{self.name} must be a text, not {value!r}")
+        elif isinstance(self.default, int) and isinstance(value, float):
+            raise ConfigError(f"{self.name} must be a whole number of {self.unit}, not {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < self.low:
+            least = f"{self.low:g}" if isinstance(self.low, float) else str(self.low)
+            raise ConfigError(f"{self.name} must be a number of at least {least} {self.unit}, not {value!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeConfig:
+def _knob(unit: str, text: str, low: float = 0.0, choices: tuple[str, ...] = (), *, default: Any) -> Any:
+    return Knob(default, unit, text, low, choices)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(_knob,))
+class _Settings:
+    """What a frozen dataclass would be, which costs several times as much to load: every start of a job waits for it."""
+
+    def __init__(self, **values: Any) -> None:
+        knobs = type(self).knobs()
+        if unknown := values.keys() - {knob.name for knob in knobs}:
+            raise TypeError(f"there is no setting {', '.join(sorted(unknown))}")
+        for knob in knobs:
+            value = values.get(knob.name, knob.default)
+            knob.check(value)
+            self.__dict__[knob.name] = value
+
+    @classmethod
+    def knobs(cls) -> tuple[Knob, ...]:
+        """Return every knob, in order."""
+        return tuple(knob for knob in vars(cls).values() if isinstance(knob, Knob))
+
+    def replaced(self, **values: Any) -> Self:
+        """Return these settings with some values instead of theirs."""
+        return type(self)(**{**self.__dict__, **values})
+
+    def __setattr__(self, name: str, _value: object) -> None:
+        raise AttributeError(f"{name} cannot be set: settings do not change")
+
+    def __eq__(self, other: object) -> bool:
+        return self.__dict__ == other.__dict__ if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+
+
+class RuntimeConfig(_Settings):
     """The knobs, all with defaults.
 
     Example:
@@ -45,52 +120,34 @@ class RuntimeConfig:
         1.5
     """
 
-    rendezvous_timeout_s: float = _knob(300.0, "s", "longest wait for all ranks to meet")
-    handshake_timeout_s: float = _knob(10.0, "s", "longest wait for a link to open")
-    roll_call_s: float = _knob(5.0, "s", "how often the ranks still missing are named while others wait", 0.05)
-    heartbeat_interval_s: float = _knob(1.0, "s", "time between signs of life on a link", 0.01)
-    suspect_after_s: float = _knob(5.0, "s", "silence after which a rank is suspected")
-    lost_after_s: float = _knob(15.0, "s", "silence after which a rank is lost")
-    stall_warning_s: float = _knob(10.0, "s", "wait after which one sentence says who waits for whom")
-    report_after_s: float = _knob(0.1, "s", "wait after which a rank reports its call to the arbiter", 0.01)
-    collective_timeout_s: float = _knob(1800.0, "s", "longest wait of a call that is given no timeout")
-    abort_grace_s: float = _knob(2.0, "s", "time for survivors to end by themselves after a failure")
-    term_grace_s: float = _knob(10.0, "s", "time between SIGTERM and SIGKILL")
-    preempt_grace_s: float = _knob(20.0, "s", "time that ranks which take SIGTERM as a notice get to save and end")
-    restart_delay_s: float = _knob(1.0, "s", "pause before the first restart; each further one waits twice as long, up to 30 s")
-    shutdown_timeout_s: float = _knob(2.0, "s", "longest wait for the peers' goodbye at the end")
-    window_bytes: int = _knob(64 << 20, "B", "unconsumed bytes allowed on a link for each group", 4096)
-    segment_bytes: int = _knob(1 << 20, "B", "largest payload of one frame", 1024)
-    arena_bytes: int = _knob(1 << 40, "B", "virtual size of the memory that the processes of one host share", 16 << 20)
-    algorithm: str = _knob("", "list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree")
-    eager_bytes: int = _knob(65536, "B", "longest message of send that does not wait for its receiver", 0)
-    log_level: str = _knob("warning", "", "what workers log on standard error", choices=("warning", "info", "debug"))
-    trace: str = _knob("", "path", "folder for the flight record of every rank, written at the end of every run")
-    transport: str = _knob("auto", "", "data path between processes of one host", choices=("auto", "zmq"))
+    rendezvous_timeout_s: float = _knob("s", "longest wait for all ranks to meet", default=300.0)
+    handshake_timeout_s: float = _knob("s", "longest wait for a link to open", default=10.0)
+    roll_call_s: float = _knob("s", "how often the ranks still missing are named while others wait", 0.05, default=5.0)
+    heartbeat_interval_s: float = _knob("s", "time between signs of life on a link", 0.01, default=1.0)
+    suspect_after_s: float = _knob("s", "silence after which a rank is suspected", default=5.0)
+    lost_after_s: float = _knob("s", "silence after which a rank is lost", default=15.0)
+    stall_warning_s: float = _knob("s", "wait after which one sentence says who waits for whom", default=10.0)
+    report_after_s: float = _knob("s", "wait after which a rank reports its call to the arbiter", 0.01, default=0.1)
+    collective_timeout_s: float = _knob("s", "longest wait of a call that is given no timeout", default=1800.0)
+    abort_grace_s: float = _knob("s", "time for survivors to end by themselves after a failure", default=2.0)
+    term_grace_s: float = _knob("s", "time between SIGTERM and SIGKILL", default=10.0)
+    preempt_grace_s: float = _knob("s", "time that ranks which take SIGTERM as a notice get to save and end", default=20.0)
+    restart_delay_s: float = _knob("s", "pause before the first restart; each further one waits twice as long, up to 30 s", default=1.0)
+    shutdown_timeout_s: float = _knob("s", "longest wait for the peers' goodbye at the end", default=2.0)
+    window_bytes: int = _knob("B", "unconsumed bytes allowed on a link for each group", 4096, default=64 << 20)
+    segment_bytes: int = _knob("B", "largest payload of one frame", 1024, default=1 << 20)
+    arena_bytes: int = _knob("B", "virtual size of the memory that the processes of one host share", 16 << 20, default=1 << 40)
+    algorithm: str = _knob("list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree", default="")
+    eager_bytes: int = _knob("B", "longest message of send that does not wait for its receiver", 0, default=65536)
+    log_level: str = _knob("", "what workers log on standard error", choices=("warning", "info", "debug"), default="warning")
+    trace: str = _knob("path", "folder for the flight record of every rank, written at the end of every run", default="")
+    transport: str = _knob("", "data path between processes of one host", choices=("auto", "zmq"), default="auto")
     single_copy: str = _knob(
-        "auto", "", "read arrays where they lie in another worker's memory, where the system allows it", choices=("auto", "off")
+        "", "read arrays where they lie in another worker's memory, where the system allows it", choices=("auto", "off"), default="auto"
     )
-    check_every: int = _knob(100, "runs", "how often copies of variables that are kept equal are compared; 0 for never", 0)
-    auto_log: str = _knob("", "path", "file to which AUTO's decisions are added, as JSON lines")
-    auto_replay: str = _knob("", "path", "file of such decisions, which AUTO follows instead of deciding")
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value, low, choices = getattr(self, item.name), item.metadata["low"], item.metadata["choices"]
-            if isinstance(item.default, str) and not choices:
-                if not isinstance(value, str):
-                    raise ConfigError(f"{item.name} must be a text, not {value!r}")
-            elif choices:
-                if value not in choices:
-                    raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
-            elif isinstance(item.default, str):
-                if not isinstance(value, str):
-                    raise ConfigError(f"{item.name} must be a text, not {value!r}")
-            elif isinstance(item.default, int) and isinstance(value, float):
-                raise ConfigError(f"{item.name} must be a whole number of {item.metadata['unit']}, not {value!r}")
-            elif isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < low:
-                least = f"{low:g}" if isinstance(low, float) else str(low)
-                raise ConfigError(f"{item.name} must be a number of at least {least} {item.metadata['unit']}, not {value!r}")
+    check_every: int = _knob("runs", "how often copies of variables that are kept equal are compared; 0 for never", 0, default=100)
+    auto_log: str = _knob("path", "file to which AUTO's decisions are added, as JSON lines", default="")
+    auto_replay: str = _knob("path", "file of such decisions, which AUTO follows instead of deciding", default="")
 
     def consistent(self) -> RuntimeConfig:
         """Return these settings if they fit together; each alone has been checked already.
@@ -121,7 +178,7 @@ class RuntimeConfig:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the name of every knob."""
-        return tuple(item.name for item in fields(cls))
+        return tuple(item.name for item in cls.knobs())
 
     @classmethod
     def from_mapping(cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None) -> RuntimeConfig:
@@ -134,7 +191,7 @@ class RuntimeConfig:
         for name in values:
             if name not in cls.names():
                 raise ConfigError(f"unknown setting {name!r}{nearest(name, cls.names())}")
-        for item in fields(cls):
+        for item in cls.knobs():
             text = environ.get(PREFIX + item.name.upper())
             if text is not None:
                 values[item.name] = _parse(item.name, text, type(item.default))
@@ -144,7 +201,7 @@ class RuntimeConfig:
         """Return the variables that hand the settings which are not defaults to a worker."""
         return {
             PREFIX + item.name.upper(): str(getattr(self, item.name))
-            for item in fields(self)
+            for item in self.knobs()
             if getattr(self, item.name) != item.default
         }
 

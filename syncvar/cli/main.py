@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import syncvar
@@ -67,6 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _settings() -> None:
-    for item in fields(RuntimeConfig):
-        unit = f" {item.metadata['unit']}" if item.metadata["unit"] else ""
-        print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.metadata['text']}")
+    for item in RuntimeConfig.knobs():
+        unit = f" {item.unit}" if item.unit else ""
+        print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")

@@ -1,7 +1,7 @@
 """Every knob has a unit, words and a range; values are read from text, refused by name, and fit together."""
 
 import math
-from dataclasses import fields
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from syncvar.config import RuntimeConfig, nearest
 from syncvar.errors import ConfigError
 
-KNOBS = {item.name: item for item in fields(RuntimeConfig)}
+KNOBS = {item.name: item for item in RuntimeConfig.knobs()}
 NUMBERS = [name for name, item in KNOBS.items() if not isinstance(item.default, str)]
 WHOLE = [name for name in NUMBERS if isinstance(KNOBS[name].default, int)]
 
@@ -18,12 +18,27 @@ WHOLE = [name for name in NUMBERS if isinstance(KNOBS[name].default, int)]
 @pytest.mark.parametrize("name", KNOBS)
 def test_every_knob_has_words_a_unit_in_its_name_and_a_default_that_passes(name):
     item = KNOBS[name]
-    assert len(item.metadata["text"]) > 10
-    unit = item.metadata["unit"]
+    assert len(item.text) > 10
+    unit = item.unit
     assert unit in ("s", "B", "runs", "path", "list", "")
     assert not unit or name.endswith({"s": "_s", "B": "_bytes", "runs": "_every", "path": ("trace", "auto_log", "auto_replay"), "list": "algorithm"}[unit])
-    assert bool(unit) != bool(item.metadata["choices"])
+    assert bool(unit) != bool(item.choices)
     RuntimeConfig(**{name: item.default})
+
+
+def test_settings_do_not_change_and_are_compared_by_value():
+    config = RuntimeConfig(lost_after_s=7.0)
+    with pytest.raises(AttributeError, match="lost_after_s cannot be set"):
+        config.lost_after_s = 8.0
+    with pytest.raises(TypeError, match="there is no setting lost_after"):
+        RuntimeConfig(lost_after=7.0)
+    again = RuntimeConfig().replaced(lost_after_s=7.0)
+    assert again == config != RuntimeConfig()
+    assert hash(again) == hash(config)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert "lost_after_s=7.0" in repr(config)
+    with pytest.raises(ConfigError, match="lost_after_s must be a number"):
+        config.replaced(lost_after_s=-1)
 
 
 @pytest.mark.parametrize("bad", [None, "1", True, -1, -0.001, math.nan, [1], -math.inf])
@@ -43,7 +58,7 @@ def test_whole_numbers_are_not_given_as_fractions(name, bad):
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name not in WHOLE])
 def test_a_time_may_be_endless_and_is_not_below_its_least(name):
     assert getattr(RuntimeConfig(**{name: math.inf}), name) == math.inf
-    low = KNOBS[name].metadata["low"]
+    low = KNOBS[name].low
     assert getattr(RuntimeConfig(**{name: low}), name) == low
 
 
@@ -78,7 +93,7 @@ def test_variables_lie_over_the_base_and_unknown_settings_get_a_hint():
 def test_the_variables_for_a_worker_give_the_same_settings_back(data):
     values = {}
     for name in data.draw(st.lists(st.sampled_from(NUMBERS), unique=True)):
-        low = max(KNOBS[name].metadata["low"], 0)
+        low = max(KNOBS[name].low, 0)
         values[name] = data.draw(
             st.integers(int(low), 1 << 40) if name in WHOLE else st.floats(low, 1e9) | st.just(math.inf)
         )

@@ -3,7 +3,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -397,9 +396,9 @@ def test_local_holds_every_option_and_knob_with_its_default():
     launch, runtime = text.split("\n[runtime]\n")
     for key in launch_keys():
         assert re.search(rf"^(# )?{key} = ", launch, re.MULTILINE), key
-    for item in fields(RuntimeConfig):
+    for item in RuntimeConfig.knobs():
         assert re.search(rf"^# .+\n{item.name} = ", runtime, re.MULTILINE), item.name
-        if item.metadata["unit"] in ("s", "B"):
+        if item.unit in ("s", "B"):
             assert re.search(rf"^# .+ in (seconds|bytes)\.\n{item.name} = ", runtime, re.MULTILINE), item.name
     with_file = run("--config", str(CONFIGS / "local.toml"), "-m", "x")
     without = run("-m", "x")

@@ -146,7 +146,10 @@ SLOW = {"argparse", "asyncio", "difflib", "email", "hashlib", "hmac", "multiproc
         ("import syncvar_launcher.options as o; o.help_text()", {"numpy", "zmq"}),
         ("import syncvar_launcher.run, syncvar_launcher.generation", SLOW - {"argparse", "socket", "subprocess"}),
         ("import syncvar_launcher.run, syncvar_launcher.generation", {"syncvar.transports.curve", "syncvar.plans"}),
-        ("import syncvar_launcher.run", {"zmq", "syncvar.runtime.store"}),  # not before a fork server has been started
+        (  # not before a fork server has been started
+            "import syncvar_launcher.run",
+            {"zmq", "syncvar.runtime.store", "syncvar_launcher.running", "dataclasses", "inspect", "shutil"},
+        ),
     ],
 )
 def test_what_an_import_does_not_load(code, banned):

@@ -1,6 +1,5 @@
 """The public names: each resolves, says what it does and has its types; the settings are complete."""
 
-import dataclasses
 import inspect
 import os
 import tomllib
@@ -66,12 +65,12 @@ def test_a_file_of_settings_loads(path, tmp_path):
 
 def test_local_toml_is_complete_and_shows_the_defaults():
     runtime = tomllib.loads((REPOSITORY / "configs" / "local.toml").read_text())["runtime"]
-    assert runtime == dataclasses.asdict(RuntimeConfig())
+    assert runtime == {knob.name: knob.default for knob in RuntimeConfig.knobs()}
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(RuntimeConfig), ids=lambda field: field.name)
-def test_a_setting_says_what_it_is(field):
-    assert field.metadata["text"]
-    assert field.metadata["unit"] or field.metadata["choices"]
-    assert field.metadata["unit"] != "s" or field.name.endswith("_s"), "the unit is the end of the name"
-    assert field.metadata["unit"] != "B" or field.name.endswith("_bytes")
+@pytest.mark.parametrize("knob", RuntimeConfig.knobs(), ids=lambda knob: knob.name)
+def test_a_setting_says_what_it_is(knob):
+    assert knob.text
+    assert knob.unit or knob.choices
+    assert knob.unit != "s" or knob.name.endswith("_s"), "the unit is the end of the name"
+    assert knob.unit != "B" or knob.name.endswith("_bytes")
