@@ -40,7 +40,7 @@ __all__ = [
 
 _WIDENED = 32 << 10  # elements that are widened at once
 _COPIES_MAX = 16
-_BLOCK_BYTES = 128 << 10  # what one owner sums before it writes it to all targets
+_BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
 
 
 def is_direct(nbytes: int, size: int) -> bool:
@@ -330,12 +330,17 @@ def _into_all(channel: Channel, vector: Vector, placed: Placed, terms: list[NDAr
     targets = [channel.resident(place, count, vector.out.dtype)[low:high] for place in placed.targets]
     per_block = _BLOCK_BYTES // vector.accumulate.itemsize
     is_straight = vector.apply is None and vector.out.dtype == vector.wire
+    is_plain = not (vector.is_widened or vector.divisor)
     room = np.empty(0 if is_straight else min(per_block, high - low), vector.accumulate)
     for start in range(0, high - low, per_block):
         stop = min(high - low, start + per_block)
         goals = [target[start:stop] for target in targets]
         made = goals[0] if is_straight else room[: stop - start]  # no term but the first lies where this one goes
-        _combined(vector, [term[start:stop] for term in terms], made, hold=hold)
+        block = [term[start:stop] for term in terms]
+        if is_plain:
+            combine(block, vector.ufunc, made, hold=hold)
+        else:
+            _combined(vector, block, made, hold=hold)
         if not is_straight:
             _store(goals[rank], made, vector.apply, copy)
             made = goals[rank]
