@@ -358,3 +358,34 @@ def test_the_kill_of_a_rank_is_seen_within_milliseconds(launch):
     sys.stderr.write(f"from SIGKILL to the abort word: {1000 * took_s:.1f} ms\n")
     assert took_s < 0.05 + SLACK_S / 4
     job.wait()
+
+
+READ = """
+import os
+import signal
+import threading
+
+import numpy as np
+
+import syncvar as sv
+
+sv.init()
+x, part = np.full(4 << 20, sv.rank(), np.float32), np.full(1 << 20, sv.rank(), np.float32)
+if sv.rank() == 0:
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+calls = 0
+try:
+    while True:
+        assert (sv.broadcast(x) == 0).all()
+        assert (sv.all_gather(part).reshape(sv.world_size(), -1) == np.arange(sv.world_size())[:, None]).all()
+        calls += 1
+except sv.PeerLost as error:
+    print(f"{calls} calls, then {error}", flush=True)
+    raise
+"""
+
+
+def test_a_rank_that_is_killed_while_others_read_its_memory(launch):
+    job = launch(READ, workers=3)
+    assert job.wait() == 128 + signal.SIGKILL, str(job)
+    assert len(re.findall(r"\[[12]\] [1-9]\d* calls, then rank 0 on \S+ was lost: signal 9", job.out)) == 2, str(job)
