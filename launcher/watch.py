@@ -36,7 +36,9 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        # A hangup that was ignored at the start, as under nohup, stays ignored.
+        chosen = [one for one in _SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._signalled) for number in chosen}
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
 

@@ -111,3 +111,14 @@ def test_a_rank_that_ends_without_joining(launch, who):
     assert job.wait() == 69, str(job)
     assert "rank 1 finished without joining" in job.report, str(job)
     check_bound("rank that never joins", job.ended - job.began, 2.0)
+
+
+@pytest.mark.parametrize("prefix", [(), ("nohup",)])
+def test_a_hangup_ends_the_job_unless_it_was_ignored_from_the_start(launch, prefix):
+    job = launch("import time, probe\nprobe.note('there')\ntime.sleep(1)\nprint('still there')", prefix=prefix)
+    job.await_events("there", rank=0)
+    job.await_events("there", rank=1)
+    job.process.send_signal(signal.SIGHUP)
+    code = job.wait()
+    assert (code == 0) == bool(prefix), str(job)
+    assert ("still there" in job.out) == bool(prefix), str(job)
