@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
 
-from syncvar_launcher.children import child_of, libc
+from syncvar.parent import libc
+from syncvar_launcher.children import child_of
 from syncvar_launcher.sessions import kill_sessions, process_state, start_time
 
 if TYPE_CHECKING:

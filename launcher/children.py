@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from typing import TYPE_CHECKING
+
+from syncvar.parent import end_with, libc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["adopt_orphans", "child_of", "libc"]
+__all__ = ["adopt_orphans", "child_of"]
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-libc = ctypes.CDLL(None, use_errno=True)
 
 
 def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], None]:
@@ -26,9 +24,7 @@ def child_of(parent: int, cores: Sequence[int] | None = None) -> Callable[[], No
     """
 
     def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the parent died before the call above took effect
-            os._exit(1)
+        end_with(parent)
         if cores is not None:
             os.sched_setaffinity(0, cores)
 

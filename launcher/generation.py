@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Generation"]
 
 
-
 class Generation:
     """The loop of one start.
 

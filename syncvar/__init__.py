@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from syncvar.loading import attributes_of
+
 if TYPE_CHECKING:
     from syncvar import data, optimizers, partitioners
     from syncvar.checkpoint import Checkpoint, CheckpointManager, PendingSave
@@ -126,7 +128,7 @@ _HOMES = {
     ),
 }  # fmt: skip
 _ROOMS = ("data", "optimizers", "partitioners")
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_found = attributes_of(__name__, {name: home for home, names in _HOMES.items() for name in names})
 
 __all__ = [
     "ArenaFull",
@@ -223,12 +225,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"syncvar.{name}")
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'syncvar' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    return _found(name)
 
 
 def __dir__() -> list[str]:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import io
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -28,6 +26,7 @@ from typing import Any
 import msgpack
 
 from syncvar import bootstrap
+from syncvar.parent import end_with
 
 __all__ = ["main"]
 
@@ -42,7 +41,6 @@ _REQUEST_MAX = 1 << 20
 _DESCRIPTORS_MAX = 16
 _EMPTIED = ("__main__", "builtins", "sys")  # these end as ever
 _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -116,9 +114,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     if "numpy.random" in sys.modules:  # `random` sees to itself
         importlib.import_module("numpy.random").seed()
     _leave_server(request["server"])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != request["launcher"]:  # it died before the call above took effect
-        os._exit(1)
+    end_with(request["launcher"])
 
 
 def _open_stream(name: str) -> None:

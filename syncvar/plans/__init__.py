@@ -40,9 +40,9 @@ Example:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from syncvar.loading import attributes_of
 from syncvar.plans.bruck import bruck_all_to_all
 from syncvar.plans.chain import chain_broadcast
 from syncvar.plans.chunks import PIECES, consecutive_chunks, even_chunks, exchange_blocks
@@ -113,7 +113,7 @@ _PROOFS = {  # what programs that run plans do not need is loaded when it is ask
     "show": ("plan_text", "step_text"),
     "checker": ("Report", "traffic", "verify"),
 }  # fmt: skip
-_HOME = {name: home for home, names in _PROOFS.items() for name in names}
+_HOME = {name: f"{__name__}.{home}" for home, names in _PROOFS.items() for name in names}
 
 __all__ = [
     "ALGORITHMS",
@@ -211,10 +211,4 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    return found
+__getattr__ = attributes_of(__name__, _HOME)

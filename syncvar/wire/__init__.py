@@ -12,9 +12,9 @@ the launcher can use this room without it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from syncvar.loading import attributes_of
 from syncvar.wire.control import CONTROL_NBYTES_MAX, Message, pack_message, parse_message
 from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.wire.frame import (
@@ -42,7 +42,7 @@ _DECISIONS = {  # the launcher's; workers do without, and are there sooner
     "keys": ("KEY_BYTES", "derive", "parse_key"),
     "membership": ("Member", "RollCall"),
 }
-_HOME = {name: home for home, names in _DECISIONS.items() for name in names}
+_HOME = {name: f"{__name__}.{home}" for home, names in _DECISIONS.items() for name in names}
 
 __all__ = [
     "CARRIERS",
@@ -77,10 +77,4 @@ __all__ = [
     "unpack_object",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    return found
+__getattr__ = attributes_of(__name__, _HOME)
