@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Prepare = Callable[..., tuple[Request, Layout, Front, General | None] | None]
 
-__all__ = ["UNMOVED", "by_shortcut", "detail_of", "fits", "landed", "landing", "moved", "moves", "place_of"]
+__all__ = ["UNMOVED", "by_shortcut", "detail_of", "fitting", "landed", "landing", "moved", "moves", "place_of"]
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -86,9 +86,14 @@ def landing(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: ND
     return np.empty(shape, dtype)
 
 
-def fits(out: Any, made: Any) -> bool:
+def _fits(out: Any, made: Any) -> bool:
     """Return whether the result lies where the caller wants it."""
     return out is None or made is out
+
+
+def fitting(blocks: Blocks, out: Any) -> Blocks | None:
+    """Return the arrays of a call if the result lies where the caller wants it."""
+    return blocks if _fits(out, blocks.made) else None
 
 
 def landed(made: NDArray[Any], out: Any) -> NDArray[Any]:
@@ -97,7 +102,7 @@ def landed(made: NDArray[Any], out: Any) -> NDArray[Any]:
     Raises:
         ConfigError: It does not fit.
     """
-    if fits(out, made):
+    if _fits(out, made):
         return made
     target = checked_output(out, made.shape, made.dtype)
     target[...] = made

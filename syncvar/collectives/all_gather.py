@@ -18,7 +18,7 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._headers import array_record, exchange, require_same
-from syncvar.collectives._moving import by_shortcut, detail_of, fits, landed, landing, moved, moves
+from syncvar.collectives._moving import by_shortcut, detail_of, fitting, landed, landing, moved, moves
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request, fingerprint
@@ -97,7 +97,7 @@ def _prepare(communicator: Communicator, x: NDArray[Any], axis: int) -> Any:
     return (
         gather_request(communicator, x, axis),
         _layout(x, 0, size, rank),
-        lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, size, rank)).made) else None,
+        lambda x, out: fitting(_blocks(x, out, size, rank), out),
         lambda x, out: gather_request(communicator, x, axis, out, is_moved=False).body,
     )
 

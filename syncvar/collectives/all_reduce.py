@@ -349,7 +349,7 @@ def _fused(
         "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
     )
     is_published = isinstance(plan, Published) and plan.reduces and not how.is_locating
-    if is_published or not (how.is_locating or [None for target in targets if target is None]):
+    if is_published or not (how.is_locating or any(target is None for target in targets)):
         results = [
             np.empty(array.shape, how.result) if target is None else target
             for array, target in zip(arrays, targets, strict=True)

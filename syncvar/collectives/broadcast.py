@@ -16,7 +16,16 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_record, exchange, require_same
-from syncvar.collectives._moving import UNMOVED, by_shortcut, detail_of, fits, landed, landing, moved, moves
+from syncvar.collectives._moving import (
+    UNMOVED,
+    by_shortcut,
+    detail_of,
+    fitting,
+    landed,
+    landing,
+    moved,
+    moves,
+)
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.runtime.group import Request, fingerprint
@@ -95,7 +104,7 @@ def _prepare(communicator: Communicator, x: NDArray[Any], root: int) -> Any:
     return (
         broadcast_request(communicator, x, root),
         _layout(x, root, is_root=is_root),
-        lambda x, out: blocks if fits(out, (blocks := _blocks(x, out, is_root=is_root)).made) else None,
+        lambda x, out: fitting(_blocks(x, out, is_root=is_root), out),
         lambda x, out: broadcast_request(communicator, x, root, out, is_moved=False).body,
     )
 

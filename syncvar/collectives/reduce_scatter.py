@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
-from syncvar.collectives._moving import by_shortcut, fits, landed, landing, moved, moves, place_of
+from syncvar.collectives._moving import by_shortcut, fitting, landed, landing, moved, moves, place_of
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
@@ -93,7 +93,7 @@ def _prepare(communicator: Communicator, x: NDArray[Any], op: str) -> Any:
     return (
         _request(communicator, x, op, None, None, None, keep=False),
         _layout(x, how, size, rank),
-        lambda x, out: blocks if fits(out, (blocks := _blocks(x, how, out, size, rank)).made) else None,
+        lambda x, out: fitting(_blocks(x, how, out, size, rank), out),
         None,
     )
 

@@ -15,21 +15,21 @@ from syncvar.runtime.crowd import crowd
 from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.published import staged
 from syncvar.runtime.shared_moves import (
-    READS,
-    RESIDENT,
-    TOLD,
     Movement,
     Said,
+    are_taken_in_place,
     folded,
     put_blocks,
     said_of,
     take_blocks,
+    take_where_they_lie,
+    tell,
 )
 from syncvar.runtime.shortcut import ground_of
-from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of, read
+from syncvar.runtime.whereabouts import Gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator
 
     from numpy.typing import NDArray
 
@@ -148,54 +148,15 @@ def _small_blocks(channel: Channel, layout: Layout) -> Any:
 
 def _long_blocks(channel: Channel, layout: Layout) -> Any:
     """Return what makes a call where the blocks lie, or by windows: (movement, need, steps) as of a small one."""
-    others, words, rank = channel.others, channel.words, channel.rank
-    dtype, fold, count, detail = layout.dtype, layout.fold, layout.elements, layout.detail or 0
-    firsts = [channel.told_word(rank, side) for side in (0, 1)]
+    others, words, detail = channel.others, channel.words, layout.detail or 0
     marks = [tuple((other + CHECK + side, other + TARGET + side) for other in others) for side in (0, 1)]
-    peers = tuple(peer for peer, _ in layout.takes)
     tables = [[channel.told_word(peer, side) + place for peer, place in layout.takes] for side in (0, 1)]
-    copyto = np.copyto
-
-    def taken(places: list[int], blocks: Blocks) -> None:
-        if fold is not None:
-            parts = [channel.resident(place, count, dtype) for place in places]
-            own = None if blocks.own is None else blocks.own.reshape(-1)
-            with np.errstate(all="ignore"):
-                folded(fold, dtype, rank, parts, own, blocks.targets[0].reshape(-1))
-            return
-        for peer, place, target in zip(peers, places, blocks.targets, strict=True):
-            if place & ADDRESS:
-                read(channel, peer, place, target, hold=False)
-            else:
-                copyto(target.reshape(-1), channel.resident(place, count, dtype))
-        if blocks.own_target is not None and blocks.own is not None:
-            copyto(blocks.own_target, blocks.own)
-
-    def told(outgoing: Sequence[NDArray[Any]]) -> int:
-        """Tell where blocks lie; returns the offer, 0 where they have to go by windows."""
-        reads = READS if fold is None and channel.reach is not None else 0
-        offer = reads | RESIDENT | TOLD
-        word = firsts[channel.side ^ 1]
-        for block in outgoing:
-            if block.dtype != dtype or not block.flags.c_contiguous:
-                return 0
-            place = place_of(channel, block)
-            if place & ADDRESS:
-                if not reads:
-                    return 0
-                offer = reads | TOLD
-            elif not place:
-                return 0
-            words[word] = place
-            word += 1
-        return offer
 
     def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
-        hold = crowd.holds()
-        wait = channel.hold if hold else channel.wait
+        wait = channel.hold if crowd.holds() else channel.wait
         movement: Movement | None = None
         try:
-            offer = told(blocks.outgoing)
+            offer = tell(channel, layout, blocks.outgoing)
             if offer:
                 said = Said(check, (check + detail) & MASK, channel.tail ^ 1, offer)
             else:
@@ -208,8 +169,8 @@ def _long_blocks(channel: Channel, layout: Layout) -> Any:
                 for place, mark in marks[side]:
                     # A rank that has not been given up a call has what it says on the same side.
                     offer = offer & words[mark] if words[place] == full else 0
-                if offer > TOLD and not hold:  # beside busy threads the long way has other copies
-                    taken([words[place] for place in tables[side]], blocks)
+                if are_taken_in_place(offer):
+                    take_where_they_lie(channel, layout, [words[place] for place in tables[side]], blocks)
                     need = channel.publish()
                     if wait(others, need, limit):
                         return None, 0, None

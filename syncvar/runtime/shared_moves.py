@@ -15,7 +15,9 @@ beside the check: where the details differ nothing is taken, and the call goes o
 
 from __future__ import annotations
 
+from functools import reduce
 from math import prod
+from operator import and_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
     from syncvar.runtime.kernels import Combiner
 
 __all__ = [
-    "READS", "RESIDENT", "TOLD", "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folded", "move_shared",
-    "put_blocks", "said_of", "take_blocks",
+    "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folded", "move_shared", "put_blocks", "said_of",
+    "take_blocks", "take_where_they_lie", "tell",
 ]  # fmt: skip
 
 _WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
@@ -141,7 +143,8 @@ class Said(NamedTuple):
         return self.side << 3 | self.offer
 
 
-# What a rank offers: it can read the memory of all; its blocks, if any, lie in the arena; it has told where, and put none.
+# What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in the arena; it has told where, and put
+# none.
 READS, RESIDENT, TOLD = 1, 2, 4
 
 
@@ -187,22 +190,27 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     flat = movement.outgoing = _flat(outgoing)
     if flat:
         channel.reserve_segments()
-    offer = _tell(channel, layout, flat)
-    if flat and not offer & TOLD:
+    offer = tell(channel, layout, flat)
+    if flat and not offer:
         _put(channel, layout, flat, side, 0, _copier())
     return said_of(layout, check, side, offer)
 
 
-def _tell(channel: Channel, layout: Layout, flat: list[NDArray[Any]]) -> int:
-    """Tell where blocks lie, if they can be taken there; returns the offer."""
-    offer = READS if channel.reach is not None and layout.fold is None else 0
-    if any(block.dtype != layout.dtype for block in flat):
-        return offer
-    places = [place_of(channel, block) for block in flat]
-    if not all(places) or (layout.fold is not None and any(place & ADDRESS for place in places)):
-        return offer
+def tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> int:
+    """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by windows."""
+    offer = RESIDENT | TOLD if channel.reach is None or layout.fold is not None else READS | RESIDENT | TOLD
+    places = []
+    for block in blocks:
+        if block.dtype != layout.dtype or not block.flags.c_contiguous:
+            return 0
+        place = place_of(channel, block)
+        if place & ADDRESS:
+            offer &= ~RESIDENT
+        if not place or offer == TOLD:
+            return 0
+        places.append(place)
     channel.tell_places(places)
-    return offer | TOLD | (0 if any(place & ADDRESS for place in places) else RESIDENT)
+    return offer
 
 
 def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
@@ -228,17 +236,17 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         _take(layout, channel.rank, parts, targets, own, copy)
     else:
         offers = [mark & 7 for mark in marks]
-        if are_taken_in_place(offers):
+        if are_taken_in_place(reduce(and_, offers)):
+            places = [channel.told_place(peer, place) for peer, place in layout.takes]
             try:
-                _take_where_they_lie(channel, layout, targets, own, copy)
+                take_where_they_lie(channel, layout, places, blocks)
             except Gone:
                 yield NEVER
-            _keep(blocks, copy)
             yield channel.publish()
         else:
             _keep(blocks, copy)
-            if any(offer & TOLD for offer in offers):  # the first window is still to come
-                if blocks.outgoing and said.offer & TOLD:
+            if any(offers):  # the first window is still to come
+                if blocks.outgoing and said.offer:
                     movement.outgoing = movement.outgoing or _flat(blocks.outgoing)
                     _put(channel, layout, movement.outgoing, said.side, 0, copy)
                 yield channel.publish()
@@ -246,11 +254,8 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
     movement.is_done = True
 
 
-def are_taken_in_place(offers: Sequence[int]) -> bool:
-    """Return whether blocks are taken where they lie, from what all ranks offer."""
-    common = READS | RESIDENT | TOLD
-    for offer in offers:
-        common &= offer
+def are_taken_in_place(common: int) -> bool:
+    """Return whether blocks are taken where they lie, from what all ranks offer alike."""
     return common > TOLD
 
 
@@ -260,21 +265,27 @@ def _keep(blocks: Blocks, copy: Any) -> None:
         copy(blocks.own_target.reshape(-1), blocks.own.reshape(-1))
 
 
-def _take_where_they_lie(
-    channel: Channel, layout: Layout, targets: list[NDArray[Any]], own: NDArray[Any] | None, copy: Any
-) -> None:
-    """Take blocks that others leave in place until all have published the next phase."""
-    hold, dtype, count = crowd.holds(), layout.dtype, layout.elements
-    places = [channel.told_place(peer, place) for peer, place in layout.takes]
+def take_where_they_lie(channel: Channel, layout: Layout, places: Sequence[int], blocks: Blocks) -> None:
+    """Take blocks that others leave in place until all have published the next phase; keep what is this rank's own.
+
+    Raises:
+        Gone: A rank's process is no more.
+    """
+    hold = crowd.holds()
+    copy = copy_holding if hold else np.copyto
+    dtype, count = layout.dtype, layout.elements
     if layout.fold is not None:
+        own = None if blocks.own is None else blocks.own.reshape(-1)
         parts = [channel.resident(place, count, dtype) for place in places]
-        folded(layout.fold, dtype, channel.rank, parts, own, targets[0])
+        with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
+            folded(layout.fold, dtype, channel.rank, parts, own, blocks.targets[0].reshape(-1))
         return
-    for (peer, _), place, target in zip(layout.takes, places, targets, strict=True):
+    for (peer, _), place, target in zip(layout.takes, places, blocks.targets, strict=True):
         if place & ADDRESS:
             read(channel, peer, place, target, hold=hold)
         else:
-            copy(target, channel.resident(place, count, dtype))
+            copy(target.reshape(-1), channel.resident(place, count, dtype))
+    _keep(blocks, copy)
 
 
 def _take_by_windows(

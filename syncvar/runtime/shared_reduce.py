@@ -23,7 +23,7 @@ from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.plans import choose, even_chunks, tree_order
 from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
 from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
-from syncvar.runtime.phases import DISAGREE, agreed
+from syncvar.runtime.phases import agreed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -216,16 +216,14 @@ def reduce_one_segment(
     channel: Channel, opening: tuple[int, int], vector: Vector, views: OneSegment
 ) -> Iterator[int]:
     """Do what `reduce_shared` does, for vectors for which the views were made."""
-    x, out, ufunc, _, divisor, apply = vector
+    x, out, apply = vector.x, vector.out, vector.apply
     side = channel.tail ^ 1
     source, target = vector.told(channel, side)
     if source < 2:
         for view, cut in views.brings[side]:
             np.copyto(view, x[cut])
     call, check = opening
-    yield channel.begin(call, check, source, target)
-    if channel.disagreeing(check):
-        yield DISAGREE
+    yield from agreed(channel, check, channel.begin(call, check, source, target))
     sources, targets = channel.arrays()
     if max(sources) > 1 or all(targets):
         placed = Placed.from_words(sources, targets)
@@ -233,9 +231,7 @@ def reduce_one_segment(
             yield from reduce_owned(channel, vector, placed)
             return
         for parts in views.copies(channel, vector, targets):
-            combine(parts, ufunc, parts[0])
-            if divisor:
-                np.divide(parts[0], divisor, out=parts[0])
+            _combined(vector, parts, parts[0], hold=False)
             for part in parts[1:]:
                 np.copyto(part, parts[0])
         yield channel.publish()
@@ -243,9 +239,7 @@ def reduce_one_segment(
     own, made = views.own, views.made
     terms = [sides[sources[other]] for other, sides in views.terms]
     terms.insert(channel.rank, x[own])
-    combine(terms, ufunc, made)
-    if divisor:
-        np.divide(made, divisor, out=made)
+    _combined(vector, terms, made, hold=False)
     _store(out[own], made, apply, np.copyto)
     yield channel.publish()
     for view, cut in views.takes:
@@ -330,17 +324,12 @@ def _into_all(channel: Channel, vector: Vector, placed: Placed, terms: list[NDAr
     targets = [channel.resident(place, count, vector.out.dtype)[low:high] for place in placed.targets]
     per_block = _BLOCK_BYTES // vector.accumulate.itemsize
     is_straight = vector.apply is None and vector.out.dtype == vector.wire
-    is_plain = not (vector.is_widened or vector.divisor)
     room = np.empty(0 if is_straight else min(per_block, high - low), vector.accumulate)
     for start in range(0, high - low, per_block):
         stop = min(high - low, start + per_block)
         goals = [target[start:stop] for target in targets]
         made = goals[0] if is_straight else room[: stop - start]  # no term but the first lies where this one goes
-        block = [term[start:stop] for term in terms]
-        if is_plain:
-            combine(block, vector.ufunc, made, hold=hold)
-        else:
-            _combined(vector, block, made, hold=hold)
+        _combined(vector, [term[start:stop] for term in terms], made, hold=hold)
         if not is_straight:
             _store(goals[rank], made, vector.apply, copy)
             made = goals[rank]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from syncvar.collectives.all_reduce import owns_itself
 from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
@@ -17,12 +15,9 @@ from syncvar.variables.variable import UFUNCS, Variable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-
     from syncvar.runtime.group import Request
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
-
 
 
 def assign_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
@@ -101,7 +96,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         storages = [variable._storage for variable in variables]  # noqa: SLF001
 
         def check() -> Request:
-            arrays = _operands(operation, together)
+            arrays = [variable._operand(operation, x, reduced=True) for variable, x in together]  # noqa: SLF001
             for variable, x in apart:
                 variable._operand(operation, x, reduced=False)  # noqa: SLF001
             targets = [storage.writable() for storage in storages]
@@ -116,8 +111,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         with being_written(storages), written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
         for variable in variables:
-            variable._writes += 1  # noqa: SLF001
-            variable._collectives += 1  # noqa: SLF001
+            variable._count_write()  # noqa: SLF001
     for variable, x in apart:
         getattr(variable, operation.value)(x)
 
@@ -127,18 +121,6 @@ def _op(action: Action) -> str:
     if action.travel not in (Travel.SUM, Travel.MEAN) or action.effect is Effect.SHARE:
         return ""
     return "sum" if action.travel is Travel.SUM else "mean"
-
-
-def _operands(operation: Operation, pairs: list[tuple[Variable, Any]]) -> list[NDArray[Any]]:
-    """Return the operands of writes that are combined, as `Variable` takes one."""
-    made = []
-    for variable, x in pairs:
-        dtype = variable._dtype  # noqa: SLF001
-        if type(x) is np.ndarray and x.dtype is dtype and x.shape == variable._shape and dtype.kind != "b":  # noqa: SLF001
-            made.append(x)  # at once: a call for each would be a tenth of the cost
-        else:
-            made.append(variable._operand(operation, x, reduced=True))  # noqa: SLF001
-    return made
 
 
 def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:

@@ -128,7 +128,7 @@ class Storage:
         Args:
             keep: It has to hold what the array held; else anything.
         """
-        if sys.getrefcount(self._bytes) > self._references or (self._context.is_forked and self._is_parents):
+        if self.is_exposed or (self._context.is_forked and self._is_parents):
             before = self.array
             self._take(before.shape, before.dtype)
             if keep:
