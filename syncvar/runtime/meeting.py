@@ -167,8 +167,12 @@ class _Host:
             raise
         finally:
             os.umask(umask)
-        self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
-        self._thread.start()
+        # A host of one rank, or one without shared memory, is served nothing: a poll of nothing would not wait, and a
+        # thread that never waits takes the interpreter's lock from the calls.
+        self._thread: threading.Thread | None = None
+        if self.store is not None or self._handing is not None:
+            self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
+            self._thread.start()
         (directory.path / _READY).touch()
         atexit.register(self.end)  # registered before the context's: it runs after that has left
 
@@ -182,7 +186,8 @@ class _Host:
             while time.monotonic() < until and not self._is_deserted():
                 time.sleep(_PAUSE_S)
         self._ends.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._close()
 
     def _is_deserted(self) -> bool:

@@ -23,6 +23,11 @@ try:
     sv.init()
     total = sv.all_reduce(np.arange(3.0))
     print("met", sv.rank(), sv.world_size(), sv.local_rank(), sv.host_index(), sv.host_count(), total[2], current().transport, flush=True)
+    if "idle" in sys.argv:
+        begun = time.process_time()
+        time.sleep(0.5)
+        print("took", time.process_time() - begun, flush=True)
+        sv.barrier()
     if "again" in sys.argv:
         sv.shutdown()
         sv.init()
@@ -98,6 +103,19 @@ def test_several_hosts_meet_with_a_secret_and_are_refused_without(start):
         assert "tcp between 2 hosts" in out
         assert key not in out
     assert all(code == 3 and "SYNCVAR_KEY_FILE" in out for code, out in start(told)[3:])
+
+
+def test_while_the_program_waits_nothing_else_runs(start):
+    """A thread that does not wait takes core and interpreter from the calls: one between hosts took 20 times as long."""
+    number, key = port(), secrets.token_hex(32)
+    places = [(0, 2, 0), (1, 2, 0), (0, 1, 1)]  # local rank, ranks here, host
+    told = [
+        torch(rank, 3, number, LOCAL_RANK=local, LOCAL_WORLD_SIZE=size, GROUP_RANK=host, GROUP_WORLD_SIZE=2) | {"SYNCVAR_KEY": key}
+        for rank, (local, size, host) in enumerate(places)
+    ]
+    for code, out in start(told, "idle"):
+        assert code == 0, out
+        assert float(out.split("took")[1].split()[0]) < 0.05, out  # seconds of processor time in half a second
 
 
 def test_tf_config(start):
