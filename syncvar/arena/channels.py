@@ -43,7 +43,7 @@ import numpy as np
 from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
 from syncvar.arena.reaching import Reach, Spot
 from syncvar.arena.waiting import holding_waiter, waiter
-from syncvar.errors import ArenaFull
+from syncvar.errors import ArenaFull, InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -441,6 +441,8 @@ class Channel:
             base = self._segments[rank]
             if not base:
                 base = self._segments[rank] = self.words[self._entries[rank] + _SEGMENTS]
+                if not base:
+                    raise InternalError(f"rank {rank} of the group has taken no memory for segments, and one is to be looked at")
             place = number * SEGMENT_BYTES if number < 2 else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
             offset = base + place + start * dtype.itemsize
             found = self._remember(key, self.arena.view(offset, count, dtype))

@@ -189,18 +189,18 @@ class Arena:
             ground = self._ground
         return np.ndarray(shape, kind, np.asarray(Block(self, ground, offset, nbytes)))
 
-    def locate(self, array: NDArray[Any]) -> int:
-        """Return the offset of an array made by `empty` here, or of a view of one; -1 where it is none.
+    def locate(self, array: NDArray[Any]) -> int | None:
+        """Return the offset of an array made by `empty` here, or of a view of one; None where it is none.
 
         Only what lies in one piece, in C order, is located.
         """
         base: Any = array.base
         if base is None:
-            return -1
+            return None
         while isinstance(base, np.ndarray):
             base = base.base
         if not isinstance(base, Block) or base.arena is not self or not array.flags.c_contiguous:
-            return -1
+            return None
         if array.nbytes == base.nbytes:
             return base.offset  # in one piece and as long as all of it: it begins where that begins
         address: int = array.__array_interface__["data"][0]

@@ -199,7 +199,7 @@ def _reduce_alone(
     for index, vector in enumerate(vectors):
         placed = Placed.from_words([table[2 * index] for table in tables], [table[2 * index + 1] for table in tables])
         if placed.go_by_segments:
-            if not placed.sources[rank]:
+            if placed.sources[rank] is None:
                 bring_first(channel, vector, placed.sides[rank])
             yield channel.publish()  # and the others have taken the results of the vector before
         yield from reduce_owned(channel, vector, placed)

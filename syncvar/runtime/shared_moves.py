@@ -204,9 +204,11 @@ def tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> in
         if block.dtype != layout.dtype or not block.flags.c_contiguous:
             return 0
         place = place_of(channel, block)
+        if place is None:
+            return 0
         if place & ADDRESS:
             offer &= ~RESIDENT
-        if not place or offer == TOLD:
+        if offer == TOLD:
             return 0
         places.append(place)
     channel.tell_places(places)

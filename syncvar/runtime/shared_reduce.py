@@ -40,6 +40,7 @@ __all__ = [
 
 _WIDENED = 32 << 10  # elements that are widened at once
 _COPIES_MAX = 16
+_NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
 _BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
 
 
@@ -108,34 +109,58 @@ class Vector(NamedTuple):
         return self.x.dtype if self.is_widened else self.accumulate
 
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
-        """Return what this rank tells of `x` and `out`; where `x` has to be brought, it is brought on this side."""
+        """Return the words by which this rank tells where `x` and `out` lie; what has to be brought comes on this side.
+
+        `Placed.from_words` reads them; nothing else may take such a word for an offset.
+        """
         locate = channel.arena.locate
-        source = max(0, locate(self.x)) if self.x.dtype == self.wire else 0
-        return source << 1 | side, source if self.out is self.x else max(0, locate(self.out))
+        source = locate(self.x) if self.x.dtype == self.wire else None
+        target = source if self.out is self.x else locate(self.out)
+        return (source or _NOWHERE) << 1 | side, target or _NOWHERE
 
 
 class Placed(NamedTuple):
     """What all ranks have told of a vector, in their order.
 
     Args:
-        sources: Where `x` lies in the arena; 0 where it is brought.
-        targets: Where `out` lies there; 0 for nowhere.
+        sources: Where `x` lies in the arena; None where it is brought.
+        targets: Where `out` lies there; None for nowhere.
         sides: Of the first segments of what is brought.
     """
 
-    sources: list[int]
-    targets: list[int]
+    sources: list[int | None]
+    targets: list[int | None]
     sides: list[int]
 
     @classmethod
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> Placed:
         """Read what `Vector.told` of all ranks has returned."""
-        return cls([word >> 1 for word in sources], list(targets), [word & 1 for word in sources])
+        return cls([word >> 1 or None for word in sources], [word or None for word in targets], [word & 1 for word in sources])
+
+    @classmethod
+    def nowhere(cls, size: int, side: int) -> Placed:
+        """Return this for vectors of so many ranks that all have to be brought, on the same side."""
+        return cls([None] * size, [None] * size, [side] * size)
+
+    @property
+    def sources_in_arena(self) -> list[int] | None:
+        """Where `x` of all ranks lies in the arena; None where that of any rank lies elsewhere."""
+        return _all_known(self.sources)
+
+    @property
+    def targets_in_arena(self) -> list[int] | None:
+        """Where `out` of all ranks lies in the arena; None where that of any rank lies elsewhere."""
+        return _all_known(self.targets)
 
     @property
     def go_by_segments(self) -> bool:
         """Whether results, or what is brought, go by way of segments."""
-        return not (all(self.sources) and all(self.targets))
+        return self.sources_in_arena is None or self.targets_in_arena is None
+
+
+def _all_known(places: Sequence[int | None]) -> list[int] | None:
+    known = [place for place in places if place is not None]
+    return known if len(known) == len(places) else None
 
 
 def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector) -> Iterator[int]:
@@ -155,7 +180,7 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         side = channel.next_parity()
         bring_first(channel, vector, side)
         yield channel.publish()
-        yield from reduce_owned(channel, vector, Placed([0] * size, [0] * size, [side] * size))
+        yield from reduce_owned(channel, vector, Placed.nowhere(size, side))
         return
     call, check = opening
     if is_direct(vector.x.size * vector.accumulate.itemsize, size):
@@ -164,7 +189,7 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
     channel.reserve_segments()
     side = channel.tail ^ 1
     source, target = vector.told(channel, side)
-    if not source >> 1:
+    if source >> 1 == _NOWHERE:
         bring_first(channel, vector, side)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
     yield from reduce_owned(channel, vector, Placed.from_words(*channel.arrays()))
@@ -219,18 +244,19 @@ def reduce_one_segment(
     x, out, apply = vector.x, vector.out, vector.apply
     side = channel.tail ^ 1
     source, target = vector.told(channel, side)
-    if source < 2:
+    if source >> 1 == _NOWHERE:
         for view, cut in views.brings[side]:
             np.copyto(view, x[cut])
     call, check = opening
     yield from agreed(channel, check, channel.begin(call, check, source, target))
     sources, targets = channel.arrays()
-    if max(sources) > 1 or all(targets):
+    if max(sources) > 1 or all(targets):  # else all is brought, as everything is made ready for
         placed = Placed.from_words(sources, targets)
-        if placed.sources != targets or apply is not None:
+        places = placed.targets_in_arena
+        if places is None or placed.sources != placed.targets or apply is not None:
             yield from reduce_owned(channel, vector, placed)
             return
-        for parts in views.copies(channel, vector, targets):
+        for parts in views.copies(channel, vector, places):
             _combined(vector, parts, parts[0], hold=False)
             for part in parts[1:]:
                 np.copyto(part, parts[0])
@@ -264,12 +290,13 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
     Yields:
         What the others have to reach.
     """
-    if placed.go_by_segments:
+    places, goals = placed.sources_in_arena, placed.targets_in_arena
+    if places is None or goals is None:
         yield from _by_segments(channel, vector, placed)
         return
-    sources = [channel.resident(place, vector.x.size, vector.wire) for place in placed.sources]
+    sources = [channel.resident(place, vector.x.size, vector.wire) for place in places]
     low, high = bounds(vector.x.size, channel.size)[channel.rank]
-    _into_all(channel, vector, placed, [source[low:high] for source in sources], low)
+    _into_all(channel, vector, goals, [source[low:high] for source in sources], low)
     yield channel.publish()
 
 
@@ -279,7 +306,7 @@ def _by_segments(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
     count, wire = x.size, vector.wire
     hold = crowd.holds()
     copy = copy_holding if hold else np.copyto
-    into_all = all(placed.targets)
+    goals = placed.targets_in_arena
     per_segment = SEGMENT_BYTES // wire.itemsize
     segment = 0
     start = 0
@@ -291,20 +318,20 @@ def _by_segments(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
         for other, place in enumerate(placed.sources):
             if other == rank and x.dtype == wire:
                 terms.append(x[start + low : start + high])
-            elif place:
+            elif place is not None:
                 terms.append(channel.resident(place, count, wire)[start + low : start + high])
             else:
                 terms.append(channel.segment(other, (placed.sides[other] + segment) & 1, high - low, wire, low))
-        if into_all:
-            _into_all(channel, vector, placed, terms, start + low)
+        if goals is not None:
+            _into_all(channel, vector, goals, terms, start + low)
         else:
             made = channel.segment(rank, 2 + (segment & 1), high - low, wire)
             _combined(vector, terms, made, hold=hold)
             _store(out[start + low : start + high], made, vector.apply, copy)
-        if stop < count and not placed.sources[rank]:
+        if stop < count and placed.sources[rank] is None:
             _bring(channel, x, stop, min(count, stop + per_segment), (placed.sides[rank] + segment + 1) & 1, wire, copy)
         yield channel.publish()
-        if not into_all:
+        if goals is None:
             for distance in range(1, size):
                 other = (rank + distance) % size
                 low, high = parts[other]
@@ -316,12 +343,12 @@ def _by_segments(channel: Channel, vector: Vector, placed: Placed) -> Iterator[i
         segment += 1
 
 
-def _into_all(channel: Channel, vector: Vector, placed: Placed, terms: list[NDArray[Any]], low: int) -> None:
-    """Combine terms, and store the result from element `low` on into all targets, by blocks that stay in the caches."""
+def _into_all(channel: Channel, vector: Vector, places: Sequence[int], terms: list[NDArray[Any]], low: int) -> None:
+    """Combine terms, and store the result from element `low` on into all ranks' targets, by blocks that stay in the caches."""
     hold, rank, count = crowd.holds(), channel.rank, vector.x.size
     copy = copy_holding if hold else np.copyto
     high = low + terms[0].size
-    targets = [channel.resident(place, count, vector.out.dtype)[low:high] for place in placed.targets]
+    targets = [channel.resident(place, count, vector.out.dtype)[low:high] for place in places]
     per_block = _BLOCK_BYTES // vector.accumulate.itemsize
     is_straight = vector.apply is None and vector.out.dtype == vector.wire
     room = np.empty(0 if is_straight else min(per_block, high - low), vector.accumulate)

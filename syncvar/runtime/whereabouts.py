@@ -1,7 +1,7 @@
 """Where an array of one rank can be had by the others: in the arena, in the rank's own memory, or nowhere.
 
 A **place** is a number that ranks tell each other: an offset in the arena; an address in the rank's memory with the bit
-`ADDRESS`; 0 where the others cannot get at the array, and it has to be brought. What is had by its place must neither
+`ADDRESS`; None where the others cannot get at the array, and it has to be brought. What is had by its place must neither
 change nor go away until all have published that they are done with it; whoever leaves such a call early keeps the array
 for good (`Channel.keep`).
 """
@@ -28,19 +28,19 @@ class Gone(Exception):  # noqa: N818  (no error: the launcher will say what has 
     """The process whose memory is read is no more."""
 
 
-def place_of(channel: Channel, array: NDArray[Any]) -> int:
-    """Return where the others find an array in one piece, which this rank keeps alive; 0 where they cannot read it."""
+def place_of(channel: Channel, array: NDArray[Any]) -> int | None:
+    """Return where the others find an array in one piece, which this rank keeps alive; None where they cannot read it."""
     offset = channel.arena.locate(array)
-    if offset > 0:
+    if offset is not None:
         return offset
     reach = channel.reach
     if reach is None or not array.flags.c_contiguous:
-        return 0
+        return None
     address: int = array.__array_interface__["data"][0]
     ground = array
     while not ground.flags.owndata:
         if not isinstance(ground.base, np.ndarray):  # memory of another library, or of a device that others cannot read
-            return ADDRESS | address if reach.can_read(channel.rank, address, array.nbytes) else 0
+            return ADDRESS | address if reach.can_read(channel.rank, address, array.nbytes) else None
         ground = ground.base
     return ADDRESS | address
 

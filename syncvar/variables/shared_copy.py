@@ -188,6 +188,7 @@ def _allocated(context: Context, arena: Arena, size: int, head: int, value: NDAr
         say_arena_is_full(context, error)
         return 0
     offset = arena.locate(block)
+    assert offset is not None
     marks = arena.view(offset, size, _WORD)
     marks[:] = 0
     block[head : head + value.nbytes] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)

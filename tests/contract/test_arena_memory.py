@@ -95,7 +95,7 @@ def test_two_attachments_are_one_memory(host):
     assert np.array_equal(seen, np.arange(1000))
     seen[5] = -1
     assert array[0, 5] == -1
-    assert second.locate(array) == -1, "it is not the second one's array"
+    assert second.locate(array) is None, "it is not the second one's array"
 
 
 def test_the_abort_word(host):
@@ -282,15 +282,15 @@ def test_locate(host):
     assert arena.locate(array[2:5]) == start + 2 * 80
     assert arena.locate(array.reshape(-1)[7:]) == start + 28
     assert arena.locate(array.view(np.int32)) == start
-    assert arena.locate(array.T) == -1
-    assert arena.locate(array[:, 1]) == -1
-    assert arena.locate(array[::-1]) == -1
-    assert arena.locate(array.copy()) == -1
-    assert arena.locate(np.zeros(3)) == -1
-    assert arena.locate(np.zeros((3, 3))[1]) == -1
-    assert arena.locate(np.frombuffer(b"abcd", np.uint8)) == -1
-    assert arena.locate(arena.view(start, 4, np.uint8)) == -1, "a view of anybody's memory owns nothing"
-    assert other.locate(array) == -1
+    assert arena.locate(array.T) is None
+    assert arena.locate(array[:, 1]) is None
+    assert arena.locate(array[::-1]) is None
+    assert arena.locate(array.copy()) is None
+    assert arena.locate(np.zeros(3)) is None
+    assert arena.locate(np.zeros((3, 3))[1]) is None
+    assert arena.locate(np.frombuffer(b"abcd", np.uint8)) is None
+    assert arena.locate(arena.view(start, 4, np.uint8)) is None, "a view of anybody's memory owns nothing"
+    assert other.locate(array) is None
     assert arena.locate(array.view(np.matrix)) == start
 
 
