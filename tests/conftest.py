@@ -25,14 +25,19 @@ SETTLE_S = 2.0
 AGAIN_S = 20.0
 
 _SHARED_MEMORY = "/dev/shm"
+_PREFIX = "syncvar-"  # of the names that the library makes there
 _LIMIT = pytest.StashKey()
 
 
 def pytest_configure(config):
-    # A script that starts the tests in the background makes them ignore SIGINT, and all their processes would inherit it:
-    # what tests see of Ctrl-C must not depend on that.
+    # A script that starts the tests in the background makes them ignore SIGINT and SIGQUIT, nohup SIGHUP, and all their
+    # processes would inherit it: what tests see of Ctrl-C or a hangup must not depend on that. Handlers are not
+    # inherited, so a hangup still does not end the tests that nohup has started, and means to a job what it always does.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     # Short, because paths of unix sockets are limited to 107 bytes; private, because jobs keep their sockets in it.
     config.syncvar_runtime_before = os.environ.get("XDG_RUNTIME_DIR")
     config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp"))
@@ -114,23 +119,29 @@ def _files(runtime):
 
 
 def _shared_memory():
+    """Return the files in the folder of shared memory: (name, device, inode) -> words."""
+    found = {}
+    with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                told = entry.stat(follow_symlinks=False)
+                found[entry.name, told.st_dev, told.st_ino] = f"shared memory {entry.path}"
+    return found
+
+
+def _held(pid):
+    """Return what a process has open or mapped, as (device, inode): a name may have been another when it was opened."""
+    found = set()
     with contextlib.suppress(OSError):
-        return {name: f"shared memory {_SHARED_MEMORY}/{name}" for name in os.listdir(_SHARED_MEMORY)}
-    return {}
-
-
-def _used_by_others(names, own):
-    """Return those names of shared memory that processes outside the test have open or mapped, or that are gone."""
-    left = {name for name in names if os.path.lexists(f"{_SHARED_MEMORY}/{name}")}
-    used = set(names) - left
-    for pid in _processes() - own.keys() - {os.getpid()} if left else ():
-        held = _text(f"/proc/{pid}/maps")
-        with contextlib.suppress(OSError):
-            for number in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    held += os.readlink(f"/proc/{pid}/fd/{number}") + "\n"
-        used |= {name for name in left if f"{_SHARED_MEMORY}/{name}\n" in held or f"{_SHARED_MEMORY}/{name} (deleted)\n" in held}
-    return used
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                told = os.stat(f"/proc/{pid}/fd/{number}")
+                found.add((told.st_dev, told.st_ino))
+    for line in _text(f"/proc/{pid}/maps").splitlines():
+        device, inode = line.split(None, 5)[3:5]
+        major, minor = (int(part, 16) for part in device.split(":"))
+        found.add((os.makedev(major, minor), int(inode)))
+    return found
 
 
 def _processes():
@@ -174,10 +185,21 @@ class _Snapshot:
         return found | {words: name for name, words in self.shared_memory(own).items()}
 
     def shared_memory(self, own):
-        """Return the new names of shared memory, without those that other programs of this machine use."""
-        names = {name: words for name, words in _shared_memory().items() if name not in self.names}
-        used = _used_by_others(names, own) if names else ()
-        return {name: words for name, words in names.items() if name not in used}
+        """Return the new names of shared memory that are the test's.
+
+        The system does not say who made a file. The test's are those that it or one of its processes has open or mapped,
+        and those named as syncvar's that no other program has; what other programs of this machine make is theirs.
+        """
+        names = {key: words for key, words in _shared_memory().items() if key not in self.names}
+        if not names:
+            return names
+        ours = set().union(*map(_held, {os.getpid(), *own}))
+        theirs = set().union(*map(_held, _processes() - own.keys() - {os.getpid()}))
+        return {
+            key: words
+            for key, words in names.items()
+            if key[1:] in ours or (key[0].startswith(_PREFIX) and key[1:] not in theirs and os.path.lexists(f"{_SHARED_MEMORY}/{key[0]}"))
+        }
 
     def left(self):
         """Return what stays after everything had time to end."""
@@ -194,6 +216,7 @@ class _Snapshot:
     def clear(self):
         """End the processes of the test and remove its files."""
         before, own = self.before[0], self.own_processes()
+        names = self.shared_memory(own)  # before its processes end: they tell whose it is
         for pid in {*own, *(_children().keys() - before.keys())}:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -203,7 +226,7 @@ class _Snapshot:
             shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        for name in self.shared_memory(own):
+        for name, *_ in names:
             with contextlib.suppress(OSError):
                 os.unlink(f"{_SHARED_MEMORY}/{name}")
 

@@ -26,6 +26,15 @@ os.unlink(file.name)
 """
 other = subprocess.Popen([sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
+SEMAPHORES = """
+import sys, multiprocessing
+sys.stdin.readline()
+lock = multiprocessing.get_context("spawn").Lock()
+print("sem." + lock._semlock.name.lstrip("/"), flush=True)
+sys.stdin.readline()
+"""
+semaphores = subprocess.Popen([sys.executable, "-c", SEMAPHORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
 def test_clean():
     kept.append([])
 
@@ -74,6 +83,17 @@ def test_shared_memory_of_others():
     assert other.stdout.readline() == b"made\\n"
     assert "syncvar-test-of-others" in os.listdir("/dev/shm")
 
+def test_semaphore_of_others():
+    # A program that started before this test, as another program of this machine: its name does not tell that it is used.
+    semaphores.stdin.write(b"go\\n")
+    semaphores.stdin.flush()
+    name = semaphores.stdout.readline().decode().strip()
+    assert name.startswith("sem.mp-") and name in os.listdir("/dev/shm")
+
+def test_semaphore_of_its_own():
+    import multiprocessing
+    kept.append(multiprocessing.get_context("spawn").Lock())
+
 def test_slow_end():
     thread = threading.Thread(target=time.sleep, args=(0.15,))
     thread.start()
@@ -83,12 +103,19 @@ def test_interrupted():
         child.send_signal(signal.SIGINT)
         assert child.wait(5) == -signal.SIGINT
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_hung_up(number):
+    os.kill(os.getpid(), number)  # does not end the tests, as nohup asked; their processes get it
+    with subprocess.Popen(["sleep", "20"]) as child:
+        child.send_signal(number)
+        assert child.wait(5) == -number
+
 @pytest.fixture
 def does_not_end():
     yield
     time.sleep(60)
 
-@pytest.mark.timeout(0.3, method="signal")
+@pytest.mark.timeout(1, method="signal")
 def test_stuck(does_not_end):
     threading.Event().wait(60)
 
@@ -96,20 +123,24 @@ def test_clean_again():
     assert not [name for name in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if name != "syncvar"]
 '''
 
-CLEAN = {"test_clean", "test_shared_memory_of_others", "test_slow_end", "test_interrupted", "test_clean_again"}
+CLEAN = {
+    "test_clean", "test_shared_memory_of_others", "test_semaphore_of_others", "test_slow_end", "test_interrupted", "test_hung_up",
+    "test_clean_again",
+}  # fmt: skip
+IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # as under nohup in the background
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaks")
-    shorter = CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4").replace("AGAIN_S = 20.0", "AGAIN_S = 0.3")
+    shorter = CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4").replace("AGAIN_S = 20.0", "AGAIN_S = 3.0")
     (folder / "conftest.py").write_text(shorter)
     (folder / "test_leaks.py").write_text(LEAKS)
     (folder / "pytest.ini").write_text("[pytest]\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", str(folder)],
         capture_output=True, text=True, timeout=60, cwd=folder, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        check=False, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509
+        check=False, preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in IGNORED],  # noqa: PLW1509
     )  # fmt: skip
 
 
@@ -125,6 +156,7 @@ def outcome(tmp_path_factory):
         ("test_socket_file", r"file /tmp/sv-\w+/forgotten\.sock"),
         ("test_job_folder", r"file /tmp/sv-\w+/syncvar/12ab34cd"),
         ("test_shared_memory", r"shared memory /dev/shm/syncvar-test-forgotten"),
+        ("test_semaphore_of_its_own", r"shared memory /dev/shm/sem\.mp-\w+"),
     ],
 )
 def test_a_leak_is_told(outcome, name, words):
