@@ -10,12 +10,14 @@ Source: Rebello et al., "Can Applications Recover from fsync Failures?", USENIX 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from typing import TYPE_CHECKING, Self
 
 from syncvar.checkpoint.naming import is_left_over, temporary_name
 from syncvar.errors import CheckpointError, NotFound
+from syncvar.runtime.foreign import refuse_foreign_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -259,12 +261,13 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
 
 
 def make_folder(path: str) -> Folder:
-    """Open a folder, after making it if need be.
+    """Open a folder to write to, after making it if need be.
 
     Raises:
-        CheckpointError: The system refused.
+        CheckpointError: The system refused, or the path leads over a link of another user.
     """
     try:
+        refuse_foreign_links(path)
         missing, at = [], os.path.abspath(path)
         while not os.path.isdir(at):
             missing.append(at)
@@ -278,5 +281,6 @@ def make_folder(path: str) -> Folder:
             finally:
                 os.close(above)
     except OSError as error:
-        raise CheckpointError(f"the folder {path} cannot be made: {error.strerror or error}") from error
+        where = f"the folder {path} cannot be made" if error.errno != errno.EPERM else f"nothing is written to {error.filename}"
+        raise CheckpointError(f"{where}: {error.strerror or error}") from error
     return Folder(path)

@@ -268,11 +268,20 @@ def record_name(rank: Any, generation: Any = 0) -> str:
 
 
 def _replace(folder: str, name: str, text: str) -> None:
-    """Write a file; whoever looks sees all of it or what was there before."""
-    os.makedirs(folder, exist_ok=True)
+    """Write a file that only this user can read; whoever looks sees all of it or what was there before.
+
+    Records hold paths, command lines and texts of exceptions. Nothing that another user has put there is followed.
+    """
+    from syncvar.runtime.foreign import refuse_foreign_links  # only a record that is written needs it
+
+    refuse_foreign_links(folder)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
     draft = os.path.join(folder, f"{name}.{os.getpid()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(draft)  # of a process that was killed while it wrote
     try:
-        with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with open(os.open(draft, flags, 0o600), "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.replace(draft, os.path.join(folder, name))
     except BaseException:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import ConfigError, RendezvousError, WireError
-from syncvar.transports.zeromq import parse_control_identity
+from syncvar.transports.zeromq import milliseconds, parse_control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Say, pack_message, parse_message
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Store:
         self.socket: Any = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
         self.socket.setsockopt(zmq.SNDHWM, 10_000)
         self.socket.setsockopt(zmq.RCVHWM, 10_000)
         self._gate: Gate | None = None
@@ -60,6 +61,8 @@ class Store:
                 self._gate = Gate(self._context, keys)
                 keys.listen(self.socket)
             self.socket.bind(endpoint)
+            if self._gate is not None:
+                self._gate.guard(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise RendezvousError(f"rank 0 cannot listen on {endpoint}: {error.strerror}") from error

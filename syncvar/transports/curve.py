@@ -18,6 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from syncvar.errors import HandshakeError
+from syncvar.transports.strangers import Strangers
 from syncvar.wire import derive
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def link_keys(secret: bytes) -> LinkKeys:
 class Gate:
     """Decides who may connect to the listeners of a ZeroMQ context: members. One thread, ended by `close`.
 
+    It also sees to it that strangers who connect and say nothing do not use up this process's descriptors.
+
     Args:
         context: Whose listeners.
         keys: Of the job.
@@ -115,6 +118,10 @@ class Gate:
             self.close()
             raise
 
+    def guard(self, endpoint: str) -> None:
+        """Keep the number of strangers small at an address that is listened on: "tcp://<address>:<port>"."""
+        self._end.send(endpoint.rpartition(":")[2].encode())
+
     def close(self) -> None:
         """End the thread. Idempotent."""
         if not self._end.closed:
@@ -126,11 +133,28 @@ class Gate:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._told, zmq.POLLIN)
+        guarded: list[Strangers] = []
+        look_at = float("inf")
         try:
-            while self._told not in dict(poller.poll()):
-                with contextlib.suppress(zmq.ZMQError):
-                    self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+            while True:
+                now = time.monotonic()
+                ready = dict(poller.poll(None if look_at == float("inf") else max(0.0, look_at - now) * 1000))
+                if self._socket in ready:
+                    with contextlib.suppress(zmq.ZMQError):
+                        self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+                if self._told in ready:
+                    port = self._told.recv()
+                    if not port:
+                        return
+                    guarded.append(Strangers(int(port)))
+                    if guarded[-1].listener is not None:
+                        poller.register(guarded[-1].listener, zmq.POLLIN)
+                now = time.monotonic()
+                if guarded and (now >= look_at or any(isinstance(item, int) for item in ready) or self._told in ready):
+                    look_at = now + min(one.look(now) for one in guarded)
         finally:
+            for one in guarded:
+                one.close()
             self._socket.close(0)
             self._told.close(0)
 

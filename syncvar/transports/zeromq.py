@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.transports.curve import Gate, LinkKeys
 
-__all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "parse_control_identity"]
+__all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "parse_control_identity"]
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CONTROL_IDENTITY = struct.Struct("<cI8s")
@@ -49,6 +49,7 @@ _BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq
 _BRIEF_MS = 2
 _GOODBYE_MS = 200
 _WATCH_EVERY_S = 0.02
+_HANDSHAKE_MS = 10_000
 _OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the other is about to; it may bring frames
 _UNIX_PATH_MAX = 107
 
@@ -136,6 +137,7 @@ class ZeromqControl:
         self.socket: Any = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank))
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None and endpoint.startswith("tcp://"):
             keys.connect(self.socket)
@@ -240,6 +242,7 @@ class ZeromqTransport:
                 self._configure(self._router, outside)
                 self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
                 self.outside = self._bind(outside)
+                self._gate.guard(self.outside)
         except BaseException:
             self.close(0)
             raise
@@ -400,12 +403,12 @@ class ZeromqTransport:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.MAXMSGSIZE, config.segment_bytes + 4096)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _milliseconds(config.handshake_timeout_s))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
         # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
         # closes the connections of a process that ends, and the agent sees one that is stopped.
         if address.startswith("tcp://"):
-            socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(config.heartbeat_interval_s))
-            silence = _milliseconds(config.lost_after_s)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
+            silence = milliseconds(config.lost_after_s)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
             socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
 
@@ -420,6 +423,7 @@ class ZeromqTransport:
                         f"set XDG_RUNTIME_DIR or TMPDIR to a shorter directory"
                     )
                 self._router.bind(f"ipc://{path}")
+                os.chmod(path, 0o600)  # a umask would be that of all threads; until now the folder, 0700, has kept others out
                 return f"ipc://{path}"
             port = self._router.bind_to_random_port(f"tcp://{place}")
         except zmq.ZMQError as error:
@@ -637,6 +641,6 @@ class _Done:
 _DONE = _Done()
 
 
-def _milliseconds(seconds: float) -> int:
+def milliseconds(seconds: float) -> int:
     """Return whole milliseconds; an infinite or huge time becomes 0, which ZeroMQ takes as "off"."""
     return 0 if seconds > 1e6 else max(1, int(seconds * 1000))

@@ -307,6 +307,19 @@ def test_a_link_in_place_of_a_shard_is_not_followed(tmp_path):
         sv.Checkpoint(n=0).restore(path)
 
 
+def test_a_link_of_another_user_on_the_way_is_not_followed(tmp_path, foreign_link):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "own").symlink_to(tmp_path / "theirs")
+    sv.Checkpoint(n=3).save(tmp_path / "own" / "c")  # one's own links are followed
+    foreign_link(tmp_path / "link", tmp_path / "theirs")
+    for path in (tmp_path / "link", tmp_path / "link" / "new" / "c"):
+        with pytest.raises(sv.CheckpointError, match=r"nothing is written to \S*/link: it is a link that user \d+ has made"):
+            sv.Checkpoint(n=3).save(path)
+    with sv.CheckpointManager(sv.Checkpoint(n=2), tmp_path / "link") as manager, pytest.raises(sv.CheckpointError, match="is a link"):
+        manager.save(1)
+    assert os.listdir(tmp_path / "theirs") == ["c"]
+
+
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: path.write_text("{}")])
 def test_a_manifest_that_is_none(tmp_path, make):
     make(tmp_path / "manifest.json")

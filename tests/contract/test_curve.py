@@ -15,15 +15,17 @@ from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, HandshakeError
 from syncvar.runtime.secret import job_secret
 from syncvar.transports.curve import Gate, link_keys
-from syncvar.transports.zeromq import ZeromqTransport
-from syncvar.wire import Kind, pack_header
+from syncvar.runtime.store import Store
+from syncvar.transports.strangers import WAITING_MAX
+from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport
+from syncvar.wire import CONTROL_NBYTES_MAX, Kind, pack_header
 
 SECRET = bytes(range(32))
 CONFIG = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=2.0)
 
 
 @contextlib.contextmanager
-def world(secrets=(SECRET, SECRET)):
+def world(secrets=(SECRET, SECRET), config=CONFIG):
     """Two ranks on hosts of their own."""
     directory = tempfile.mkdtemp(prefix="sv")
     contexts = [zmq.Context() for _ in secrets]
@@ -31,7 +33,7 @@ def world(secrets=(SECRET, SECRET)):
     try:
         for rank, (context, secret) in enumerate(zip(contexts, secrets, strict=True)):
             made = ZeromqTransport(
-                context, rank, f"ipc://{directory}", "job", CONFIG, outside="tcp://127.0.0.1", keys=link_keys(secret)
+                context, rank, f"ipc://{directory}", "job", config, outside="tcp://127.0.0.1", keys=link_keys(secret)
             )
             ranks.append(made)
         for one in ranks:
@@ -113,6 +115,55 @@ def test_strangers_are_refused_and_members_do_not_notice(caplog):
         finally:
             for one in (*raw, *strangers):
                 one.close()
+
+
+def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
+    patient = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=60.0)
+    with world(config=patient) as ranks, contextlib.ExitStack() as stack:
+        assert passes(ranks).header.call == 7
+        for rank in (0, 1):  # one has members and strangers, one strangers only
+            host, port = ranks[rank].outside.removeprefix("tcp://").split(":")
+            idle = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(120)]
+            for number, one in enumerate(idle):
+                one.setblocking(False)
+                if number % 3 == 0:
+                    one.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE")  # a beginning that never goes on
+
+            def is_closed(one):
+                try:
+                    while one.recv(64):  # the listener's greeting
+                        pass
+                except BlockingIOError:
+                    return False
+                except OSError:
+                    return True
+                return True
+
+            left, until = idle, time.monotonic() + 10
+            while len(left) > WAITING_MAX and time.monotonic() < until:
+                left = [one for one in left if not is_closed(one)]
+                ranks[0].wait(0.01)
+            assert len(left) == WAITING_MAX, "the others are closed before the handshake's limit, and no more than need be"
+        assert passes(ranks).header.call == 7, "the member's connection is none of a stranger"
+        assert ranks[1].receive() is None
+
+
+def test_every_socket_has_limits():
+    with world() as ranks, zmq.Context() as context:
+        ranks[0].send(1, pack_header(Kind.DATA, 0, 0, 0, 7))
+        control = ZeromqControl(context, "ipc:///nowhere", 0)
+        store = Store(f"ipc://{os.path.dirname(ranks[0].address.removeprefix('ipc://'))}/store", 2, "job", CONFIG)
+        try:
+            limits = {}
+            for name, one in (("router", ranks[0]._router), ("link", ranks[0]._links[1].socket), ("control", control.socket), ("store", store.socket)):
+                limits[name] = one.getsockopt(zmq.MAXMSGSIZE), one.getsockopt(zmq.HANDSHAKE_IVL), one.getsockopt(zmq.LINGER)
+        finally:
+            control.close(0)
+            store.close()
+    frame = CONFIG.segment_bytes + 4096
+    assert limits == {
+        "router": (frame, 2000, 0), "link": (frame, 2000, 0), "control": (CONTROL_NBYTES_MAX, 10_000, 0), "store": (CONTROL_NBYTES_MAX, 2000, 0),
+    }  # fmt: skip
 
 
 def test_nobody_listens_without_a_secret():

@@ -99,6 +99,29 @@ def test_a_refused_call_is_written_once_and_the_end_replaces_it(tmp_path):
     assert os.listdir(tmp_path / "new") == ["flight-rank0.json"]
 
 
+def test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it(tmp_path, foreign_link):
+    before = os.umask(0)
+    try:
+        Recorder(folder=str(tmp_path / "new"), trace=str(tmp_path)).ended("x")
+        (tmp_path / "open").mkdir(mode=0o755)  # as the folder of --log-dir
+        Recorder(trace=str(tmp_path / "open")).closed()
+    finally:
+        os.umask(before)
+    modes = [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("new", "new/flight-rank0.json", "open/flight-rank0.json")]
+    assert modes == ["0o700", "0o600", "0o600"]
+
+    (tmp_path / "theirs").mkdir()
+    foreign_link(tmp_path / "link", tmp_path / "theirs")
+    Recorder(folder=str(tmp_path / "link")).ended("x")
+    Recorder(folder=str(tmp_path / "link" / "below")).ended("x")
+    assert os.listdir(tmp_path / "theirs") == []
+    target = tmp_path / "target"
+    target.write_text("theirs")
+    (tmp_path / "open" / f"flight-rank0.json.{os.getpid()}.tmp").symlink_to(target)
+    Recorder(folder=str(tmp_path / "open")).ended("y")
+    assert (in_file(tmp_path / "open")["reason"], target.read_text()) == ("y", "theirs")
+
+
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recorder = Recorder()
