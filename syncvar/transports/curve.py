@@ -138,7 +138,7 @@ class Gate:
         try:
             while True:
                 now = time.monotonic()
-                ready = dict(poller.poll(None if look_at == float("inf") else max(0.0, look_at - now) * 1000))
+                ready = dict(poller.poll(None if look_at == float("inf") else int(max(0.0, look_at - now) * 1000) + 1))
                 if self._socket in ready:
                     with contextlib.suppress(zmq.ZMQError):
                         self._socket.send_multipart(self._answer(self._socket.recv_multipart()))

@@ -14,6 +14,7 @@ def foreign_link(monkeypatch):
         if os.geteuid() == 0:
             os.lchown(link, 65534, 65534)
         else:
-            monkeypatch.setattr(os, "geteuid", lambda me=os.geteuid(): me + 1)
+            other = os.geteuid() + 1
+            monkeypatch.setattr(os, "geteuid", lambda: other)
 
     return make

@@ -14,8 +14,8 @@ from zmq.utils import z85
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, HandshakeError
 from syncvar.runtime.secret import job_secret
-from syncvar.transports.curve import Gate, link_keys
 from syncvar.runtime.store import Store
+from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.strangers import WAITING_MAX
 from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport
 from syncvar.wire import CONTROL_NBYTES_MAX, Kind, pack_header

@@ -1,0 +1,189 @@
+"""The faults of one host, and which test shows each of them in each phase; the controls, and which test holds each.
+
+Phases: S spawn, R roll call (rendezvous), H handshake, C computing, X inside a collective, V writing variables,
+K checkpoint, E end. A bound is (with the default settings, with those of configs/ci.toml), in seconds, from the fault to
+the last survivor's exception or to what is expected; a job ends at most `term_grace_s` later. Tests run with configs/ci.toml.
+
+`tests/tidy/test_fault_table.py` keeps it whole: every phase of a row has tests, every test named here exists.
+"""
+
+from typing import NamedTuple
+
+LOST_RANK = "process/test_faults_lost_rank.py::test_a_lost_rank"
+LAUNCHER = "process/test_faults_launcher.py::"
+DISAGREE = "process/test_faults_disagreement.py::"
+USER = "process/test_faults_user_code.py::"
+CHECKPOINT = "contract/test_checkpoint_faults.py::"
+RESTARTS = "process/test_restarts.py::"
+ENDS = "process/test_script_ends.py::"
+CURVE = "contract/test_curve.py::"
+TRANSPORT = "contract/test_transport.py::"
+OUTPUT = "pure/test_output.py::"
+ARENA = "process/test_arena_launch.py::"
+
+
+class Row(NamedTuple):
+    """One fault.
+
+    Args:
+        fault: What happens.
+        bound: Seconds with the default settings and with those of the tests; None where there is nothing to wait for.
+        tests: By phase, the tests that show it: "file::test" stands for all its cases, "file::test[case]" for one.
+        waits_for: What is not there yet and the row needs: "hosts" (several real ones) or "servers" (of parameters).
+    """
+
+    fault: str
+    bound: tuple[float, float] | None
+    tests: dict[str, tuple[str, ...]]
+    waits_for: str = ""
+
+
+def _lost(case, phases):
+    return {phase: (f"{LOST_RANK}[{case}-{phase}]",) for phase in phases}
+
+
+def _all(phases, *tests):
+    return dict.fromkeys(phases, tests)
+
+
+ROWS = {
+    "F01": Row("uncaught exception in a rank", (1, 0.5), _lost("F01-raise", "SRCXVE")),
+    "F02": Row("os._exit(0) before shutdown", (1, 0.5), _lost("F02-leave", "CXVE")),
+    "F03": Row("SIGKILL of a rank", (1, 0.5), _lost("F03-SIGKILL", "SRCXVE") | {
+        "K": ("process/test_checkpoint_processes.py::test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_the_bit",),
+    }),
+    "F04": Row("SIGSEGV, SIGBUS, abort in C", (1, 0.5), {
+        "C": (f"{ENDS}test_a_script_that_ends[segmentation-spawn]", f"{ENDS}test_a_script_that_ends[abort-spawn]"),
+        "X": (f"{ARENA}test_a_lost_rank_is_told_in_the_arena[SEGV]",),
+    }),
+    "F05": Row("memory limit of the control group hit", (2, 1), {}),
+    "F06": Row("SIGSTOP of a rank, for ever", (17, 2), _lost("F06-SIGSTOP", "RCXVE")),
+    "F07": Row("SIGSTOP for less than `lost_after_s`, then SIGCONT", None, {
+        "C": (f"{LAUNCHER}test_a_rank_that_stops_itself_and_goes_on_is_forgiven",),
+        "X": ("process/test_shared_soak.py::test_stopped_and_continued",),
+    }),
+    "F08": Row("SIGSTOP for longer than `lost_after_s`, then SIGCONT", (17, 2), {}),
+    "F09": Row("a rank that comes late to a call", (1800, 5), {"C": (f"{DISAGREE}test_f09_a_late_rank",)}),
+    "F10": Row("a rank blocks in C with the GIL held", (300, 5), {}),
+    "F11": Row("a rank four times as slow as the others", None, {}),
+    "F12": Row("SIGKILL of the launcher", (3, 2), {
+        phase: (f"{LAUNCHER}test_f12_launcher_killed[{phase}-spawn]",) for phase in "SRCXE"
+    }),
+    "F13": Row("SIGTERM or one SIGINT to the launcher", (12, 3), {
+        phase: tuple(f"{LAUNCHER}test_f13_launcher_told_to_end[{name}-{phase}]" for name in ("TERM", "INT")) for phase in "SRCXE"
+    } | {"K": (f"{RESTARTS}test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_on",)}),
+    "F14": Row("a second SIGINT during the grace", (0.5, 0.5), {
+        phase: (f"{LAUNCHER}test_f14_second_interrupt_kills_at_once[{phase}]",) for phase in "CX"
+    }),
+    "F15": Row("SIGHUP; standard output closed", (12, 3), {"C": (f"{ENDS}test_a_hangup_ends_the_job_unless_it_was_ignored_from_the_start",)}),
+    "F16": Row("SIGTSTP, later SIGCONT", None, {}),
+    "F17": Row("the agent of another host is killed", (3, 2), {}, "hosts"),
+    "F18": Row("the ssh client is killed", (3, 3), {}, "hosts"),
+    "F19": Row("hosts that cannot be reached", (15, 5), {}, "hosts"),
+    "F20": Row("the link between two hosts is down", (17, 2.5), {}, "hosts"),
+    "F21": Row("frames are lost in one direction", (17, 2.5), {}, "hosts"),
+    "F22": Row("the link is down for a short time", None, {}, "hosts"),
+    "F23": Row("TCP reset in the middle of a frame", (1, 0.5), _all("X", "contract/test_faults.py::test_a_cut_link_is_a_lost_peer_for_both_ends_and_for_everybody"), "hosts"),
+    "F24": Row("10 Mbit/s between hosts", None, {}, "hosts"),
+    "F25": Row("200 ms more between hosts", None, _all("X", "contract/test_faults.py::test_every_collective_is_exact_under_delay_and_reordering"), "hosts"),
+    "F26": Row("a bit flips in a payload on its way", (1, 0.5), {}, "hosts"),
+    "F27": Row("a bad header: flipped, truncated, too large, of something else", (1, 0.5), _all(
+        "HX", f"{TRANSPORT}test_a_header_with_any_bit_flipped_is_never_delivered",
+        f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
+        f"{TRANSPORT}test_a_frame_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered",
+    )),
+    "F28": Row("garbage, HTTP, TLS, idle connections to each port", None, _all(
+        "RC", f"{TRANSPORT}test_bytes_of_another_protocol_on_a_tcp_port_are_ignored", f"{TRANSPORT}test_random_bytes_on_a_tcp_port_are_ignored",
+        f"{CURVE}test_strangers_are_refused_and_members_do_not_notice",
+        f"{CURVE}test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay",
+    )),
+    "F29": Row("a rank of another job, or one that comes again", (1, 0.5), {
+        "R": ("contract/test_store.py::test_a_refused_stranger_is_answered_and_has_no_say", "contract/test_store.py::test_a_rank_that_claims_to_be_another_is_refused"),
+        "H": (f"{TRANSPORT}test_a_stranger_is_refused_and_counted_and_disturbs_nobody", f"{CURVE}test_a_rank_with_another_secret_is_refused"),
+    }),
+    "F30": Row("another op, dtype, count, shape, root or name", (1, 0.5), {"X": (f"{DISAGREE}test_f30_other_arguments",)}),
+    "F31": Row("the same calls in another order, one too few, one too many", (11, 2), {
+        "X": (f"{DISAGREE}test_f31_other_calls",), "E": (f"{DISAGREE}test_f31_an_extra_call_at_the_end",),
+    }),
+    "F32": Row("NaN or infinity in one rank's input", (1, 0.5), {}),
+    "F33": Row("a bit of one rank's variable flips", (1, 0.5), {
+        "V": ("process/test_auto_and_checker.py::test_a_flipped_bit_ends_a_launched_job_with_name_place_and_window",),
+    }),
+    "F34": Row("another protocol, byte order or configuration", (5, 2), {}, "hosts"),
+    "F35": Row("two processes claim one rank; too few; too many; a rank out of range", (300, 10), {}),
+    "F36": Row("mistakes in a file of hosts", (1, 1), {}, "hosts"),
+    "F37": Row("the wall clock jumps", None, {}),
+    "F38": Row("the chosen port is taken; thousands of ports in TIME_WAIT", (1, 1), {}),
+    "F39": Row("the runtime directory cannot be written, is full, has too long a path", (1, 1), {}),
+    "F40": Row("/dev/shm is small or absent; memfd refused", None, _all("SX", f"{ARENA}test_f40_little_or_no_shared_memory")),
+    "F41": Row("too few descriptors or processes are allowed", (1, 1), {}),
+    "F42": Row("the program forks after init; the child calls, and exits", (0.1, 0.1), _all("CX", f"{USER}test_f42_fork")),
+    "F43": Row("two threads start collectives at once", None, _all("X", f"{USER}test_f43_threads")),
+    "F44": Row("exceptions and exits in odd places", (2, 1), _all("VE", f"{USER}test_f44_ends")),
+    "F45": Row("the disk is full at 12 places of a checkpoint", (2, 1), _all("K", f"{CHECKPOINT}test_the_disk_is_full", f"{CHECKPOINT}test_a_limit_on_the_size_of_files")),
+    "F46": Row("I/O errors of write, fsync, rename", (2, 1), _all("K", f"{CHECKPOINT}test_an_operation_fails", f"{CHECKPOINT}test_a_failed_sync_is_not_tried_again")),
+    "F47": Row("SIGKILL before and after each step of a save", None, _all(
+        "K", "process/test_checkpoint_processes.py::test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new")),
+    "F48": Row("a flipped bit, a truncated, missing or swapped shard, another manifest", (1, 1), _all(
+        "K", f"{CHECKPOINT}test_damage_is_seen_on_every_rank_and_nothing_is_restored", f"{CHECKPOINT}test_any_flipped_bit_of_a_shard_is_seen")),
+    "F49": Row("two jobs, one folder of checkpoints", (1, 1), {"K": (f"{CHECKPOINT}test_a_second_job_is_refused_until_the_first_has_ended",)}),
+    "F50": Row("restored on another number of ranks", None, _all(
+        "K", "contract/test_checkpoint_contents.py::test_every_dtype_and_shape_on_another_number_of_replicas")),
+    "F51": Row("a parameter server is killed or stopped", (17, 2), {}, "servers"),
+    "F52": Row("a worker is killed with a push in flight", (1, 0.5), {}, "servers"),
+    "F53": Row("a late push of an earlier incarnation", None, {}, "servers"),
+    "F54": Row("SIGTERM as a notice of preemption", (20, 5), {
+        "C": (f"{RESTARTS}test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_on",),
+        "X": ("process/test_checkpoint_processes.py::test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75",),
+    }),
+    "F55": Row("a rank writes 100 MB/s, a line of 10 MB, or raw bytes", None, {}),
+    "F56": Row("the folder of logs is full", (1, 1), _all("C", f"{OUTPUT}test_a_full_disk_is_told_once_and_the_job_goes_on")),
+    "F57": Row("a receiver stops reading for 5 s", None, {}),
+    "F58": Row("all ranks are killed at once; a whole host is gone", (17, 2.5), {}, "hosts"),
+    "F59": Row("restarted after F03: the same results", None, _all(
+        "XK", f"{RESTARTS}test_killed_and_started_again_and_again_the_weights_are_the_same_to_the_bit")),
+    "F60": Row("a failure during recovery", (300, 10), {}),
+}  # fmt: skip
+
+PHASES = {
+    "F01": "SRHCXVKE", "F02": "CXVK", "F03": "SRHCXVKE", "F04": "CX", "F05": "CXK", "F06": "RHCXVKE", "F07": "CX", "F08": "X",
+    "F09": "C", "F10": "C", "F11": "X", "F12": "SRCXKE", "F13": "SRCXKE", "F14": "CXK", "F15": "CX", "F16": "CX", "F17": "RCX",
+    "F18": "CX", "F19": "S", "F20": "RCXK", "F21": "CX", "F22": "CX", "F23": "X", "F24": "X", "F25": "RHX", "F26": "X", "F27": "HX",
+    "F28": "RC", "F29": "RH", "F30": "X", "F31": "XE", "F32": "X", "F33": "V", "F34": "H", "F35": "R", "F36": "S", "F37": "RCXK",
+    "F38": "SR", "F39": "S", "F40": "SX", "F41": "SR", "F42": "CX", "F43": "X", "F44": "VE", "F45": "K", "F46": "K", "F47": "K",
+    "F48": "K", "F49": "SK", "F50": "K", "F51": "CX", "F52": "X", "F53": "X", "F54": "CX", "F55": "C", "F56": "C", "F57": "X",
+    "F58": "CXK", "F59": "XK", "F60": "R",
+}  # fmt: skip
+"""The phases in which each fault may come."""
+
+MISSING = {
+    "F01": "HK", "F02": "K", "F03": "H", "F05": "CXK", "F06": "HK", "F08": "X", "F10": "C", "F11": "X", "F12": "K", "F14": "K",
+    "F15": "X", "F16": "CX", "F32": "X", "F35": "R", "F37": "RCXK", "F38": "SR", "F39": "S", "F41": "SR", "F49": "S", "F55": "C",
+    "F57": "X", "F60": "R",
+}  # fmt: skip
+"""What no test shows yet, of the rows that wait for nothing."""
+
+CONTROLS = {
+    "C8": ("messages, handshakes and connections of strangers are limited", (
+        f"{CURVE}test_every_socket_has_limits", f"{CURVE}test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay",
+        f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
+        "contract/test_store.py::test_a_message_that_is_too_long_closes_only_its_own_connection",
+    )),
+    "C13": ("values from the wire are no names of attributes, files, formats or log templates", ()),
+    "C14": ("the runtime directory and all sockets in it are this user's only, and no foreign link is followed", (
+        "process/test_launcher_options.py::test_private_directory_and_no_listening_port",
+        f"{CHECKPOINT}test_a_link_of_another_user_on_the_way_is_not_followed",
+    )),
+    "C18": ("names of variables and checkpoints never reach outside their folder", ()),
+    "C27": ("flight records and traces are readable by this user only", (
+        "contract/test_recorder.py::test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it",
+    )),
+}  # fmt: skip
+"""Controls that are tested here: what they say, and the tests that hold them."""
+
+
+def bound_s(fault):
+    """Return the bound of a fault with the settings of the tests, in seconds."""
+    bound = ROWS[fault].bound
+    assert bound is not None, f"{fault} has no bound"
+    return bound[1]
