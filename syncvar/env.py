@@ -106,7 +106,7 @@ class RankEnvironment(NamedTuple):
             if text is None:
                 raise ConfigError(
                     f"{PREFIX}RANK is set but {PREFIX}{name} is not: start the script with syncvar-launch, "
-                    f"or unset {PREFIX}RANK to run it as a world of one"
+                    f"or unset {PREFIX}RANK and set {PREFIX}WORLD_SIZE=1 to run it as a world of one"
                 )
             if not (text.isascii() and text.isdigit()):
                 raise ConfigError(f"{PREFIX}{name} must be a non-negative integer, not {text!r}")

@@ -58,6 +58,7 @@ TASKS = (
         (
             ((), "Without the launcher the same script runs as a world of one."),
             ((*_TF, *_TORCH), "A job started by TF_CONFIG, or by torchrun, is joined as it is: the variables are read."),
+            ((*_MPI, *_HVD), "Processes that mpirun, srun or horovodrun has started are refused, not joined."),
         ),
     ),
     Task(

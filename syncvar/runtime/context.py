@@ -35,7 +35,7 @@ from syncvar.runtime.hierarchical import Hosts
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.secret import job_secret
-from syncvar.topology import HostMap, rank_list, told_elsewhere
+from syncvar.topology import HostMap, is_meant_alone, rank_list, told_elsewhere, why_not_alone
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
 
 if TYPE_CHECKING:
@@ -265,15 +265,21 @@ class _State:
 _state = _State()
 
 
-def init() -> None:
+def init(*, alone: bool = False) -> None:
     """Join the job. Does nothing when this process has joined already.
 
-    A process that `syncvar-launch` did not start becomes a world of one. After `shutdown`, `init` joins anew,
-    together with all other ranks.
+    A process that no launcher has started becomes a world of one. One that torchrun or TF_CONFIG names a member joins
+    the others. One that is told of others whom it cannot join, by mpirun, srun or an indexed job of Kubernetes, is
+    refused: it would compute numbers of its own. After `shutdown`, `init` joins anew, together with all other ranks.
+
+    Args:
+        alone: Be a world of one on purpose, whatever other launchers say; as the variable SYNCVAR_WORLD_SIZE=1 says it.
 
     Raises:
         RendezvousError: Not all ranks came in time; the missing ones are named.
-        ConfigError: The environment or a setting is wrong.
+        ConfigError: The environment or a setting is wrong; or another launcher has started this process and others, and
+            the message names the variable that says so and what to write; or `alone` contradicts `syncvar-launch`, or
+            what this process has joined already.
 
     Example:
         >>> import syncvar as sv
@@ -281,7 +287,9 @@ def init() -> None:
         >>> sv.rank(), sv.world_size()
         (0, 1)
     """
-    current()
+    context = current(alone=alone)
+    if alone and context.world_size > 1:
+        raise ConfigError(f"sv.init(alone=True), but this process has joined already: as rank {context.rank} of {context.world_size}")
 
 
 def shutdown() -> None:
@@ -305,12 +313,12 @@ def is_initialized() -> bool:
     return context is not None and not context.is_closed
 
 
-def current() -> Context:
-    """Return the context of this thread or process, joining first if need be."""
+def current(*, alone: bool = False) -> Context:
+    """Return the context of this thread or process, joining first if need be (`alone`: as a world of one)."""
     context = getattr(_state.thread, "context", None) or _state.default
     if context is not None and not context.is_closed:
         return context
-    return _join()
+    return _join(alone=alone)
 
 
 @contextlib.contextmanager
@@ -335,7 +343,7 @@ def abandon(reason: str = "it ends with an error") -> None:
         context.close(orderly=False, reason=reason)
 
 
-def _join() -> Context:
+def _join(*, alone: bool) -> Context:
     if getattr(_state.thread, "context", None) is not None:
         raise UsageError("this thread's context has been shut down")
     with _state.lock:
@@ -343,7 +351,7 @@ def _join() -> Context:
             raise _state.forked
         if _state.default is not None and not _state.default.is_closed:
             return _state.default
-        _state.default = _connect(os.environ)
+        _state.default = _connect(os.environ, alone=alone)
         _state.generations += 1
         if not _state.hooked:
             _state.hooked = True
@@ -352,17 +360,25 @@ def _join() -> Context:
         return _state.default
 
 
-def _connect(environ: MutableMapping[str, str]) -> Context:
+def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     from syncvar.config import RuntimeConfig
 
     environment = RankEnvironment.from_mapping(environ)
+    if alone and environment is not None and environment.world_size > 1:
+        raise ConfigError(
+            f"sv.init(alone=True) contradicts SYNCVAR_RANK={environment.rank} and SYNCVAR_WORLD_SIZE={environment.world_size}: "
+            f"syncvar-launch has started this process with others. Leave alone=True out, or start the script with plain python"
+        )
     config = RuntimeConfig.from_mapping(environ).consistent()
     _log_at(config.log_level)
-    told = told_elsewhere(environ, environment)
-    if environment is None and told is not None and told.world_size > 1:
-        from syncvar.runtime.meeting import environment_of
+    if environment is not None or not (alone or is_meant_alone(environ)):
+        told = told_elsewhere(environ, environment)
+        if environment is None and told is not None and told.world_size > 1:
+            from syncvar.runtime.meeting import environment_of
 
-        environment = environment_of(told, config, environ, job_secret(environ))
+            environment = environment_of(told, config, environ, job_secret(environ))
+        elif environment is None and told is None and (reason := why_not_alone(environ)):
+            raise ConfigError(reason)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
         return Context(environment, config)
     import zmq

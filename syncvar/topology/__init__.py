@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from syncvar.topology.elsewhere import Told, told_elsewhere
+from syncvar.topology.elsewhere import Told, is_meant_alone, told_elsewhere, why_not_alone
 from syncvar.topology.hosts import HostMap, divided
 from syncvar.topology.ranks import rank_list, rank_spans
 
-__all__ = ["HostMap", "Told", "divided", "rank_list", "rank_spans", "told_elsewhere"]
+__all__ = ["HostMap", "Told", "divided", "is_meant_alone", "rank_list", "rank_spans", "told_elsewhere", "why_not_alone"]

@@ -2,6 +2,9 @@
 
 Several sources may say it at once. They must agree, with each other and with what syncvar-launch says; which one is
 wrong nobody can know, so that a contradiction is refused, naming both.
+
+Launchers that are not joined (those of MPI, Slurm, Kubernetes) are known by their variables too: a process of theirs
+that took itself for a world of one would compute wrong numbers, and nobody would see it.
 """
 
 from __future__ import annotations
@@ -15,12 +18,45 @@ if TYPE_CHECKING:
 
     from syncvar.env import RankEnvironment
 
-__all__ = ["Told", "told_elsewhere"]
+__all__ = ["Told", "is_meant_alone", "told_elsewhere", "why_not_alone"]
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCH_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PORT_MAX = 65535
+_OWN_SIZE = "SYNCVAR_WORLD_SIZE"
+_STEP_MAX = 0xFFFFFFF0  # Slurm's numbers from here on are its own steps: of batch scripts, interactive, extern, pending
+
+
+class _Launcher(NamedTuple):
+    """A launcher that is not joined.
+
+    Args:
+        name: For messages.
+        rank: The variable that each of its processes has.
+        sizes: Variables with the number of its processes; the first that is set counts.
+        local_sizes: Those with their number on this host: more than one is more than one.
+    """
+
+    name: str
+    rank: str
+    sizes: tuple[str, ...] = ()
+    local_sizes: tuple[str, ...] = ()
+
+
+_SLURM = _Launcher("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+_LAUNCHERS = (  # the innermost first, as one starts the other: mpirun on what srun has started, in a pod of Kubernetes
+    _Launcher("horovodrun", "HOROVOD_RANK", ("HOROVOD_SIZE",), ("HOROVOD_LOCAL_SIZE",)),
+    _Launcher("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    _Launcher("mpirun of MVAPICH2", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",)),
+    _Launcher("mpiexec of PALS", "PALS_RANKID", ("PALS_SIZE",), ("PALS_LOCAL_SIZE",)),
+    _Launcher("flux run", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",)),
+    _Launcher("mpiexec, by PMI as of MPICH and Intel MPI,", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALNRANKS",)),
+    _Launcher("jsrun", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_SIZE",)),
+    _SLURM,
+    _Launcher("a launcher that speaks PMIx", "PMIX_RANK"),
+    _Launcher("an indexed job of Kubernetes", "JOB_COMPLETION_INDEX"),
+)
 
 
 class Told(NamedTuple):
@@ -74,6 +110,82 @@ def told_elsewhere(environ: Mapping[str, str], own: RankEnvironment | None = Non
         for one in found:
             _compare(one.source, one, "SYNCVAR_RANK and its like, of syncvar-launch,", own, ("rank", "world_size"))
     return found[0] if found else None
+
+
+def is_meant_alone(environ: Mapping[str, str]) -> bool:
+    """Return whether a process that syncvar-launch did not start is told to be a world of one.
+
+    Example:
+        >>> is_meant_alone({"SYNCVAR_WORLD_SIZE": "1"})
+        True
+    """
+    return environ.get(_OWN_SIZE) == "1"
+
+
+def why_not_alone(environ: Mapping[str, str]) -> str:
+    """Return why a process that nobody says who it is, to join it, must not be a world of one; empty where it may.
+
+    It may not where a launcher says that it has started several, or cannot say that it has started one.
+
+    Args:
+        environ: The environment of a process of which neither syncvar-launch nor `told_elsewhere` knows anything.
+
+    Raises:
+        ConfigError: A number of processes is none.
+
+    Example:
+        >>> why_not_alone({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}).partition(",")[0]
+        'OMPI_COMM_WORLD_SIZE=2: mpirun of Open MPI has started 2 processes'
+        >>> why_not_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # a shell of salloc: no srun has been here
+        ''
+    """
+    own = environ.get(_OWN_SIZE)
+    if own:
+        return "" if own == "1" else (
+            f"{_OWN_SIZE}={own} is set and SYNCVAR_RANK is not: syncvar-launch has not started this process. Start it with "
+            f"syncvar-launch --workers {own} script.py; or set {_OWN_SIZE}=1 where it is alone on purpose"
+        )
+    undecided = ""
+    for one in _LAUNCHERS:
+        if one is _SLURM and not _is_in_step(environ):
+            continue
+        for name in (*one.sizes, *one.local_sizes):
+            size = _whole(environ, name) if name in environ else 0
+            if size > 1:
+                is_all = name in one.sizes
+                here = "" if is_all else " on this host"
+                return _refusal(f"{name}={size}: {one.name} has started {size} processes{here}", str(size) if is_all else "N")
+            if size == 1 and name in one.sizes:
+                return ""
+        if one.rank in environ:
+            rank = _whole(environ, one.rank)
+            said = "has started more processes than this one" if rank else "may have started more processes than this one"
+            undecided = undecided or _refusal(f"{one.rank}={rank}: {one.name} {said}", "N")
+            if rank:
+                return undecided
+    return undecided
+
+
+def _refusal(seen: str, workers: str) -> str:
+    return (
+        f"{seen}, and syncvar does not join them: each would be a world of one, with numbers of its own. Start them instead with\n"
+        f"    syncvar-launch --workers {workers} script.py   # on one host\n"
+        f"or, on several hosts, give each process what torchrun gives ({', '.join((*_TORCH, *_TORCH_LOCAL))}). Where each is "
+        f"alone on purpose, set {_OWN_SIZE}=1, or call sv.init(alone=True)"
+    )
+
+
+def _is_in_step(environ: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process, rather than that it merely runs where Slurm has given room.
+
+    A batch script runs once, however many tasks its job has; so does an interactive shell.
+    """
+    if _SLURM.rank not in environ:
+        return False
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    if step is None:  # sbatch sets ENVIRONMENT, and the number of its only process
+        return environ.get("ENVIRONMENT") != "BATCH" or environ[_SLURM.rank] != "0"
+    return step.isdigit() and int(step) < _STEP_MAX
 
 
 def _compare(one_source: str, one: Any, other_source: str, other: Any, names: tuple[str, ...]) -> None:

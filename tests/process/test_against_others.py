@@ -72,6 +72,34 @@ def test_the_same_as_mpi4py(launch, tmp_path, mpi, workers, dtype):
     assert job.out.count("equal") == workers
 
 
+REFUSED = """
+import numpy as np
+import syncvar as sv
+try:
+    print("total", sv.all_reduce(1))
+except sv.ConfigError as error:
+    print("refused:", str(error).partition(",")[0])
+"""
+
+
+@pytest.mark.parametrize(("mpi", "variable"), [("openmpi", "OMPI_COMM_WORLD_SIZE"), ("mpich", "PMI_SIZE")])
+def test_under_mpirun_nobody_takes_itself_for_a_world_of_one(mpi, variable):
+    flags = ["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []
+
+    def said(workers, **environ):
+        line = [f"mpirun.{mpi}", *flags, "-np", str(workers), sys.executable, "-c", REFUSED]
+        done = subprocess.run(
+            line, check=True, timeout=60, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ | environ
+        )
+        return done.stdout.splitlines()
+
+    refused = said(2)
+    assert len(refused) == 2
+    assert all(line.startswith(f"refused: {variable}=2") for line in refused)
+    assert said(2, SYNCVAR_WORLD_SIZE="1") == ["total 1"] * 2
+    assert said(1) == ["total 1"]
+
+
 TORCH = """
 import numpy as np
 import torch

@@ -42,6 +42,31 @@ except sv.SyncvarError as error:
 """
 
 
+REFUSED = """
+import sys, threading
+import numpy as np
+import syncvar as sv
+entries = {
+    "init": sv.init,
+    "rank": sv.rank,
+    "all_reduce": lambda: sv.all_reduce(np.ones(3)),
+    "barrier": sv.barrier,
+    "Variable": lambda: sv.Variable(np.zeros(3)),
+    "MirroredStrategy": sv.MirroredStrategy,
+}
+for name, enter in entries.items():
+    try:
+        enter()
+    except sv.ConfigError as error:
+        print(name, "refused:", error, flush=True)
+assert not sv.is_initialized() and threading.active_count() == 1
+sv.init(alone=True)
+sv.init()
+assert sv.all_reduce(5) == 5
+print("alone", sv.rank(), sv.world_size(), flush=True)
+"""
+
+
 def port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -51,13 +76,13 @@ def port():
 @pytest.fixture
 def start(tmp_path):
     """Start processes with the given environments; return their (exit code, output)."""
-    (tmp_path / "script.py").write_text(SCRIPT)
     running = []
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCVAR_", "MASTER_"))}
     runtime = Path(tempfile.mkdtemp(prefix="sv"))  # short: socket files lie in it
     limits = {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": "10", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "10", "XDG_RUNTIME_DIR": str(runtime)}
 
-    def begin(environments, *arguments):
+    def begin(environments, *arguments, script=SCRIPT):
+        (tmp_path / "script.py").write_text(script)
         for environ in environments:
             line = [sys.executable, str(tmp_path / "script.py"), *arguments]
             with (tmp_path / f"out{len(running)}").open("wb") as out:
@@ -145,3 +170,41 @@ def test_a_contradiction_names_both_sources(launch):
     assert job.wait() != 0
     assert "TF_CONFIG says world_size 1" in job.err or "TF_CONFIG says rank 0" in job.err
     assert "SYNCVAR_RANK" in job.err
+
+
+def test_a_process_of_mpirun_is_refused_until_it_says_that_it_is_alone(start):
+    told = [{"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank), "PMIX_RANK": str(rank)} for rank in range(2)]
+    for code, out in start(told, script=REFUSED):
+        assert code == 0, out
+        for name in ("init", "rank", "all_reduce", "barrier", "Variable", "MirroredStrategy"):
+            assert f"{name} refused: OMPI_COMM_WORLD_SIZE=2: mpirun of Open MPI has started 2 processes" in out
+        assert "alone 0 1" in out
+
+
+def test_a_process_is_alone_by_a_variable_whatever_other_launchers_say(start):
+    told = [{"PMI_SIZE": "2", "PMI_RANK": "0"}, torch(0, 2, port())]
+    for code, out in start([one | {"SYNCVAR_WORLD_SIZE": "1"} for one in told]):
+        assert code == 0, out
+        assert "met 0 1 0 0 1 2.0" in out
+
+
+def test_workers_of_ours_in_a_step_of_srun_or_in_mpirun_are_ours(launch):
+    foreign = {"OMPI_COMM_WORLD_SIZE": "3", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
+    script = """
+import syncvar as sv
+try:
+    sv.init(alone=True)
+except sv.ConfigError as error:
+    print("refused:", error)
+print("joined", sv.all_reduce(1))
+try:
+    sv.init(alone=True)
+except sv.ConfigError as error:
+    print("late:", error)
+"""
+    job = launch(script, workers=2, env=foreign)
+    assert job.wait() == 0, str(job)
+    assert job.out.count("joined 2") == 2
+    for rank in range(2):
+        assert f"refused: sv.init(alone=True) contradicts SYNCVAR_RANK={rank} and SYNCVAR_WORLD_SIZE=2" in job.out
+        assert f"late: sv.init(alone=True), but this process has joined already: as rank {rank} of 2" in job.out
