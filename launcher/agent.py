@@ -22,7 +22,7 @@ from syncvar_launcher.children import child_of
 from syncvar_launcher.sessions import kill_sessions, process_state, start_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from syncvar_launcher.forking import Forked, ForkServer
 
@@ -57,6 +57,9 @@ class Ended(NamedTuple):
 
 Event = Output | Spoke | Ended
 
+_Role = Literal["pidfd", "out", "err", "word"]
+_ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "word")
+
 
 @dataclass(slots=True)
 class Worker:
@@ -86,7 +89,7 @@ class Agent:
         self._server = server
         self.workers: dict[int, Worker] = {}
         self._pid = os.getpid()
-        self._owner: dict[int, tuple[Worker, str]] = {}
+        self._owner: dict[int, tuple[Worker, _Role]] = {}
         read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
         try:
             # Run by path and isolated (-I -S): it must start in milliseconds, whatever site-packages hold.
@@ -168,15 +171,22 @@ class Agent:
         self._tell_guardian(f"+{process.pid} {started}\n")
         worker = Worker(rank, process, started, os.pidfd_open(process.pid), out, err, word)
         self.workers[rank] = worker
-        for descriptor, role in ((worker.pidfd, "pidfd"), (out, "out"), (err, "err"), (word, "word")):
+        for descriptor, role in zip((worker.pidfd, out, err, word), _ROLES, strict=True):
             if descriptor >= 0:
                 if role != "pidfd":
                     os.set_blocking(descriptor, False)
                 self._owner[descriptor] = (worker, role)
 
-    def descriptors(self) -> list[int]:
-        """Return the descriptors to poll for reading."""
-        return list(self._owner)
+    def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
+        """Return the descriptors to poll for reading.
+
+        Args:
+            takes: Says whether more of what a rank writes to a stream can be used now; else it waits in its pipe.
+        """
+        return [
+            descriptor for descriptor, (worker, role) in self._owner.items()
+            if (role != "out" and role != "err") or takes(worker.rank, role)  # noqa: PLR1714  (mypy narrows this)
+        ]  # fmt: skip
 
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported."""
@@ -189,7 +199,7 @@ class Agent:
         elif role == "word":
             yield from self._listen(worker)
         else:
-            yield from self._read(worker, descriptor, "out" if role == "out" else "err")
+            yield from self._read(worker, descriptor, role)
 
     def state(self, rank: int) -> str:
         """Return the state letter of a worker's process, or an empty text when it has ended."""
@@ -225,8 +235,8 @@ class Agent:
             yield from self._reap(self.workers[rank])
         for descriptor in list(self._owner):
             worker, role = self._owner[descriptor]
-            if role in ("out", "err"):
-                yield from self._read(worker, descriptor, "out" if role == "out" else "err", last=True)
+            if role == "out" or role == "err":  # noqa: PLR1714  (mypy narrows this)
+                yield from self._read(worker, descriptor, role, last=True)
             elif role == "word":
                 yield from self._listen(worker)
         for descriptor in list(self._owner):

@@ -22,6 +22,7 @@ from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.flight import FlightRecords
+from syncvar_launcher.outlet import Outlets, await_readers, patience_s
 from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence
 from syncvar_launcher.restarting import Ending
 from syncvar_launcher.sharing import Sharing
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.directory import JobDirectory
     from syncvar_launcher.forking import ForkServer
-    from syncvar_launcher.output import OutputForwarder
+    from syncvar_launcher.output import OutputForwarder, Stream
     from syncvar_launcher.run import Job
     from syncvar_launcher.watch import Watch
 
@@ -45,6 +46,7 @@ class Generation:
     Args:
         job: What is started.
         forwarder: Where the output of the ranks goes.
+        outlets: What the forwarder writes to.
         directory: A private directory, fresh.
         watch: What asks to end.
         number: The first generation of the membership that ranks may join.
@@ -58,6 +60,7 @@ class Generation:
         self,
         job: Job,
         forwarder: OutputForwarder,
+        outlets: Outlets,
         directory: JobDirectory,
         watch: Watch,
         number: int,
@@ -72,6 +75,7 @@ class Generation:
         self.options = chosen
         self.config = job.config
         self.forwarder = forwarder
+        self.outlets = outlets
         self.directory = directory
         self.watch = watch
         self.number = number
@@ -105,8 +109,10 @@ class Generation:
                 self._start()
             self._loop()
         finally:
+            limit = self.supervisor.now + self.supervisor.timeout_s
             for event in self.agent.close():
                 self._handle(event)
+                await_readers(self.forwarder, self.outlets, self.watch, self.outlets.has_room, limit)
             self.store.close()
             self.sharing.close()
         return self.supervisor.outcome()
@@ -196,13 +202,19 @@ class Generation:
             due = min(self.supervisor.next_due(), self.looked + self.config.heartbeat_interval_s, now + 1.0)
             if idle is not None:
                 due = min(due, idle)
+            if self.supervisor.is_ending:
+                self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
+            due = min(due, self.outlets.give_up_late(now))
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
             forking = [] if self.server is None else [self.server.descriptor()]
-            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(), *self.sharing.descriptors()):
+            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(self._takes), *self.sharing.descriptors()):
                 poller.register(descriptor, zmq.POLLIN)
+            for descriptor in self.outlets.descriptors():
+                poller.register(descriptor, zmq.POLLOUT)
             ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
             now = time.monotonic()
+            self.forwarder.flush()
             # What workers say of themselves comes before what is seen of them.
             self._serve(now)
             for item in ready:
@@ -225,6 +237,9 @@ class Generation:
             idle = self.forwarder.tick(now)
             if self.forwarder.broken and not self.supervisor.interrupted:
                 self._do(self.supervisor.signalled(signal.SIGPIPE, now))
+
+    def _takes(self, rank: int, stream: Stream) -> bool:
+        return not (self.outlets.is_full(stream) and self.forwarder.is_forwarded(rank))
 
     def _handle(self, event: Event) -> None:
         now = time.monotonic()
@@ -274,6 +289,8 @@ class Generation:
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
             self.agent.send([debugged], signal.SIGINT)  # Ctrl-C belongs to the rank that has the terminal
             return
+        if self.supervisor.interrupted:
+            self.outlets.patience_s = 0.0  # at once means at once
         self._do(self.supervisor.signalled(number, now))
 
     def _look(self, now: float) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -49,10 +48,14 @@ _SEQUENCES = re.compile(_SEQUENCE)
 
 
 class Writable(Protocol):
-    """What a sink needs: `write` may take a part only, as `os.write` does."""
+    """What a sink needs; `syncvar_launcher.outlet.Outlet` is one, and so is a buffered binary file."""
 
-    def write(self, data: bytes, /) -> int | None:
-        """Write some of `data`; return how many bytes, or None when it cannot take any now."""
+    def write(self, data: bytes, /) -> int:
+        """Take all of `data`."""
+        ...
+
+    def flush(self) -> None:
+        """Write as much as can be written now."""
         ...
 
 
@@ -60,7 +63,7 @@ class Sink(NamedTuple):
     """Where forwarded lines go.
 
     Args:
-        file: A binary file, best unbuffered; buffered ones are flushed after each write.
+        file: What takes the bytes; it is flushed after each write.
         is_terminal: A person reads it: progress and prompts stay alive, colours of the programs pass.
         color: Our own prefixes are coloured.
     """
@@ -218,7 +221,7 @@ class OutputForwarder:
         for source in list(self._sources.values()):
             if not source.pending or source.shown == source.pending:
                 continue
-            if not self._sinks[source.stream].is_terminal or not self._is_forwarded(source.rank):
+            if not self._sinks[source.stream].is_terminal or not self.is_forwarded(source.rank):
                 continue
             due = source.changed + IDLE_S
             if now < due:
@@ -260,6 +263,15 @@ class OutputForwarder:
         """
         self._write("err", self._head(None, "err") + text.encode(errors="backslashreplace"))
 
+    def flush(self) -> None:
+        """Write what the sinks have not taken yet, as far as they take it now."""
+        for stream in self._sinks:
+            self._attempt(stream, b"")
+
+    def is_forwarded(self, rank: int) -> bool:
+        """Return whether what a rank writes goes to a sink."""
+        return self._mode == "all" or (self._mode == "first" and rank == 0)
+
     def finish(self) -> None:
         """Close every stream, so that nothing is lost and the shell's prompt starts on a line of its own."""
         for source in list(self._sources.values()):
@@ -272,9 +284,6 @@ class OutputForwarder:
             if self._logs is not None:
                 self._logs.open(rank, stream)
         return source
-
-    def _is_forwarded(self, rank: int) -> bool:
-        return self._mode == "all" or (self._mode == "first" and rank == 0)
 
     def _consume(self, source: _Source, data: bytes) -> None:
         segments: list[tuple[bytes, bytes]] = []
@@ -302,7 +311,7 @@ class OutputForwarder:
 
     def _forward(self, source: _Source, segments: list[tuple[bytes, bytes]]) -> None:
         """Forward texts of one stream in one write; each is given with its line end, empty for a first part."""
-        live = self._is_forwarded(source.rank)
+        live = self.is_forwarded(source.rank)
         sink = self._sinks[source.stream]
         body = bytearray()
         kept: _Source | None = None
@@ -359,7 +368,7 @@ class OutputForwarder:
             return
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
             lines[-1] = (*lines[-1][:2], False)
-        if not sink.is_terminal or not self._is_forwarded(source.rank):
+        if not sink.is_terminal or not self.is_forwarded(source.rank):
             return
         if self._live is source:
             self._end_live()
@@ -398,14 +407,17 @@ class OutputForwarder:
             self._write(live.stream, b"\n")
 
     def _write(self, stream: Stream, data: bytes) -> None:
-        if stream in self._dead or not data:
+        if data:
+            self._attempt(stream, data)
+
+    def _attempt(self, stream: Stream, data: bytes) -> None:
+        if stream in self._dead:
             return
         file = self._sinks[stream].file
         try:
-            _write_all(file, data)
-            flush = getattr(file, "flush", None)
-            if flush is not None:
-                flush()
+            if data:
+                file.write(data)
+            file.flush()
         except (OSError, ValueError) as error:  # a closed Python file raises ValueError
             self._dead.add(stream)
             if stream == "out":
@@ -433,6 +445,7 @@ class _Logs:
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
         """Open a file: a fresh one, or with a mark that is written after what is there."""
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mark else os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags |= os.O_NONBLOCK  # nothing to a file; a pipe that stands there under this name must not block us
         try:
             self._files[rank, stream] = os.open(self._path(rank, stream), flags, 0o666)
         except OSError as error:
@@ -500,16 +513,3 @@ def _escaped(match: re.Match[str]) -> str:
 
 def _why(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _write_all(file: Writable, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            written = file.write(bytes(view))
-        except BlockingIOError as error:
-            written = getattr(error, "characters_written", None)
-        if written:
-            view = view[written:]
-        else:
-            time.sleep(0.005)  # a descriptor that somebody made non-blocking: the reader is slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from syncvar_launcher import exits
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.generation import Generation
+from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.output import OutputForwarder, Sink
 from syncvar_launcher.report import Failure, failure_block
 from syncvar_launcher.restarting import Restarting
@@ -36,7 +36,13 @@ def run(job: Job, server: ForkServer | None) -> int:
     """
     chosen = job.options
     why_no_arena(chosen, os.uname().machine)  # raises where the settings do not fit together
-    forwarder = _forwarder(chosen)
+    with contextlib.closing(_outlets()) as outlets:
+        return _run(job, server, outlets)
+
+
+def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
+    chosen = job.options
+    forwarder = _forwarder(chosen, outlets)
     FlightRecords(job.flight_dir).remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
     began = time.monotonic()
@@ -50,7 +56,7 @@ def run(job: Job, server: ForkServer | None) -> int:
                     stack.enter_context(server)
                 directory = JobDirectory(job.environ)
                 stack.callback(directory.remove)
-                generation = Generation(job, forwarder, directory, watch, number, restarting.number, began, server, had_met=had_met)
+                generation = Generation(job, forwarder, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
                 outcome = generation.run()
             code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
             decision = restarting.after(generation.ending(outcome))
@@ -60,25 +66,32 @@ def run(job: Job, server: ForkServer | None) -> int:
                     forwarder.say(f"syncvar: not started again: {decision.reason}\n")
                 break
             forwarder.say(f"syncvar: {decision.reason}, in {decision.pause_s:g} s, as generation {number}\n")
-            ended = _pause(watch, decision.pause_s, began, chosen.timeout_s)
+            ended = _pause(forwarder, outlets, watch, decision.pause_s, began, chosen.timeout_s)
             if ended is not None:
                 code = code if code == exits.PREEMPTED else ended[0]
                 forwarder.say(ended[1])
                 break
+            dropped = outlets.renew()
+            if dropped:
+                forwarder.say(f"syncvar: {dropped} bytes of output were dropped, for nobody read them\n")
             forwarder.begin(f"syncvar: {decision.reason}, generation {number}")
-    for line in restarting.summary():
-        forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
-    forwarder.finish()
+        for line in restarting.summary():
+            forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
+        forwarder.finish()
+        if code:
+            outlets.patience_s = min(outlets.patience_s, patience_s(job.config))
+        await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.timeout_s)
+        if outlets.dropped and not code:  # all ranks ended in order, but not all that they wrote could be written
+            return 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
     return code
 
 
-def _pause(watch: Watch, pause_s: float, began: float, timeout_s: float) -> tuple[int, str] | None:
+def _pause(
+    forwarder: OutputForwarder, outlets: Outlets, watch: Watch, pause_s: float, began: float, timeout_s: float
+) -> tuple[int, str] | None:
     """Wait before a restart; return exit code and words where the job ends meanwhile."""
     until = time.monotonic() + pause_s
     limit = began + timeout_s
-    poller = select.poll()
-    for descriptor in watch.descriptors():
-        poller.register(descriptor, select.POLLIN)
     while True:
         if watch.pending:
             number = watch.pending.popleft()
@@ -92,16 +105,20 @@ def _pause(watch: Watch, pause_s: float, began: float, timeout_s: float) -> tupl
             return exits.TIMEOUT, failure_block(failure)
         if now >= until:
             return None
-        for descriptor, _ in poller.poll(int((min(until, limit) - now) * 1000) + 1):
-            watch.readable(descriptor)
+        wait(forwarder, outlets, watch, min(until, limit) - now)
 
 
-def _forwarder(chosen: LaunchOptions) -> OutputForwarder:
-    sinks = []
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        is_terminal = stream.isatty()
-        sinks.append(Sink(stream.buffer.raw if hasattr(stream.buffer, "raw") else stream.buffer, is_terminal, chosen.color_on(is_terminal)))
+def _outlets() -> Outlets:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return Outlets(sys.stdout.fileno(), sys.stderr.fileno())
+
+
+def _forwarder(chosen: LaunchOptions, outlets: Outlets) -> OutputForwarder:
+    sinks = [
+        Sink(outlet, stream.isatty(), chosen.color_on(stream.isatty()))
+        for stream, outlet in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
+    ]
     return OutputForwarder(
         sinks[0],
         sinks[1],

@@ -245,6 +245,11 @@ class Supervisor:
         """Whether every worker has ended."""
         return not self.running
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether something has failed, or somebody asked for the end: all ranks are to end soon."""
+        return self._term_at is not None
+
     def next_due(self) -> float:
         """Return when `tick` must be called next, in seconds of the clock."""
         due = [self._began + self.timeout_s if self.job_cause is None and self._term_at is None else float("inf")]

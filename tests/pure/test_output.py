@@ -23,21 +23,6 @@ class Broken(io.RawIOBase):
         raise OSError(self.number, os.strerror(self.number))
 
 
-class Slow(io.RawIOBase):
-    """A sink that takes three bytes at a time, and now and then none."""
-
-    def __init__(self):
-        self.data = b""
-        self.calls = 0
-
-    def write(self, data):
-        self.calls += 1
-        if self.calls % 5 == 0:
-            return None
-        self.data += data[:3]
-        return min(3, len(data))
-
-
 def pair(*, terminal=False, color=False, **keywords):
     out, err = io.BytesIO(), io.BytesIO()
     return out, err, OutputForwarder(Sink(out, terminal, color), Sink(err, terminal, color), **keywords)
@@ -302,13 +287,6 @@ def test_a_failing_standard_error_is_given_up():
     forwarder.feed(0, "out", b"b\n", 0)
     assert not forwarder.broken
     assert out.getvalue() == b"[0] b\n"
-
-
-def test_writes_that_take_a_part_are_continued():
-    out = Slow()
-    forwarder = OutputForwarder(Sink(out), Sink(io.BytesIO()))
-    forwarder.feed(0, "out", b"some words\n", 0)
-    assert out.data == b"[0] some words\n"
 
 
 # Files.
