@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         all_gather,
         all_gather_object,
         all_reduce,
+        all_reduce_shards,
         all_to_all,
         barrier,
         broadcast,
@@ -102,8 +103,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "syncvar.checkpoint": ("Checkpoint", "CheckpointManager", "PendingSave"),
     "syncvar.collectives": (
-        "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast",
-        "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "reduce",
+        "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all", "barrier",
+        "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "reduce",
         "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "tree_sum",
     ),
     "syncvar.errors": (
@@ -179,6 +180,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_shards",
     "all_to_all",
     "assign_add_all",
     "assign_all",

@@ -213,8 +213,8 @@ TASKS = (
         _NONE, "sv.CheckpointManager(ckpt, path, keep=5).restore_latest()",
     ),
     Task(
-        "the same bits on any number of workers", _NONE, _NONE, _NONE, _NONE, "sv.all_reduce(x, reproducible=True)",
-        (((), "With a fixed number of micro-shards, summed by sv.tree_sum on each worker."),),
+        "the same bits on any number of workers", _NONE, _NONE, _NONE, _NONE, "sv.all_reduce_shards({0: x})",
+        (((), "A step has a fixed number of micro-shards with ids; each worker passes a dict of its own, any cut will do."),),
     ),
     Task(
         "a time line of all workers", "tf.profiler.experimental.start(path)", "HOROVOD_TIMELINE=path horovodrun …", _NONE,

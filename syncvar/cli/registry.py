@@ -45,6 +45,7 @@ class Collective:
             "cut": it is S, and is cut into n pieces; "blocks": it is one of n blocks, which together are S; "none": there
             is no array.
         has_op: It takes an op.
+        ops: Which ones, as far as a dtype has them.
         has_root: It takes a root.
         from_root: Only the root passes an array.
         wanted: The result of a case.
@@ -61,6 +62,7 @@ class Collective:
     bus: str = ""
     layout: str = "none"
     has_op: bool = False
+    ops: tuple[str, ...] = OPS
     has_root: bool = False
     from_root: bool = False
     wanted: Callable[[Case], Any] = lambda _: None
@@ -128,6 +130,12 @@ _ALL = (
         name="all_reduce", functions=("all_reduce",), plans=("all_reduce",),
         gives="an array", gets="the combination of all ranks' arrays",
         bus="2(n-1)/n", layout="vector", has_op=True, wanted=_everybody, in_place=True,
+    ),
+    Collective(
+        name="all_reduce_shards", functions=("all_reduce_shards",), plans=("all_to_all", "all_gather"),
+        gives="arrays by id, any of the ids 0 to m-1", gets="the combination of the m arrays, whoever brings which",
+        bus="2(n-1)/n", layout="vector", has_op=True, ops=("sum", "mean"), wanted=_everybody,
+        run=lambda case, x, **options: sv.all_reduce_shards({case.size - 1 - case.rank: x}, case.op, **options),
     ),
     Collective(
         name="reduce", functions=("reduce",), plans=("reduce",),
@@ -252,7 +260,7 @@ def ops_of(collective: Collective, dtype: str) -> tuple[str, ...]:
     """
     kind = dtype_from_index(DTYPE_NAMES.index(dtype))
     taken = []
-    for op in OPS if collective.has_op else ():
+    for op in collective.ops if collective.has_op else ():
         try:
             how = reduction(op, kind)
             if collective.name == "exscan":

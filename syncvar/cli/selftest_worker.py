@@ -92,7 +92,9 @@ def _proves(one: Collective) -> str:
         words.append(f"{len({op for dtype in dtypes() for op in ops_of(one, dtype)})} ops")
     if one.has_root:
         words.append("every root")
-    ways = ["out="] * (one.name != "all_to_all") + ["in place"] * one.in_place + ["async"]
+    parameters = signature(getattr(sv, one.functions[-1])).parameters
+    ways = ["out="] * ("out" in parameters and one.name != "all_to_all") + ["in place"] * one.in_place
+    ways += ["async"] * ("async_op" in parameters) or ["brought in reverse order"]
     return "; ".join([*words, f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}", ", ".join(ways)])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from syncvar.collectives.all_gather import all_gather
 from syncvar.collectives.all_reduce import all_reduce, tree_sum
+from syncvar.collectives.all_reduce_shards import all_reduce_shards
 from syncvar.collectives.all_to_all import all_to_all
 from syncvar.collectives.barrier import barrier
 from syncvar.collectives.broadcast import broadcast
@@ -28,6 +29,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_shards",
     "all_to_all",
     "barrier",
     "broadcast",

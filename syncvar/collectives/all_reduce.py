@@ -20,9 +20,9 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._reducing import checked_scale, contribution, described, outcome
+from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
-from syncvar.plans import tree_order
 from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import OPS, Reduction, divided, finish, reduction
@@ -452,8 +452,7 @@ def _store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) ->
 def tree_sum(parts: Sequence[Any]) -> Any:
     """Sum parts by the reproducible tree, locally.
 
-    A program with a fixed number of micro-shards, spread evenly and in order over any number of workers (a power of
-    two each), gets the same bits from `tree_sum` of its own parts followed by `all_reduce(…, reproducible=True)`.
+    It gives the bits of `all_reduce_shards` of the same parts, whichever ranks bring them.
 
     Args:
         parts: At least one array or structure of arrays; all of one shape and dtype.
@@ -484,8 +483,8 @@ def tree_sum(parts: Sequence[Any]) -> Any:
         if any(array.shape != first.shape or array.dtype != first.dtype for array in arrays):
             raise ConfigError("the parts of tree_sum must have the same shape and dtype")
         how = reduction("sum", first.dtype)
-        totals = [np.array(array, dtype=how.accumulate, copy=True) for array in arrays]
-        for target, source in tree_order(0, len(totals)):
-            np.add(totals[target], totals[source], out=totals[target])
-        sums.append(finish(how, totals[0], 1))
+        total = np.empty(first.size, how.accumulate)
+        items = {(number, number + 1): np.ascontiguousarray(array).reshape(-1) for number, array in enumerate(arrays)}
+        summed(items, 0, len(arrays), total, 0)
+        sums.append(finish(how, total, 1).reshape(first.shape))
     return unflatten(flat[0][0], sums)

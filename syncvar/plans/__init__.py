@@ -71,6 +71,7 @@ from syncvar.plans.published import Publication, Take, publications
 from syncvar.plans.reproducible import reproducible_all_reduce, tree_order, tree_steps
 from syncvar.plans.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from syncvar.plans.select import Choice, choose, parse_forced
+from syncvar.plans.shards import runs_of, split, whole_nodes
 from syncvar.plans.table import ALGORITHMS, build, build_all, sums_by_the_tree, unsuited
 from syncvar.plans.tree import (
     binomial_all_reduce,
@@ -197,9 +198,11 @@ __all__ = [
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
+    "runs_of",
     "scan_contract",
     "scatter_contract",
     "scattered_broadcast",
+    "split",
     "stages",
     "step_text",
     "sums_by_the_tree",
@@ -209,6 +212,7 @@ __all__ = [
     "tree_steps",
     "unsuited",
     "verify",
+    "whole_nodes",
 ]
 
 __getattr__ = attributes_of(__name__, _HOME)

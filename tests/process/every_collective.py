@@ -68,6 +68,8 @@ def combining(count, dtype, op, root):
     into = np.empty_like(mine)
     assert sv.all_reduce(mine, op, out=into) is into
     same(into, total, "all_reduce out", *about)
+    if op == "sum":
+        same(sv.all_reduce_shards({SIZE - 1 - RANK: mine}), total, "all_reduce_shards", *about)
     got = sv.reduce(mine, op, root=root)
     if root == RANK:
         same(got, total, "reduce", *about)

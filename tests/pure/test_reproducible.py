@@ -12,9 +12,12 @@ from syncvar.plans import (
     contract_of,
     even_chunks,
     reproducible_all_reduce,
+    runs_of,
+    split,
     tree_expression,
     tree_order,
     verify,
+    whole_nodes,
 )
 
 
@@ -40,7 +43,7 @@ def test_the_tree_by_hand():
 
 
 def test_a_power_of_two_of_items_splits_into_equal_subtrees():
-    # So a program with a fixed number of micro-shards gets the same sum for any number of ranks that divides them.
+    # So ranks with equal shares, a power of two each, sum whole nodes alone.
     for span in (1, 2, 4, 8):
         parts = [tree_expression(lo, lo + span) for lo in range(0, 16, span)]
         for target, source in tree_order(0, len(parts)):
@@ -77,3 +80,32 @@ def test_contributions_travel_raw():
     pieces = [step.chunk for steps in rounds[:4] for step in steps if isinstance(step, Send)]
     assert sorted(chunk.start for chunk in pieces) == [0, 4, 12, 16]
     assert [step.peer for steps in rounds[:4] for step in steps if isinstance(step, Send)] == [3, 4, 0, 1]
+
+
+@given(data=st.data(), count=st.integers(1, 70))
+def test_whole_nodes_are_the_largest_nodes_that_lie_inside(data, count):
+    ids = sorted(data.draw(st.sets(st.integers(0, count - 1))))
+    nodes = whole_nodes(runs_of(ids), count)
+
+    def largest(lo, hi):
+        """Walk the tree of the definition: a node that lies inside, or what its halves have."""
+        if all(item in ids for item in range(lo, hi)):
+            return [(lo, hi)]
+        return [] if hi == lo + 1 else largest(lo, split(lo, hi)) + largest(split(lo, hi), hi)
+
+    assert nodes == largest(0, count)
+    assert len(nodes) <= 2 * max(1, count.bit_length()) * len(runs_of(ids))
+
+
+@given(data=st.data(), count=st.integers(1, 40))
+def test_the_nodes_of_any_cut_make_the_whole_tree(data, count):
+    owner = data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
+    held = {}
+    for rank in range(6):
+        for node in whole_nodes(runs_of(item for item in range(count) if owner[item] == rank), count):
+            held[node] = tree_expression(*node)
+
+    def whole(lo, hi):
+        return held[lo, hi] if (lo, hi) in held else (whole(lo, split(lo, hi)), whole(split(lo, hi), hi))
+
+    assert whole(0, count) == tree_expression(0, count)

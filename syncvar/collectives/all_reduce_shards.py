@@ -1,0 +1,311 @@
+"""All-reduce of logical shards: the result depends on the shards alone, not on which rank brings which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.collectives._arguments import Structure, as_array, describe, flatten, unflatten
+from syncvar.collectives._tree import summed
+from syncvar.collectives.all_gather import gather_flat
+from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.objects import gather_bytes
+from syncvar.errors import ConfigError, MismatchError
+from syncvar.plans import Chunk, even_chunks, runs_of, whole_nodes
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.kernels import finish, reduction
+from syncvar.runtime.operation import Stage
+from syncvar.wire import DTYPE_NAMES, dtype_from_index, dtype_index, pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.collectives.groups import Group
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.kernels import Reduction
+
+__all__ = ["all_reduce_shards", "shards_request"]
+
+_SMALL_BYTES = 1 << 16  # of all nodes together: up to here each rank gets all, and no second round is needed
+_OPS = ("sum", "mean")
+_SHOWN_MAX = 8  # ids, or ranges of them, that a message names
+
+
+def all_reduce_shards(
+    shards: Mapping[int, Any], op: str = "sum", *, group: Group | None = None, timeout: float | None = None
+) -> Any:
+    """Combine numbered shards, each brought by one rank, and give every rank the result.
+
+    The bits of the result depend on the shards alone: not on how many ranks there are, which rank brings which shard,
+    hosts or transports. They are those of `sv.tree_sum` of all shards in the order of their ids.
+
+    Args:
+        shards: Id -> array of any shape, number, or a nested dict/list/tuple of them; the same structure, shapes and
+            dtypes for all. Over all ranks the ids are 0 to n-1, each once; a rank may bring none, and pass {}.
+        op: "sum", or "mean": the sum divided by n, the number of shards.
+        group: Ranks that take part; None means the world.
+        timeout: Seconds; None means the job's default.
+
+    Returns:
+        A new array of the shape and dtype of a shard (the mean of integers is float64), or the same structure of arrays.
+
+    Raises:
+        ConfigError: A wrong argument here; the other ranks raise MismatchError and the group stays usable.
+        MismatchError: An id is brought twice or by nobody, or shards do not fit together: on all ranks. The table tells
+            what each rank brings; the group stays usable.
+        PeerLost: A rank is gone.
+        DeadlineExceeded: The call did not finish in time.
+
+    Cost: an exchange of ids and shapes; then each rank sends the nodes of the tree that it can sum alone, each cut by
+        elements over the ranks, and in another round its piece of the result (a few small arrays go whole, in one round).
+        A rank with consecutive ids has at most 2 log2(n) nodes, a fair share of a power of two is one; ids dealt out in
+        turn make n/N nodes of n/N shards. So bring neighbours.
+
+    Order: T(0, n) over ids, T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two below hi - lo. Half
+        types are combined in float32 and rounded once. The bytes are equal on every rank. The error is at most
+        log2(n) roundings of the sum of the absolute values; for 24 shards at most 1.6 eps sum|x| was measured.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.all_reduce_shards({0: np.array([1.0, 2.0]), 1: np.array([3.0, 4.0])}, "mean")
+        array([2., 3.])
+    """
+    communicator = communicator_of(group)
+    return communicator.perform(
+        "all_reduce_shards", partial(shards_request, communicator, shards, op), timeout
+    )
+
+
+class _Kind(NamedTuple):
+    """What a shard is.
+
+    Args:
+        structure: Of nested arrays.
+        arrays: Number of the dtype, and shape, of each.
+    """
+
+    structure: Structure
+    arrays: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def describe(self) -> str:
+        """Return it in words."""
+        shown = ", ".join(f"{DTYPE_NAMES[index]}{list(shape)}" for index, shape in self.arrays[:3])
+        more = ", …" if len(self.arrays) > 3 else ""
+        return shown if self.structure.kind == "leaf" else f"{describe(self.structure)} of {shown}{more}"
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others.
+
+    Args:
+        runs: Its ids as ranges.
+        kind: Of its shards; None where it brings none.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    kind: _Kind | None
+
+    def describe(self) -> str:
+        """Return it in words."""
+        if self.kind is None:
+            return "brings nothing"
+        return f"brings {_shown(self.runs)}: {self.kind.describe()}"
+
+
+def shards_request(
+    communicator: Communicator, shards: Any, op: Any, *, name: str = "all_reduce_shards", digest: int = 0
+) -> Request:
+    """Check the arguments of an all-reduce of shards and return the request.
+
+    Args:
+        communicator: The group.
+        shards: This rank's.
+        op: The op.
+        name: What the call is, in words.
+        digest: What else must be the same on all ranks.
+    """
+    ids, leaves, kind = _checked(shards)
+    op = op.lower() if isinstance(op, str) else op
+    if op not in _OPS:
+        raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {op!r}")
+    for index, _ in () if kind is None else kind.arrays:
+        reduction(op, dtype_from_index(index))  # refuses a dtype that has no sum
+    told = _Told(tuple(runs_of(ids)), kind)
+    if communicator.size == 1:
+        wrong = _first_wrong([told])
+        if wrong:
+            raise ConfigError(f"{name}: {wrong}")
+
+    def body() -> Generator[Stage, None, Any]:
+        everyone = [told]
+        if communicator.size > 1:
+            everyone = [_unpacked(data) for data in (yield from gather_bytes(communicator, _packed(told)))]
+            wrong = _first_wrong(everyone)
+            if wrong:
+                table = {communicator.members[rank]: one.describe() for rank, one in enumerate(everyone)}
+                raise MismatchError(f"{name}: {wrong}", table)
+        agreed = next(one.kind for one in everyone if one.kind is not None)
+        results: list[Any] = [None] * len(agreed.arrays)
+        runs = tuple(one.runs for one in everyone)
+        hows = [reduction(op, dtype_from_index(index)) for index, _ in agreed.arrays]
+        for how, places in groupby(sorted(range(len(hows)), key=lambda place: hows[place].source), key=hows.__getitem__):
+            chosen = list(places)
+            shapes = [agreed.arrays[place][1] for place in chosen]
+            flat = {number: _joined([arrays[place] for place in chosen]) for number, arrays in leaves.items()}
+            total = yield from _total(communicator, flat, runs, how, sum(map(_size, shapes)))
+            ends = list(accumulate(map(_size, shapes)))
+            for place, shape, end in zip(chosen, shapes, ends, strict=True):
+                results[place] = total[end - _size(shape) : end].reshape(shape)
+        return unflatten(agreed.structure, results)
+
+    return Request(f"{name}({op}, {_shown(told.runs)})", fingerprint("all_reduce_shards", op, digest), body())
+
+
+def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Kind | None]:
+    """Return the ids, ascending, the arrays of each shard, and what the shards are.
+
+    Raises:
+        ConfigError: Wrong ids, or shards that do not fit together.
+    """
+    if not isinstance(shards, Mapping):
+        raise ConfigError(f"shards must be a dict of id -> array, {{}} for none, not {type(shards).__name__}")
+    leaves: dict[int, list[NDArray[Any]]] = {}
+    kinds: dict[int, _Kind] = {}
+    for given, value in shards.items():
+        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
+            raise ConfigError(f"the id of a shard must be an integer, 0 or more, not {given!r}")
+        number = int(given)
+        structure, parts = flatten(value)
+        arrays = [as_array(part, f"shard {number}") for part in parts]
+        leaves[number] = arrays
+        kinds[number] = _Kind(structure, tuple((dtype_index(array.dtype), array.shape) for array in arrays))
+    ids = sorted(leaves)
+    for number in ids:
+        if kinds[number] != kinds[ids[0]]:
+            raise ConfigError(
+                f"all shards must have the same structure, shapes and dtypes: shard {ids[0]} is {kinds[ids[0]].describe()}, "
+                f"shard {number} is {kinds[number].describe()}"
+            )
+    return ids, leaves, kinds[ids[0]] if ids else None
+
+
+def _packed(told: _Told) -> bytes:
+    return pack_object([told.runs, None if told.kind is None else [_plain(told.kind.structure), told.kind.arrays]])
+
+
+def _unpacked(data: bytes) -> _Told:
+    runs, kind = unpack_object(data)
+    return _Told(runs, None if kind is None else _Kind(_structure(kind[0]), kind[1]))
+
+
+def _plain(structure: Structure) -> list[Any]:
+    return [structure.kind, structure.keys, [_plain(child) for child in structure.children]]
+
+
+def _structure(plain: list[Any]) -> Structure:
+    kind, keys, children = plain
+    return Structure(kind, keys, tuple(_structure(child) for child in children))
+
+
+def _first_wrong(everyone: Sequence[_Told]) -> str:
+    """Return in words why what the ranks bring cannot be combined, or an empty text."""
+    found = {one.kind: rank for rank, one in reversed(list(enumerate(everyone))) if one.kind is not None}
+    if not found:
+        return "no rank brings a shard: there is nothing to combine"
+    if len(found) > 1:
+        return "all shards must have the same structure, shapes and dtypes"
+    twice, missing = [], []
+    reached, last = 0, 0  # all ids below are accounted for; the rank that brings the one just below
+    for start, stop, rank in sorted((start, stop, rank) for rank, one in enumerate(everyone) for start, stop in one.runs):
+        if start < reached:
+            twice.append(((start, min(stop, reached)), (last, rank)))
+        elif start > reached:
+            missing.append((reached, start))
+        if stop > reached:
+            reached, last = stop, rank
+    words = [f"{_shown([run])} {'are' if run[1] - run[0] > 1 else 'is'} brought by ranks {one} and {other}" for run, (one, other) in twice[:3]]
+    if missing:
+        words.append(f"nobody brings {_shown(missing)}")
+    return "; ".join(words) + ("" if not words else ". The ids of all ranks must be 0 to n-1, each once")
+
+
+def _shown(runs: Sequence[tuple[int, int]]) -> str:
+    """Return ids in words.
+
+    Example:
+        >>> _shown([(0, 3), (5, 6)])
+        'shards 0-2, 5'
+    """
+    if not runs:
+        return "no shard"
+    shown = [str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs[:_SHOWN_MAX]]
+    is_one = len(runs) == 1 and runs[0][1] == runs[0][0] + 1
+    return f"{'shard' if is_one else 'shards'} {', '.join(shown)}{', …' if len(runs) > _SHOWN_MAX else ''}"
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return one flat array of all elements."""
+    return np.ascontiguousarray(arrays[0]).reshape(-1) if len(arrays) == 1 else np.concatenate([one.reshape(-1) for one in arrays])
+
+
+@lru_cache(maxsize=64)
+def _nodes(runs: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[list[list[tuple[int, int]]], int]:
+    """Return which nodes of the tree each rank can sum alone, and how many shards there are."""
+    count = max(stop for one in runs for _, stop in one)
+    return [whole_nodes(one, count) for one in runs], count
+
+
+def _total(
+    communicator: Communicator,
+    shards: dict[int, NDArray[Any]],
+    runs: tuple[tuple[tuple[int, int], ...], ...],
+    how: Reduction,
+    count: int,
+) -> Generator[Stage, None, NDArray[Any]]:
+    """Return the combination of all ranks' flat shards, of `count` elements each."""
+    size, rank = communicator.size, communicator.member_rank
+    nodes, shard_count = _nodes(runs)
+    items = {(number, number + 1): array for number, array in shards.items()}
+    is_small = sum(map(len, nodes)) * count * how.accumulate.itemsize <= _SMALL_BYTES
+    chunks = [Chunk(0, count)] * size if is_small else even_chunks(count, size)
+    own = chunks[rank]
+    # Every rank sends the nodes that it can sum alone, cut by elements; each rank goes on with its own elements, or, where
+    # that is quicker, every rank with all of them.
+    sent = [0 if peer == rank else len(nodes[rank]) * chunk.count for peer, chunk in enumerate(chunks)]
+    matrix = tuple(
+        tuple(0 if peer == source else len(nodes[source]) * chunk.count for peer, chunk in enumerate(chunks)) for source in range(size)
+    )
+    arrived = [row[rank] for row in matrix]
+    work = np.empty(sum(sent) + sum(arrived), how.accumulate)
+    place = 0
+    for peer, chunk in enumerate(chunks):
+        for node in nodes[rank] if peer != rank else ():
+            summed(items, *node, work[place : place + chunk.count], chunk.start)
+            place += chunk.count
+    if count and size > 1:
+        yield Stage(communicator.plan("all_to_all", matrix, work.itemsize), work)
+    held = {item: array[own.start : own.stop] for item, array in items.items()}
+    for source in range(size):
+        for node in nodes[source] if source != rank else ():
+            held[node] = work[place : place + own.count]
+            place += own.count
+    piece = np.empty(own.count, how.accumulate)
+    summed(held, 0, shard_count, piece, 0)
+    with np.errstate(all="ignore"):
+        piece = finish(how, piece, shard_count)
+    if is_small or size == 1:
+        return piece
+    return (yield from gather_flat(communicator, piece, tuple(chunk.count for chunk in chunks)))
