@@ -71,6 +71,9 @@ class NoAggregation(UsageError, ValueError):
 class MismatchError(SyncvarError):
     """The ranks do not make the same call. Nothing changed and the group stays usable.
 
+    Every rank of the group raises it for that call, on every path: no collective ends on any rank before all ranks have
+    come to it with the same call. Only messages (`send`) may end before the other rank has come.
+
     Args:
         message: What disagrees, in one sentence.
         table: For each rank that is known to take part, what it does.

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["checked_scale", "contribution", "described", "outcome", "run_plan"]
+__all__ = ["checked_scale", "contribution", "described", "outcome", "run_plan", "tell_that_all_came"]
+
+_NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 
 
 def described(
@@ -109,3 +111,17 @@ def run_plan(
         options["reproducible"] = True  # by the tree, which keeps the ranks in order
     plan = communicator.plan(collective, counts, work.itemsize, **options)
     yield Stage(plan, work, None if how is None else how.ufunc)
+
+
+def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[Stage, None, None]:
+    """End a plan in which one rank alone has heard of all others: it tells them that all make this call.
+
+    No rank ends a call before that, so that a call on which the ranks disagree fails on every one of them. In shared
+    memory phase 0 has said so.
+
+    Args:
+        communicator: The group.
+        witness: Who has heard of all ranks when the plan ends.
+    """
+    if not communicator.is_shared:
+        yield Stage(communicator.plan("broadcast", 0, root=witness), _NOTHING)

@@ -12,7 +12,7 @@ from syncvar.collectives._arguments import (
     is_structure,
     unflatten,
 )
-from syncvar.collectives._reducing import contribution, described, outcome, run_plan
+from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request, fingerprint
@@ -62,7 +62,8 @@ def reduce(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: ceil(log2 n) rounds by a binomial tree over links; one in shared memory.
+    Cost: over links ceil(log2 n) rounds by a binomial tree, and as many empty frames back: no rank returns before all
+        have come, as in shared memory, where it is one round.
     Order: lower ranks are left operands; fixed by the number of ranks.
 
     Example:
@@ -93,6 +94,7 @@ def reduce(
             results = []
             for array, how, work in zip(arrays, hows, works, strict=True):
                 results.append((yield from _one(communicator, array, how, work, target, into, algorithm)))
+            yield from tell_that_all_came(communicator, target)
             if not is_root:
                 return None
             return results[0] if structure is None else unflatten(structure, results)

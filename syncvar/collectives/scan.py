@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
-from syncvar.collectives._reducing import contribution, described, outcome, run_plan
+from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import identity
@@ -51,7 +51,8 @@ def scan(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: ceil(log2 n) rounds over links, one in shared memory; the whole array each.
+    Cost: over links ceil(log2 n) rounds with the whole array, and as many empty frames back: no rank returns before all
+        have come; one round in shared memory.
     Order: lower ranks are left operands.
 
     Example:
@@ -125,6 +126,7 @@ def _prefix(
 
         def body() -> Generator[Stage, None, Any]:
             yield from run_plan(communicator, name, work, how, algorithm=algorithm)
+            yield from tell_that_all_came(communicator, communicator.size - 1)
             if count:
                 return outcome(how, work, count, array.shape, into)
             made = np.full(array.shape, neutral, how.result)

@@ -255,16 +255,14 @@ class HierarchicalOperation(LinkOperation):
     def _stages(self, body: Generator[Stage, None, Any]) -> Generator[Stage | int, None, Any]:
         """Yield stages over links, and between them the words to wait for."""
         channel = self.channel
-        opening: tuple[int, int] | None = None
-        if channel is not None:
-            yield from settled(channel, to_its_end=False)
-            opening = self.call, check_of(self.fingerprint, self.call)
+        opening = None if channel is None else (self.call, check_of(self.fingerprint, self.call))
         try:
             while True:
                 try:
                     stage = next(body)
                 except StopIteration as end:
                     if opening is not None and channel is not None and self._stage < 0:  # nothing has been sent either
+                        yield from settled(channel, to_its_end=False)
                         yield from agreed(channel, opening[1], channel.begin(*opening))
                     return end.value
                 except Exception as error:
@@ -286,6 +284,8 @@ class HierarchicalOperation(LinkOperation):
                         if channel is None:
                             raise InternalError("a stage on the host was given to a rank that is alone there")
                         self.entry.stage(stage.plan.algorithm, stage.work.nbytes)
+                        if opening is not None:  # not before: a call over links alone says nothing in the channel
+                            yield from settled(channel, to_its_end=False)
                         yield from run_rounds(channel, opening, ready.plan, Stage(ready.plan, work, stage.ufunc))
                         opening = None
         finally:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from launching import Job
 
-collect_ignore = ["soak.py", "every_collective.py"]  # scripts that run as ranks
+collect_ignore = ["soak.py", "every_collective.py", "disagreeing.py"]  # scripts that run as ranks
 
 
 @pytest.fixture
