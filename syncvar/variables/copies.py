@@ -2,7 +2,7 @@
 
 Each process publishes its copies of the variables that may be read so, ON_READ and NONE, under a key of the replicas and the
 name. Its engine answers from what is published, whatever the program does meanwhile. An answer is never half a write:
-a copy that is written in place is locked meanwhile, and whoever answers takes its bytes under the same lock.
+what it gives is read as any other thread reads beside a write (`storage`).
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def _finder(published: weakref.WeakValueDictionary[int, Any]) -> Any:
         if variable is None:
             return None
         storage: Storage = variable._storage  # noqa: SLF001  (the other half of the variable)
-        with storage.lock:
-            copy = storage.array.copy()
+        copy = storage.expose().copy()  # it may be under way for longer than the memory is mapped
         return pack_object([dtype_index(copy.dtype), list(copy.shape)]), copy.reshape(-1).view(np.uint8).data
 
     return find

@@ -53,7 +53,7 @@ class ArrayProtocol(NDArrayOperatorsMixin):
                 f"np.{ufunc.__name__} cannot write into a variable; write v.assign(x), v.assign_add(x) or "
                 f"v.assign_sub(x)"
             )
-        plain = [one.read_value(copy=False) if isinstance(one, ArrayProtocol) else one for one in inputs]
+        plain = [one.read_value() if isinstance(one, ArrayProtocol) else one for one in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     __iadd__ = _refused("+=", "v.assign_add(x)")

@@ -11,7 +11,6 @@ in another process cannot be seen from here. A program that wants no copy reads 
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +78,7 @@ class SharedCopy(Storage):
         self.array = array
         self.view = array.view()
         self.view.flags.writeable = False
-        self.lock = threading.Lock()
-        self.is_being_written = False
+        self._prepare()
         self.is_staging = False
         self._staged: NDArray[Any] | None = None
         self._part = part
@@ -92,9 +90,13 @@ class SharedCopy(Storage):
 
     def expose(self) -> NDArray[Any]:
         """Return a read-only copy that never changes."""
+        return self.held()[1]
+
+    def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return a read-only copy that never changes, twice."""
         copy = self.array.copy()
         copy.flags.writeable = False
-        return copy
+        return copy, copy
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
         """Return the array to write to: in a write the new value beside the copy, else the copy itself.

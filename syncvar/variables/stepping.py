@@ -6,7 +6,7 @@ have been combined, so every copy changes in the same way, and nothing is sent. 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from syncvar.variables.creation import Wish, make_on_replicas
@@ -47,14 +47,10 @@ def change_copies(variables: Sequence[Variable], change: Callable[..., None], *a
         variable._settle()  # noqa: SLF001  (this is the other half of the variable)
     storages = [variable._storage for variable in variables]  # noqa: SLF001
     shared = next((variable for variable in variables if variable._storage.is_shared), None)  # noqa: SLF001
-    with written_once(shared.strategy, storages) if shared is not None else nullcontext():
+    with written_once(shared.strategy, storages) if shared is not None else nullcontext(), ExitStack() as changing:
         for storage in storages:
-            storage.lock.acquire()
-        try:
-            change([storage.writable() for storage in storages], *arguments)
-        finally:
-            for storage in storages:
-                storage.lock.release()
+            changing.enter_context(storage)
+        change([storage.writable() for storage in storages], *arguments)
 
 
 def copy_of(variable: Variable) -> NDArray[Any]:

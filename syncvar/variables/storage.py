@@ -3,15 +3,24 @@
 Reads hand out views, which cost nothing. What has been handed out must not change, so a write looks first whether a
 view is alive: every view refers, by way of its own buffer, to the bytes that the array lies in, so that the references
 to these bytes count the views. If one is alive, the write goes to new memory and leaves the old to it.
+
+Another thread may read at any moment of a write. A reader takes its view first and looks then whether a write goes on; a
+writer says first that it writes and looks then for views. Whichever comes first, one of them sees the other: either
+
+1. the view is there before the writer looks, and the write goes to new memory; or
+2. the reader finds that a write goes on, lets go of its view, and waits until the write has ended.
+
+What is written by a call that other replicas take part in cannot be waited for: its readers get copies, in which the
+write may have been made in part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,9 +46,9 @@ def say_arena_is_full(context: Context, error: ArenaFull) -> None:
         _log.warning("variables of this rank take private memory from now on, their writes are copied: %s", str(error))
 
 
-@contextmanager
+@contextlib.contextmanager
 def being_written(storages: Sequence[Storage]) -> Iterator[None]:
-    """Mark storages as written by a call that other replicas take part in: readers get copies."""
+    """Mark storages as written in place by a call that other replicas take part in: readers get copies."""
     for storage in storages:
         storage.is_being_written = True
     try:
@@ -50,7 +59,7 @@ def being_written(storages: Sequence[Storage]) -> Iterator[None]:
 
 
 class Storage:
-    """One array, of fixed shape and dtype.
+    """One array, of fixed shape and dtype. As a context manager, it lets this thread alone change the array.
 
     Args:
         context: The job, whose arena gives the memory.
@@ -60,30 +69,47 @@ class Storage:
         >>> from syncvar.runtime.context import current
         >>> storage = Storage(current(), np.zeros(3))
         >>> before = storage.expose()
-        >>> storage.writable()[0] = 1.0
+        >>> with storage:
+        ...     storage.writable()[0] = 1.0
         >>> before, storage.view
         (array([0., 0., 0.]), array([1., 0., 0.]))
     """
 
-    __slots__ = ("_bytes", "_context", "_references", "array", "is_being_written", "lock", "view")
+    __slots__ = ("_bytes", "_changes", "_context", "_lock", "_references", "array", "is_being_written", "view")
 
     is_shared = False  # by the replicas of a host, as their only copy
 
     def __init__(self, context: Context, value: NDArray[Any]) -> None:
         self._context = context
-        self.is_being_written = False  # by a call that other replicas take part in
-        self.lock = threading.Lock()  # held while the array is written by this process alone
-        self._take(value.shape, value.dtype)
-        self.array[...] = value
+        self._prepare()
+        self._take(value)
 
-    def _take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        array = self._resident(shape, dtype)
+    def _prepare(self) -> None:
+        self.is_being_written = False  # in place, by a call that other replicas take part in
+        # A thread may come again, in a signal's handler or a finalizer.
+        self._lock = threading.RLock()
+        self._changes = 0  # that this process makes by itself, under the lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._changes += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._changes -= 1
+        self._lock.release()
+
+    def _take(self, value: NDArray[Any], *, keep: bool = True) -> None:
+        """Go to new memory, which is as it has to be before anybody sees it."""
+        array = self._resident(value.shape, value.dtype)
         if array is None:
-            array = np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
-        self.array: NDArray[Any] = array
+            array = np.ndarray(value.shape, value.dtype, np.empty(math.prod(value.shape) * value.dtype.itemsize, np.uint8))
+        if keep:
+            array[...] = value
+        view = _view_of(array)
+        self._references = sys.getrefcount(array.base) + 1  # and `_bytes`; before a reader can add its own
         self._bytes: Any = array.base
-        self.view = self._seen()
-        self._references = sys.getrefcount(self._bytes)
+        self.array: NDArray[Any] = array
+        self.view = view
 
     def _resident(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
         arena = self._context.arena
@@ -103,19 +129,27 @@ class Storage:
     def expose(self) -> NDArray[Any]:
         """Return a read-only view that never changes; nobody can make it writable.
 
-        Another thread that reads beside a write gets a copy, in which the write may have been made in part.
+        Another thread that reads beside a call of all replicas that writes in place gets a copy, in which the write may
+        have been made in part.
         """
-        if self.is_being_written:
-            copy = self.array.copy()
-            copy.flags.writeable = False
-            return copy
-        return self._seen()
+        view = _view_of(self.array)
+        return self.held()[1] if self._changes or self.is_being_written else view
 
-    def _seen(self) -> NDArray[Any]:
-        """Return a read-only view of the memory."""
-        # By way of frombuffer: np.ndarray itself looks through a read-only memoryview.
-        ground = np.frombuffer(memoryview(self._bytes).toreadonly(), np.uint8)
-        return np.ndarray(self.array.shape, self.array.dtype, ground)
+    def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return (the array itself, what `expose` returns): the array does not change as long as the view lives."""
+        array = self.array
+        view = _view_of(array)
+        if not self._changes and not self.is_being_written:
+            return array, view
+        del view
+        # In a forked copy of this process the thread that writes does not exist.
+        with contextlib.nullcontext() if self._context.is_forked else self._lock:
+            if not self._changes and not self.is_being_written:
+                array = self.array
+                return array, _view_of(array)
+            copy = self.array.copy()
+        copy.flags.writeable = False
+        return copy, copy
 
     @property
     def _is_parents(self) -> bool:
@@ -129,8 +163,12 @@ class Storage:
             keep: It has to hold what the array held; else anything.
         """
         if self.is_exposed or (self._context.is_forked and self._is_parents):
-            before = self.array
-            self._take(before.shape, before.dtype)
-            if keep:
-                self.array[...] = before
+            self._take(self.array, keep=keep)
         return self.array
+
+
+def _view_of(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a read-only view of an array's memory, which counts as a reference to its base."""
+    # By way of frombuffer: np.ndarray itself looks through a read-only memoryview.
+    ground = np.frombuffer(memoryview(array.base).toreadonly(), np.uint8)  # type: ignore[arg-type]
+    return np.ndarray(array.shape, array.dtype, ground)

@@ -155,7 +155,7 @@ class Variable(ArrayProtocol):
         return self._owner
 
     def __repr__(self) -> str:
-        shown = np.array2string(self._copy, threshold=20, separator=", ")
+        shown = np.array2string(self._storage.expose(), threshold=20, separator=", ")
         return (
             f"<sv.Variable {self.name!r} {self._synchronization.name} + {self._aggregation.name} shape={self._shape} "
             f"dtype={self._dtype.name} local={shown}>"
@@ -167,6 +167,9 @@ class Variable(ArrayProtocol):
         """Return the value, read-only; it never changes when the variable is written later. No bytes are copied.
 
         Collective for ON_READ outside `run`; never for ON_WRITE and NONE.
+
+        Other threads of the process may write meanwhile: a copy is read as it was before a write or after it. Only of
+        a write that other replicas take part in at this moment (ON_WRITE), a read may see a part.
 
         Args:
             copy: False returns a view that is valid until the next write. True, as long as the array or a part of it
@@ -213,8 +216,7 @@ class Variable(ArrayProtocol):
         """Return another replica's copy, read-only, without its taking part; for ON_WRITE the value.
 
         One-sided: the other replica's engine answers while its program computes. The copy never changes, and is
-        as it was at some moment during this call; only where this process itself is writing the variable at that moment, in
-        another thread and together with the other replicas, that write may have been made in part. NONE variables are found by their name.
+        as it was at some moment during this call; of ON_WRITE, as in `read_value`. NONE variables are found by their name.
 
         Args:
             rank: Replica of the variable's strategy; this one's own copy needs no message.
@@ -319,7 +321,7 @@ class Variable(ArrayProtocol):
             "reads": self._reads,
             "writes": self._writes,
             "collectives": self._collectives,
-            "nbytes": self._copy.nbytes,
+            "nbytes": self._storage.view.nbytes,
         }
         if self._is_counted:
             pending = 0 if self._queue is None else self._queue.waiting(self)
@@ -366,7 +368,7 @@ class Variable(ArrayProtocol):
         self._settle()
         made = Variable.__new__(Variable)
         memo[id(self)] = made
-        wish = Wish(self._copy, self.trainable, self.name, None, self._requested, self._aggregation)
+        wish = Wish(self._storage.expose(), self.trainable, self.name, None, self._requested, self._aggregation)
         made._take(make_on_replicas(self._owner, wish, own=True))  # noqa: SLF001  (one of its own)
         return made
 
@@ -412,10 +414,12 @@ class Variable(ArrayProtocol):
         kind = self._synchronization.name
         what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"
 
+        array, held = self._storage.held()  # as long as the second lives, the first is not written
+
         def mine() -> NDArray[Any]:
             if travel in (Travel.SUM, Travel.MEAN):
                 self._check_sum(f"{operation.value} of variable {self.name!r}")
-            return self._copy
+            return array
 
         try:
             value: NDArray[Any] = self._travel(action, what, mine, request_of)
@@ -424,6 +428,7 @@ class Variable(ArrayProtocol):
             raise
         if travel is Travel.MEETING:
             return self._storage.expose()
+        del held
         value.flags.writeable = False
         return value.view()
 
@@ -491,7 +496,7 @@ class Variable(ArrayProtocol):
 
     def apply_queued(self, operation: Operation, total: NDArray[Any]) -> None:
         """Write what an increment of all replicas has come to; for the queue only."""
-        with self._storage.lock:
+        with self._storage:
             target = self._storage.writable()
             UFUNCS[operation](target, total, out=target, casting="same_kind")
         self._collectives += 1
@@ -520,7 +525,7 @@ class Variable(ArrayProtocol):
                     return self
         action = self._decide(operation)
         if isinstance(x, Variable):
-            x = x.read_value(copy=False)
+            x = x.read_value()
         what = f"{operation.value} of variable {self.name!r}"
         is_reduced = action.travel in (Travel.SUM, Travel.MEAN)
         is_in_place = is_reduced and action.effect is not Effect.SHARE
@@ -539,7 +544,7 @@ class Variable(ArrayProtocol):
                 return  # the call has written it
             if action.effect is Effect.SHARE:
                 together = self._share(together)
-            with self._storage.lock, np.errstate(over="ignore", invalid="ignore"):
+            with self._storage, np.errstate(over="ignore", invalid="ignore"):
                 target = self._storage.writable(keep=ufunc is not None)
                 if ufunc is None:
                     target[...] = together
@@ -552,7 +557,7 @@ class Variable(ArrayProtocol):
             out = self._storage.writable()  # keeps what it holds, for the case that the replicas disagree
             return request_of(*arguments, **options, out=out, apply=ufunc)
 
-        self._write(action, what, mine, request, store)
+        self._write(action, what, mine, request, store, is_in_place=is_in_place)
         if is_in_place and operation.value not in self._prepared and not self._storage.is_shared:
             self._prepare(operation, action, what, ufunc)
         if is_in_place and self._is_counted and operation is not Operation.ASSIGN:
@@ -585,7 +590,7 @@ class Variable(ArrayProtocol):
             raise ConfigError(f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'")
         if reduced:
             self._check_sum(what)
-        return operand_array(x.read_value(copy=False) if isinstance(x, Variable) else x, self._shape, self._dtype, what)
+        return operand_array(x.read_value() if isinstance(x, Variable) else x, self._shape, self._dtype, what)
 
     def _count_write(self) -> None:
         self._writes += 1
@@ -598,29 +603,46 @@ class Variable(ArrayProtocol):
         indices = indices.read_value() if isinstance(indices, Variable) else indices
         values = values.read_value() if isinstance(values, Variable) else values
         divisor = self._owner.communicator.size if action.travel is Travel.MEAN_ROWS else 1
+        is_split = action.effect is Effect.SPLIT_ANEW
 
         def mine() -> tuple[NDArray[Any], Rows]:
-            if action.effect is Effect.SPLIT_ANEW and self._dtype.kind == "b":
+            if is_split and self._dtype.kind == "b":
                 raise ConfigError(f"{what}: {_NO_SHARE}")
-            return self._copy, checked_rows(operation, indices, values, self._shape, self._dtype, what)
+            copy = self._storage.expose() if is_split else self._copy
+            return copy, checked_rows(operation, indices, values, self._shape, self._dtype, what)
 
         def store(together: tuple[NDArray[Any], Rows]) -> None:
-            made = applied(operation, *together, divisor=divisor)
-            self._keep(self._share(made) if action.effect is Effect.SPLIT_ANEW else made)
+            total, rows = together
+            with self._storage:
+                made = applied(operation, total if is_split else self._copy, rows, divisor=divisor)
+                self._keep(self._share(made) if is_split else made)
 
         return self._write(action, what, mine, rows_request, store)
 
-    def _write(self, action: Action, what: str, mine: Any, request: Any, store: Any) -> Variable:
-        """Make a write: `mine` checks the operand, `request` carries it, `store` puts what came into the copy."""
+    def _write(
+        self, action: Action, what: str, mine: Any, request: Any, store: Any, *, is_in_place: bool = False
+    ) -> Variable:
+        """Make a write: `mine` checks the operand, `request` carries it, `store` puts what came into the copy.
+
+        Args:
+            action: What the table says.
+            what: The write in words.
+            mine: Returns what this replica brings.
+            request: Makes the call.
+            store: Takes what has come, and locks the copy while it writes.
+            is_in_place: The call writes the copy by itself.
+        """
         storage = self._storage
         if isinstance(storage, SharedCopy) and not storage.is_staging:
             with written_once(self._owner, [storage]):
-                return self._write(action, what, mine, request, store)
+                return self._write(action, what, mine, request, store, is_in_place=is_in_place)
         is_free = action.travel is Travel.SAME and not self._owner.check_cross_writes
         if action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW):
             together = mine()
+        elif not is_in_place:
+            together = self._travel(action, what, mine, request)
         else:
-            with being_written((storage,)):
+            with storage if self._replicas == 1 else being_written((storage,)):
                 together = self._travel(action, what, mine, request)
         store(together)
         self._writes += 1
@@ -658,5 +680,5 @@ class Variable(ArrayProtocol):
 
     def _keep(self, value: NDArray[Any]) -> None:
         """Make `value` this replica's copy."""
-        with self._storage.lock:
+        with self._storage:
             self._storage.writable(keep=False)[...] = value
