@@ -7,10 +7,10 @@ import itertools
 
 import numpy as np
 import pytest
+from prepared_calls import fill_the_arena
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.errors import ArenaFull
 from syncvar.runtime.context import current
 from syncvar.testing import run_ranks
 
@@ -24,17 +24,6 @@ def results(size, fn, **more):
         if isinstance(one, BaseException):
             raise one
     return out
-
-
-def fill_the_arena(least=128 << 10):
-    """Take the memory that this rank has left for arrays, but for pieces smaller than this."""
-    held, step = [], 4 * MIB
-    while step >= least:
-        try:
-            held.append(sv.empty(step, np.uint8))
-        except ArenaFull:
-            step //= 2
-    return held
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
