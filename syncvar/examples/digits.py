@@ -1,17 +1,18 @@
-"""Train a small network on scikit-learn's handwritten digits, data-parallel over 1, 2 or 4 workers.
+"""Train a small network on scikit-learn's handwritten digits, data-parallel over any number of workers.
 
     syncvar-launch --workers 4 -m syncvar.examples.digits
 
-The weights are ON_WRITE variables: each update is one all-reduce, and every worker holds the same bytes. The metrics
-are ON_READ variables: counting is local, reading adds up. `busy_s` is a NONE variable: each worker's own, never sent.
+The weights are ON_WRITE variables: the optimizer combines all gradients in one call, and every worker holds the same
+bytes. The metrics are ON_READ variables: counting is local, reading adds up. `busy_s` is a NONE variable: each worker's
+own, never sent.
 
-Any number of workers ends with the same weights, to the bit: a step always has FOUR micro-shards of the same shape,
-spread over the workers; each worker sums its own by the tree (`sv.tree_sum`), and `reproducible=True` continues the same
-tree over the workers.
+Any number of workers ends with the same weights, to the bit: a step always has 24 micro-shards of the same shape, each
+worker takes its share of them, and `apply_gradients(…, shards=True)` sums them by one tree over their numbers.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import sys
 import time
@@ -24,8 +25,8 @@ import syncvar as sv
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MICRO_SHARDS = 4  # of every step, whatever the number of workers
-ROWS = 32  # of a micro-shard
+MICRO_SHARDS = 24  # of every step, whatever the number of workers
+ROWS = 5  # of a micro-shard
 HIDDEN = 64
 EPOCHS = 24
 LEARNING_RATE = 0.4
@@ -72,33 +73,23 @@ def forward(weights: list[Any], images: NDArray[Any]) -> tuple[NDArray[Any], NDA
     return hidden, exps / exps.sum(axis=1, keepdims=True)
 
 
-def updates(
+def gradients(
     weights: list[Any], images: NDArray[Any], labels: NDArray[Any]
 ) -> tuple[list[NDArray[Any]], float, int]:
-    """Return what one micro-shard takes off each weight, its summed loss, and how many digits it had right."""
+    """Return the gradients of one micro-shard's mean loss, its summed loss, and how many digits it had right."""
     hidden, likely = forward(weights, images)
     rows = np.arange(len(labels))
     loss, right = float(-np.log(likely[rows, labels]).sum()), int((likely.argmax(axis=1) == labels).sum())
     error = likely.copy()
     error[rows, labels] -= 1
-    error *= np.float32(LEARNING_RATE / (MICRO_SHARDS * ROWS))
+    error /= np.float32(ROWS)
     back = (error @ weights[2].T) * (hidden > 0)
     return [images.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)], loss, right
 
 
 def own_shards(workers: int, rank: int) -> range:
-    """Return the micro-shards of one worker: an equal share, in order.
-
-    Raises:
-        ConfigError: They cannot be shared evenly.
-    """
-    if MICRO_SHARDS % workers:
-        raise sv.ConfigError(
-            f"a step has {MICRO_SHARDS} micro-shards, which {workers} workers cannot share evenly: run with "
-            f"--workers 1, 2 or 4"
-        )
-    share = MICRO_SHARDS // workers
-    return range(rank * share, (rank + 1) * share)
+    """Return the micro-shards of one worker: its share, neighbours; none for some where there are more workers."""
+    return range(rank * MICRO_SHARDS // workers, (rank + 1) * MICRO_SHARDS // workers)
 
 
 class Trainer:
@@ -106,13 +97,14 @@ class Trainer:
 
     Args:
         data: The digits.
-        strategy: Over 1, 2 or 4 workers.
+        strategy: Over any number of workers.
     """
 
-    def __init__(self, data: Data, strategy: sv.MirroredStrategy) -> None:
+    def __init__(self, data: Data, strategy: sv.MultiWorkerMirroredStrategy) -> None:
         self.data = data
         self.strategy = strategy
         self.own_shards = own_shards(strategy.num_replicas_in_sync, sv.rank())
+        self.optimizer = sv.optimizers.SGD(LEARNING_RATE)
         draw = np.random.default_rng(1)
 
         def layer(rows: int, columns: int) -> NDArray[Any]:
@@ -126,9 +118,7 @@ class Trainer:
         }
         with strategy.scope():
             self.weights = [
-                sv.Variable(
-                    value, name=name, synchronization=SYNCHRONIZATION.ON_WRITE, aggregation=AGGREGATION.SUM
-                )
+                sv.Variable(value, name=name, synchronization=SYNCHRONIZATION.ON_WRITE)
                 for name, value in start.items()
             ]
             self.loss, self.right, self.seen = (
@@ -153,18 +143,18 @@ class Trainer:
         """
         start = time.perf_counter()
         weights = [weight.read_value() for weight in self.weights]
-        parts = []
+        parts = {}
         for shard in self.own_shards:
             mine = rows[shard * ROWS : (shard + 1) * ROWS]
-            part, loss, right = updates(weights, self.data.train_images[mine], self.data.train_labels[mine])
-            parts.append(part)
+            parts[shard], loss, right = gradients(
+                weights, self.data.train_images[mine], self.data.train_labels[mine]
+            )
             self.loss.assign_add(loss)
             self.right.assign_add(right)
             self.seen.assign_add(ROWS)
-        totals = sv.tree_sum(parts)
         self.busy_s.assign_add(time.perf_counter() - start)
-        for weight, total in zip(self.weights, totals, strict=True):
-            weight.assign_sub(total)
+        by_weight = [{shard: part[place] for shard, part in parts.items()} for place in range(len(weights))]
+        self.optimizer.apply_gradients(zip(by_weight, self.weights, strict=True), shards=True)
 
     def epoch(self, order: NDArray[Any]) -> tuple[float, float]:
         """Train on all rows in this order; return mean loss and accuracy while training."""
@@ -192,20 +182,20 @@ class Trainer:
 
 def main() -> None:
     """Run as one worker."""
+    parser = argparse.ArgumentParser(prog="syncvar.examples.digits", allow_abbrev=False)
+    parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N", help=f"rounds over all digits ({EPOCHS})")
+    epochs = parser.parse_args().epochs
     began = time.perf_counter()
     sv.init()
-    strategy = sv.MirroredStrategy(reproducible=True)
-    own_shards(
-        strategy.num_replicas_in_sync, sv.rank()
-    )  # refuse a wrong number of workers before loading anything
+    strategy = sv.MultiWorkerMirroredStrategy()
     trainer = Trainer(load(), strategy)
     is_chief = sv.rank() == 0
     draw = np.random.default_rng(2)
-    for number in range(1, EPOCHS + 1):
+    for number in range(1, epochs + 1):
         loss, accuracy = trainer.epoch(draw.permutation(len(trainer.data.train_labels)))
         if is_chief:
             sys.stdout.write(
-                f"\repoch {number:2}/{EPOCHS}  loss {loss:.4f}  training accuracy {accuracy:.3f}"
+                f"\repoch {number:2}/{epochs}  loss {loss:.4f}  training accuracy {accuracy:.3f}"
             )
             sys.stdout.flush()
     busy = strategy.gather(np.reshape(trainer.busy_s, (1,)), axis=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from syncvar.collectives.all_reduce_shards import shards_request
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
 from syncvar.optimizers.arguments import (
@@ -18,6 +20,7 @@ from syncvar.optimizers.arguments import (
 )
 from syncvar.optimizers.call import (
     Call,
+    checked_shards,
     combined_shortly,
     combining_request,
     described,
@@ -182,6 +185,7 @@ class Optimizer(Rule):
         *,
         reduce: str | None = "mean",
         weight: float | None = None,
+        shards: bool = False,
     ) -> None:
         """Combine the replicas' gradients and make one step, the same on every copy.
 
@@ -198,6 +202,10 @@ class Optimizer(Rule):
             weight: Of this replica's gradients in the mean, such as the number of its examples:
                 sum(weight * gradient) / sum(weight). Zero takes no part, whatever its gradients hold. Where all
                 weights are zero nothing changes.
+            shards: Each gradient is a dict of id -> gradient of a micro-shard: this replica's, {} for none. Over all
+                replicas the ids are 0 to n-1, each once; "mean" divides by n. The step, to the bit, does not depend on the
+                number of replicas or on who brings which shard (`sv.all_reduce_shards`). Inside `run` and outside every
+                scope; not with weight, accumulate or NONE variables.
 
         Raises:
             ConfigError: A wrong argument here: shape, dtype, an ON_READ variable, no gradient at all. The other replicas
@@ -206,7 +214,7 @@ class Optimizer(Rule):
             UsageError: Variables of another strategy.
 
         Cost: one all-reduce for all float32 and half gradients together (half types travel as float32), in the same call
-            one for float64. The first call makes the slots, which takes a few calls for each.
+            one for float64; of shards, what `all_reduce_shards` costs. The first call makes the slots, which takes a few calls for each.
         Order: as `all_reduce`; with the strategy's reproducible=True by the tree over replicas.
 
         Example:
@@ -222,7 +230,7 @@ class Optimizer(Rule):
         plan: Plan | None = None
         try:
             pairs = listed(grads_and_vars)
-            made, plan = self._checked(pairs, reduce, weight)
+            made, plan = self._checked(pairs, reduce, weight, shards)
         except Exception as error:  # told to the other replicas below
             failure = error
         if made is None:
@@ -252,7 +260,7 @@ class Optimizer(Rule):
             self._set_calls(0)
 
     def _checked(
-        self, pairs: list[Any], reduce: str | None, weight: float | None
+        self, pairs: list[Any], reduce: str | None, weight: float | None, shards: bool
     ) -> tuple[Call, Plan | None]:
         try:
             identities = tuple([id(one) if gradient is not None else -id(one) for gradient, one in pairs])
@@ -280,9 +288,13 @@ class Optimizer(Rule):
         if op is not None:
             op = checked_choice("reduce", op.lower() if isinstance(op, str) else op, ("mean", "sum"))
         is_given = op is None or context in (Context.CROSS, Context.MERGE)
+        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        if shards:
+            self._check_sharded(variables, is_given=is_given, weighted=weight is not None)
         call = Call(
-            owner, [gradient for gradient, _ in pairs if gradient is not None], variables, travels, op or "mean",
+            owner, gradients, variables, travels, op or "mean",
             is_given, None if weight is None else checked_number("weight", weight), base, shown,
+            checked_shards(gradients, variables) if shards else None,
         )  # fmt: skip
         if weight is not None and (op == "sum" or (is_given and call.travels)):
             raise ConfigError(
@@ -290,6 +302,29 @@ class Optimizer(Rule):
                 "gradients that are summed, or used as given, have none"
             )
         return call, self._plans.get(tuple([id(variable) for variable in variables]))
+
+    def _check_sharded(self, variables: Sequence[Variable], *, is_given: bool, weighted: bool) -> None:
+        """Raise ConfigError where gradients of shards have no meaning."""
+        if is_given:
+            raise ConfigError(
+                "shards=True belongs where gradients are each replica's own: inside strategy.run or outside every scope, "
+                "with reduce='mean' or 'sum'"
+            )
+        if weighted:
+            raise ConfigError(
+                "weight belongs to a replica, and with shards=True the step may not depend on replicas: multiply the "
+                "gradients of a shard by its share"
+            )
+        if self._accumulate > 1:
+            raise ConfigError(
+                "an optimizer with accumulate takes no shards: make more micro-shards of a step, each replica may bring many"
+            )
+        for variable in variables:
+            if is_apart(variable):
+                raise ConfigError(
+                    f"variable {variable.name!r} is NONE: each replica steps its own copy by its own gradient, which has no "
+                    f"shards; step it by another optimizer"
+                )
 
     def _checked_family(self, owner: Owner, variables: Sequence[Variable]) -> None:
         """Raise UsageError unless the variables go with those that this optimizer has."""
@@ -337,9 +372,10 @@ class Optimizer(Rule):
         if self._slots.iterations is None or self._slots.missing(call.variables):
 
             def check() -> None:
-                for gradient, variable in zip(call.gradients, call.variables, strict=True):
-                    what = f"gradient of variable {variable.name!r}"
-                    operand_array(gradient, variable.shape, compute_dtype(variable.dtype), what)
+                if call.shards is None:
+                    for gradient, variable in zip(call.gradients, call.variables, strict=True):
+                        what = f"gradient of variable {variable.name!r}"
+                        operand_array(gradient, variable.shape, compute_dtype(variable.dtype), what)
                 self._rate_at(self.iterations)
 
             self._build(call.owner, call.variables, not call.travels, check, call.base)
@@ -375,6 +411,12 @@ class Optimizer(Rule):
     def _load(self, call: Call, plan: Plan, number: int) -> None:
         """Put the gradients into the flat arrays, or add them up."""
         weight, calls = call.weight, self._accumulate
+        if call.shards is not None:
+            if self._nonfinite == "error":
+                for arrays in call.shards.values():
+                    for variable, array in zip(call.variables, arrays, strict=True):
+                        _refuse_nonfinite(variable, is_finite=bool(np.isfinite(array).all()))
+            return
         if self._slots.weight is not None:
             if number and self._variables_of_step not in (None, plan.key):
                 raise ConfigError(
@@ -395,10 +437,7 @@ class Optimizer(Rule):
             for bucket in (*plan.shared, *plan.apart):
                 bad = bucket.first_nonfinite()
                 if bad is not None:
-                    raise ConfigError(
-                        f"gradient of variable {bad.variable.name!r}: it holds an infinity or NaN, and the optimizer has "
-                        f"nonfinite='error'. Use 'skip' to leave such steps out, or clip"
-                    )
+                    _refuse_nonfinite(bad.variable, is_finite=False)
 
     def _weight_here(self, call: Call) -> float:
         """Return the weight of this replica's gradients, of all calls of the step."""
@@ -419,15 +458,22 @@ class Optimizer(Rule):
         if weighted and plan.shared:
             plan.shared[0].whole[-1] = self._weight_here(call)
         communicator = owner.communicator
-        if communicator.size == 1 and refused is None:
+        if communicator.size == 1 and refused is None and call.shards is None:
             return
         step = self.iterations
         how = "as given" if call.is_given else call.op + (", weighted" if weighted else "")
+        how += "" if call.shards is None else ", of shards"
         what = f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) of {call.shown}"
         if call.is_given and not owner.check_cross_writes and refused is None:
             return
         # The step is not among the parts: fingerprints are remembered, and these would push all others out.
         digest = (fingerprint("step", call.base, how, rate) + step * _STEP_SPREAD) & _DIGEST_MASK
+        if call.shards is not None:
+            request = partial(shards_request, communicator, call.shards, call.op, name=what, digest=digest)
+            totals = communicator.perform("apply_gradients", request, owner.timeout)
+            for part, total in zip(plan.parts, totals, strict=True):
+                part.gradient[...] = total
+            return
         op = "" if call.is_given else "sum" if weighted else call.op
 
         def check() -> Request:
@@ -466,6 +512,15 @@ class Optimizer(Rule):
         if shared if plan.shared else apart or call.travels:
             assert self._slots.iterations is not None
             change_copies([self._slots.iterations], _fill, step + 1)
+
+
+def _refuse_nonfinite(variable: Variable, *, is_finite: bool) -> None:
+    """Raise ConfigError about a gradient that is not finite."""
+    if not is_finite:
+        raise ConfigError(
+            f"gradient of variable {variable.name!r}: it holds an infinity or NaN, and the optimizer has "
+            f"nonfinite='error'. Use 'skip' to leave such steps out, or clip"
+        )
 
 
 def _fill(arrays: list[NDArray[Any]], number: float) -> None:

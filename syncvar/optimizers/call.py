@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request, shortcut_of
-from syncvar.optimizers.slots import is_apart
+from syncvar.errors import ConfigError
+from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables import Variable
+from syncvar.variables.casting import operand_array
 from syncvar.variables.places import current_owner
 from syncvar.variables.policy import (
     Context,
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from syncvar.optimizers.plan import Plan
     from syncvar.variables.places import Owner
 
-__all__ = ["Call", "combined_shortly", "combining_request", "described", "prepare_short_way", "whose"]
+__all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "prepare_short_way", "whose"]
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS
 _SAME, _MEETING = decide(*_MODE, Operation.ASSIGN), decide(*_MODE, Operation.SYNC)
@@ -53,6 +56,7 @@ class Call(NamedTuple):
         weight: Of this replica's gradients, or None.
         base: Fingerprint of all that does not change from step to step.
         shown: The variables in words.
+        shards: Id -> a gradient for each variable; None where gradients are not of shards.
     """
 
     owner: Owner
@@ -64,6 +68,33 @@ class Call(NamedTuple):
     weight: float | None
     base: int
     shown: str
+    shards: dict[Any, list[NDArray[Any]]] | None = None
+
+
+def checked_shards(gradients: Sequence[Any], variables: Sequence[Variable]) -> dict[Any, list[NDArray[Any]]]:
+    """Return id -> a gradient for each variable, in the dtypes in which they are stepped.
+
+    Args:
+        gradients: For each variable a dict of id -> gradient.
+        variables: As many.
+
+    Raises:
+        ConfigError: No dicts, other ids for one variable than for another, a wrong shape or dtype.
+    """
+    made: dict[Any, list[NDArray[Any]]] = {}
+    for place, (given, variable) in enumerate(zip(gradients, variables, strict=True)):
+        what = f"gradient of variable {variable.name!r}"
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{what}: with shards=True it must be a dict of id -> gradient, not {type(given).__name__}")
+        if place and given.keys() != made.keys():
+            raise ConfigError(
+                f"{what} is of the shards {sorted(given, key=str)}, that of variable {variables[0].name!r} of "
+                f"{sorted(made, key=str)}: each shard has a gradient for every variable"
+            )
+        for number, gradient in given.items():
+            array = operand_array(gradient, variable.shape, compute_dtype(variable.dtype), f"shard {number!r} of the {what}")
+            made.setdefault(number, []).append(array)
+    return made
 
 
 def described(

@@ -679,6 +679,92 @@ def test_1_2_and_4_workers_end_with_the_same_bits(way):
     assert len(set(made)) == 1
 
 
+PATHS = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
+
+
+@pytest.mark.parametrize("way", PATHS)
+def test_any_number_of_workers_steps_by_shards_to_the_same_bits(way):
+    draw = np.random.default_rng(3)
+    steps = [
+        [{"v": draw.normal(size=(2, 2)) * 10.0 ** draw.integers(-3, 3), "h": draw.normal(size=5)} for _ in range(7)]
+        for _ in range(3)
+    ]
+
+    def run(name):
+        strategy = sv.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            v, wide = sv.Variable(START), sv.Variable(np.ones(5))
+            half = sv.Variable(np.ones(5, np.float16))
+        optimizer = MAKERS[name](clip_norm=3.0)
+
+        def step(parts):
+            mine = [one for one in range(7) if (one * one) % sv.world_size() == sv.rank()]  # some have none
+            pairs = [({one: parts[one][key].astype(np.float32) for one in mine}, to) for key, to in (("v", v), ("h", half))]
+            optimizer.apply_gradients([*pairs, ({one: parts[one]["h"] for one in mine}, wide)], shards=True)
+
+        for parts in steps:
+            strategy.run(step, args=(parts,))
+        return v.numpy().tobytes(), half.numpy().tobytes(), wide.numpy().tobytes()
+
+    sizes = {"links": (1, 3), "arena": (2, 5), "hosts": (4,)}[way]
+    made = [value for size in sizes for value in everywhere(size, lambda: tuple(map(run, MAKERS)), **PATHS[way])]
+    assert len(set(made)) == 1
+    assert made[0] == everywhere(1, lambda: tuple(map(run, MAKERS)))[0]
+
+
+def test_the_mean_of_shards_is_over_shards():
+    def fn():
+        mean, total = sv.Variable([8.0]), sv.Variable([8.0])
+        mine = {0: [1.0], 1: [2.0], 2: [6.0]} if sv.rank() == 1 else {3: [3.0]}
+        OPT.SGD(1.0).apply_gradients([(mine, mean)], shards=True)
+        OPT.SGD(1.0).apply_gradients([(mine, total)], shards=True, reduce="sum")
+        return mean.numpy().item(), total.numpy().item()
+
+    assert everywhere(2, fn) == [(5.0, -4.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options", "words"),
+    [
+        (lambda v: [([1.0], v)], {}, "must be a dict of id -> gradient, not list"),
+        (lambda v: [({0: [1.0, 2.0]}, v)], {}, "shard 0 of the gradient of variable 'v"),
+        (lambda v: [({-1: [1.0]}, v)], {}, "0 or more, not -1"),
+        (lambda v: [({0: [1.0]}, v), ({1: [1.0]}, sv.Variable([1.0], name="w"))], {}, r"variable 'w' is of the shards \[1\]"),
+        (lambda v: [({0: [1.0]}, v)], {"weight": 2.0}, "weight belongs to a replica"),
+        (lambda v: [({0: [1.0]}, v)], {"reduce": None}, "inside strategy.run or outside"),
+        (lambda v: [({0: [1.0]}, v)], {"accumulate": 2}, "accumulate takes no shards"),
+        (lambda v: [({0: [np.inf]}, v)], {"nonfinite": "error"}, "infinity or NaN"),
+        (lambda v: [({0: [1.0]}, sv.Variable([1.0], synchronization="NONE"))], {}, "NONE"),
+    ],
+)
+def test_gradients_of_shards_that_are_refused(pairs, options, words):
+    v = sv.Variable([8.0], name="v")
+    own = {key: options.pop(key) for key in ("accumulate", "nonfinite") if key in options}
+    with pytest.raises(sv.ConfigError, match=words):
+        OPT.SGD(1.0, **own).apply_gradients(pairs(v), shards=True, **options)
+    assert v.numpy().item() == 8.0
+
+
+@pytest.mark.parametrize("way", PATHS)
+def test_shards_that_do_not_fit_together_change_nothing(way):
+    def fn():
+        v = sv.Variable([8.0])
+        optimizer = OPT.SGD(1.0)
+        rank = sv.rank()
+        for mine, words in [({0: [1.0]}, "brought by ranks 0 and 1"), ({2 * rank: [1.0]}, "nobody brings shard 1")]:
+            with pytest.raises(sv.MismatchError, match=words):
+                optimizer.apply_gradients([(mine, v)], shards=True)
+        with pytest.raises(sv.MismatchError if rank else sv.ConfigError):
+            optimizer.apply_gradients([({rank: [1.0] if rank else [1.0, 1.0]}, v)], shards=True)
+        with pytest.raises(sv.MismatchError):
+            optimizer.apply_gradients([({rank: [1.0]} if rank else [1.0], v)], shards=rank != 0)
+        assert optimizer.iterations == 0
+        optimizer.apply_gradients([({rank: [1.0 + rank]}, v)], shards=True)
+        return v.numpy().item()
+
+    assert everywhere(2, fn, **PATHS[way]) == [6.5, 6.5]
+
+
 # -- with other writes, and when a replica does not come ----------------------------------------------------------------
 
 
