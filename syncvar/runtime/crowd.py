@@ -31,12 +31,12 @@ class Crowd:
     """What this process knows about its other threads."""
 
     def __init__(self) -> None:
-        self.own_threads = 2  # the caller, and the engine's progress thread
+        self.usual_threads = 1  # the caller
         self._until = 0.0
 
     def is_there(self) -> bool:
-        """Return whether there are threads beside the usual ones; they may be idle."""
-        return threading.active_count() > self.own_threads
+        """Return whether there are threads beside the caller and syncvar's own; they may be idle."""
+        return sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate()) > self.usual_threads
 
     def holds(self) -> bool:
         """Return whether calls shall keep the lock now."""

@@ -103,7 +103,7 @@ def run_ranks(
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"syncvar-rank-{rank}", daemon=True) for rank in range(world_size)]
     try:
-        with _no_crowd(world_size), _short_turns(needed=any(arena is not None for arena in arenas)):
+        with _no_crowd(), _short_turns(needed=any(arena is not None for arena in arenas)):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -119,17 +119,16 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _no_crowd(world_size: int) -> Iterator[None]:
-    """Ranks and their progress threads are not what `crowd` means; several worlds may live at the same time."""
-    # The main thread counts already, and so does a progress thread, which it does not have here.
-    beside = -1 if threading.current_thread() is threading.main_thread() else 1
+def _no_crowd() -> Iterator[None]:
+    """Whoever waits for the ranks here is not what `crowd` means; several worlds may live at the same time."""
+    beside = int(threading.current_thread() is not threading.main_thread())  # the main thread counts already
     with _counting:
-        crowd.own_threads += 2 * world_size + beside
+        crowd.usual_threads += beside
     try:
         yield
     finally:
         with _counting:
-            crowd.own_threads -= 2 * world_size + beside
+            crowd.usual_threads -= beside
 
 
 @contextlib.contextmanager
