@@ -24,6 +24,7 @@ from comparison import acceptance, bounds, machine, picture
 from comparison.crowd import crowd
 from comparison.grouped import grouped
 from comparison.halves import halves
+from comparison.joined import joined
 from comparison.libraries import NAMES, Library, library
 from comparison.model import resnet50
 from comparison.part import Part, Setting
@@ -51,6 +52,7 @@ PARTS: dict[str, Callable[[Setting], Part]] = {
     "launch": launch,
     "import": importing,
     "crowd": crowd,
+    "joined": joined,
     "traffic": traffic,
 }
 ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}

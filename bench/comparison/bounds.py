@@ -92,6 +92,8 @@ SINGLE = {
     "grouped python": Bound(5, None, "us", at_most=True),
     "launch mpirun": Bound(1.5, None, "x its time", at_most=True),
     "launch torchrun": Bound(0.2, None, "x its time", at_most=True),
+    "joined launcher": Bound(2, 1.2, "x its time", at_most=True),
+    "joined gloo": Bound(2, 1, "x its time", at_most=True),
     "import": Bound(60, None, "ms", at_most=True),
     "crowd seconds": Bound(30, None, "s", at_most=True),
     "training tensorflow": Bound(3),

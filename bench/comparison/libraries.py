@@ -72,7 +72,7 @@ class Library:
             case "mpich":
                 return ["mpirun.mpich", "-np", str(workers), self.python]
             case "tensorflow":
-                return [self.python, script("launch_tensorflow.py"), "--workers", str(workers)]
+                return [self.python, script("launch_by_variables.py"), "--workers", str(workers)]
             case _:
                 module = [self.python, "-m", "torch.distributed.run"]
                 return [*module, "--standalone", f"--nproc-per-node={workers}"]

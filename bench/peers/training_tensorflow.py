@@ -1,4 +1,4 @@
-"""Training with TensorFlow: `python bench/peers/launch_tensorflow.py --workers 2 bench/peers/training_tensorflow.py ...`.
+"""Training with TensorFlow: `python bench/peers/launch_by_variables.py --workers 2 bench/peers/training_tensorflow.py ...`.
 
 MultiWorkerMirroredStrategy with the ring of CollectiveOps and a custom loop with a Keras network and a Keras optimizer, which
 sums the replicas' gradients. Kinds: "step" (a `tf.function` call for each step) and "loop" (one for an epoch, a loop over its

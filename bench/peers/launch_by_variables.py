@@ -1,6 +1,7 @@
-"""Start TensorFlow's workers on this host: `python bench/peers/launch_tensorflow.py --workers 2 SCRIPT ...`.
+"""Start workers that find each other by variables: `python bench/peers/launch_by_variables.py --workers 2 SCRIPT ...`.
 
-TensorFlow has no launcher of its own. Each worker finds the others by TF_CONFIG.
+By TF_CONFIG, for TensorFlow, which has no launcher of its own; with --hosts by torchrun's variables, each worker as if it
+were alone on its host.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,15 +25,15 @@ def main() -> int:
     """Start the workers and wait for them; the exit code is that of the first one that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--hosts", action="store_true", help="torchrun's variables, a host for each worker")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script and its arguments")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    addresses = [f"127.0.0.1:{port}" for port in _free_ports(chosen.workers)]
+    told = (_as_torchrun if chosen.hosts else _as_tensorflow)(chosen.workers)
     running: list[subprocess.Popen[bytes]] = []
     try:
-        for index in range(chosen.workers):
-            config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
+        for variables in told:
+            environment = {**os.environ, **variables}
             running.append(subprocess.Popen([sys.executable, *chosen.command], env=environment))
         while running:
             codes = [worker.poll() for worker in running]
@@ -45,8 +47,21 @@ def main() -> int:
     return 0
 
 
+def _as_tensorflow(workers: int) -> list[dict[str, str]]:
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(workers)]}
+    return [{"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})} for index in range(workers)]
+
+
+def _as_torchrun(workers: int) -> list[dict[str, str]]:
+    common = {
+        "WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports(1)[0]), "SYNCVAR_KEY": secrets.token_hex(32),
+    }  # fmt: skip
+    return [{**common, "RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(workers)]
+
+
 def _free_ports(count: int) -> list[int]:
-    """Return ports that are free now; TensorFlow must be told them before its workers start."""
+    """Return ports that are free now; workers must be told them before they start."""
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
