@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.directory import JobDirectory
     from syncvar_launcher.forking import ForkServer
+    from syncvar_launcher.job import Job
     from syncvar_launcher.output import OutputForwarder, Stream
-    from syncvar_launcher.run import Job
     from syncvar_launcher.watch import Watch
 
 __all__ = ["Generation"]

@@ -296,6 +296,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     folder = base / values["cwd"] if values["cwd"] is not None else base
     if not folder.is_dir():
+        if values["cwd"] is None:
+            raise ConfigError(f"the current folder {folder} has been removed: start in another one, or give --cwd")
         raise ConfigError(f"--cwd {folder}: there is no such folder")
     if not rest:
         parser.error(

@@ -21,8 +21,8 @@ from syncvar_launcher.watch import Watch
 
 if TYPE_CHECKING:
     from syncvar_launcher.forking import ForkServer
+    from syncvar_launcher.job import Job
     from syncvar_launcher.options import LaunchOptions
-    from syncvar_launcher.run import Job
 
 __all__ = ["run"]
 

@@ -45,7 +45,8 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         signal.set_wakeup_fd(self._previous)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # Who got here without an error knows how the job ended, and nothing is left to be interrupted.
+            signal.signal(number, signal.SIG_IGN if error[0] is None else handler)
         os.close(self._read)
         os.close(self._write)
 

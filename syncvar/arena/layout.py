@@ -40,6 +40,8 @@ TABLE_BYTES = 256 << 10
 MAGIC, VERSION, ARENA_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION = range(6)
 ABORT = LINE_BYTES // 8
 
+_MOST_BYTES = 1 << 46  # half of what a process can address
+
 MAGIC_VALUE = int.from_bytes(b"SYNCVAR\x01", "little")
 LAYOUT_VERSION = 1
 
@@ -53,7 +55,8 @@ class Layout:
         local_world_size: How many ranks share it.
 
     Raises:
-        ConfigError: There is no room for so many ranks; the message says how much they need.
+        ConfigError: There is no room for so many ranks, or more than a process can map; the message says how much there
+            must be, or may be.
 
     Example:
         >>> layout = Layout(16 << 20, 2)
@@ -71,6 +74,8 @@ class Layout:
                 f"arena_bytes ({self.arena_bytes}) is too small for {self.local_world_size} ranks on a host: "
                 f"they need at least {least}"
             )
+        if self.arena_bytes > _MOST_BYTES:
+            raise ConfigError(f"arena_bytes ({self.arena_bytes}) is more than a process can map: at most {_MOST_BYTES}")
 
     @property
     def region_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -68,24 +69,28 @@ class JobDirectory:
                 f"the runtime directory {base} has too long a path: socket files in it would exceed "
                 f"{_UNIX_PATH_MAX} bytes; set XDG_RUNTIME_DIR to a shorter one"
             )
-        guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        guard = -1
         try:
+            guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(guard, fcntl.LOCK_EX)
             self.swept = _sweep(base)
             self.path.mkdir(mode=0o700)
             self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
             fcntl.flock(self.lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise ConfigError(f"the runtime directory {base} cannot be used: {error.strerror}") from error
+            where = f"{base}/.lock, which is a link" if error.errno == errno.ELOOP else str(base)
+            raise ConfigError(f"the runtime directory {where} cannot be used: {error.strerror}") from error
         finally:
-            os.close(guard)
+            if guard >= 0:
+                os.close(guard)
 
     @staticmethod
     def find(environ: Mapping[str, str], name: str) -> Path | None:
         """Return the directory of a job that is alive, by its name; None where there is none yet."""
         base = base_directory(environ)
-        guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        guard = -1
         try:
+            guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(guard, fcntl.LOCK_EX)
             lock = os.open(base / name / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -97,7 +102,8 @@ class JobDirectory:
         except OSError:
             return None
         finally:
-            os.close(guard)
+            if guard >= 0:
+                os.close(guard)
         return None  # left over by a job that is gone
 
     def remove(self) -> None:

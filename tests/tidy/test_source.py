@@ -141,13 +141,14 @@ SLOW = {"argparse", "asyncio", "difflib", "email", "hashlib", "hmac", "multiproc
     [
         ("import syncvar", {"numpy", "zmq", "msgpack", "threading", "argparse"}),
         ("import syncvar; syncvar.ConfigError; syncvar.PeerLost", {"numpy", "zmq"}),
-        ("import syncvar_launcher.run, syncvar_launcher.generation", {"numpy", "syncvar.collectives", "syncvar.variables", "cloudpickle"}),
+        ("import syncvar_launcher.job, syncvar_launcher.generation", {"numpy", "syncvar.collectives", "syncvar.variables", "cloudpickle"}),
         ("import syncvar_launcher.agent, syncvar_launcher.supervise, syncvar_launcher.report", {"numpy"}),
         ("import syncvar_launcher.options as o; o.help_text()", {"numpy", "zmq"}),
-        ("import syncvar_launcher.run, syncvar_launcher.generation", SLOW - {"argparse", "socket", "subprocess"}),
-        ("import syncvar_launcher.run, syncvar_launcher.generation", {"syncvar.transports.curve", "syncvar.plans"}),
+        ("import syncvar_launcher.job, syncvar_launcher.generation", SLOW - {"argparse", "socket", "subprocess"}),
+        ("import syncvar_launcher.job, syncvar_launcher.generation", {"syncvar.transports.curve", "syncvar.plans"}),
+        ("import syncvar_launcher.run", {"syncvar", "subprocess", "socket"}),  # Ctrl-C is answered from here on
         (  # not before a fork server has been started
-            "import syncvar_launcher.run",
+            "import syncvar_launcher.job",
             {"zmq", "syncvar.runtime.store", "syncvar_launcher.running", "dataclasses", "inspect", "shutil"},
         ),
     ],

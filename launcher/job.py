@@ -1,0 +1,169 @@
+"""One launch: what each worker gets, and what is started first.
+
+What is needed up to the start of the fork server is imported here, all else by `running`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from syncvar.env import RankEnvironment
+from syncvar.errors import ConfigError
+from syncvar.topology import HostMap, divided
+from syncvar_launcher import options
+from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
+from syncvar_launcher.forking import ForkServer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from syncvar_launcher.options import LaunchOptions
+
+__all__ = ["Job"]
+
+_LOOPBACK = "127.0.0.1"
+_NEVER_PASSED = (
+    "SYNCVAR_KEY_FD", "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE",
+)  # fmt: skip
+
+
+class Job:
+    """One launch on one host.
+
+    Args:
+        chosen: The options.
+        arguments: The command line as it was given, for advice in messages.
+        environ: The launcher's environment.
+        folder: The folder in which flight records are left where there is no folder for logs.
+    """
+
+    def __init__(
+        self, chosen: LaunchOptions, arguments: Sequence[str], environ: Mapping[str, str], folder: Path
+    ) -> None:
+        self.options = chosen
+        self.arguments = list(arguments)
+        self.environ = environ
+        self.config = chosen.runtime
+        self.job_id = os.urandom(16).hex()
+        self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
+        self.host = socket.gethostname()
+        self.flight_name = f"syncvar-flight-{self.job_id[:8]}"
+        self.flight_dir = chosen.log_dir or folder / self.flight_name
+        self.usable = options.usable_cores()
+        self.core_count = options.core_count()
+        self.binding: Binding = plan_binding(
+            chosen.workers, self.usable, os.cpu_count() or 1, chosen.bind, chosen.cores_per_worker
+        )
+
+    # -- what a worker gets ---------------------------------------------------------------------------------------
+
+    def command(self) -> list[str]:
+        """Return the command line of a worker, or of the process that workers are forked from."""
+        chosen = self.options
+        if chosen.kind == "command":
+            return [chosen.target, *chosen.args]
+        how = ["-m", chosen.target] if chosen.kind == "module" else [chosen.target]
+        first = "syncvar.forkserver" if chosen.start_method == "fork" else "syncvar.bootstrap"
+        return [sys.executable, "-m", first, *how, *chosen.args]
+
+    def host_name(self, rank: int) -> str:
+        """Return the name of a rank's host, for messages; a fake one has its number beside it."""
+        return f"{self.host}#{self.hosts.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
+
+    def own_environment(
+        self,
+        rank: int,
+        rendezvous: str,
+        directory: str,
+        torch: Mapping[str, str],
+        generation: int = 0,
+        restarts: int = 0,
+    ) -> dict[str, str]:
+        """Return the variables that the launcher sets for a rank."""
+        chosen = self.options
+        host = self.hosts.host_of(rank)
+        contract = RankEnvironment(
+            rank=rank,
+            world_size=chosen.workers,
+            local_rank=self.hosts.local_rank(rank),
+            local_world_size=self.hosts.sizes[host],
+            host_index=host,
+            host_count=len(self.hosts.sizes),
+            generation=generation,
+            rendezvous=rendezvous,
+            job_id=self.job_id,
+            host=self.host_name(rank),
+            flight_dir=str(self.flight_dir),
+            host_directory=directory,
+            host_address=_LOOPBACK if len(self.hosts.sizes) > 1 else "",
+            restarts=restarts,
+        )
+        return {**self._settings(), **torch, **chosen.env, **contract.to_mapping()}
+
+    def base_environment(self) -> dict[str, str]:
+        """Return what workers inherit of the launcher's environment."""
+        return {name: value for name, value in self.environ.items() if name not in _NEVER_PASSED}
+
+    def pass_fds(self) -> list[int]:
+        """Return the descriptors that workers inherit from whoever started the launcher."""
+        return [int(text) for text in self.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
+
+    def _settings(self) -> dict[str, str]:
+        """Return the variables that tell all ranks the same."""
+        chosen = self.options
+        threads = blas_threads(chosen.workers, self.core_count, chosen.cores_per_worker)
+        return {
+            **blas_environment(threads, {**self.environ, **chosen.env}),
+            **self.config.to_mapping(),
+        }
+
+    def dry_run(self) -> str:
+        """Return what a launch would do, as text."""
+        from syncvar_launcher.directory import runtime_directory
+        from syncvar_launcher.sharing import Sharing
+        from syncvar_launcher.show import dry_run_text
+
+        torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"} if self.options.torch_env else {}
+        hidden = {"SYNCVAR_JOB_ID": "<random>"}
+        if self.options.log_dir is None:
+            hidden["SYNCVAR_FLIGHT_DIR"] = "syncvar-flight-<random>"
+        environments = [
+            self.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch) | hidden
+            for rank in range(self.options.workers)
+        ]
+        folder, _ = runtime_directory(self.environ)
+        folders = [folder] * len(self.hosts.sizes)
+        _, transport = Sharing(self.options, self.job_id, self.core_count, folders, hands_over=False).describe()
+        return dry_run_text(
+            self.options,
+            self.binding.cores,
+            environments,
+            self.command(),
+            host=self.host,
+            binding=self.binding.reason,
+            transport=transport,
+        )
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Start the workers, again where that is asked for and may help; return the exit code."""
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(self.fork_server()) if self.options.start_method == "fork" else None
+            from syncvar_launcher import running  # meanwhile the fork server imports NumPy
+
+            return running.run(self, server)
+
+    def fork_server(self) -> ForkServer:
+        """Start what workers are forked from."""
+        argv = self.command()
+        environ = {**self.base_environment(), **self._settings(), **self.options.env}
+        try:
+            return ForkServer(argv, environ, self.options.cwd, self.pass_fds())
+        except OSError as error:
+            raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
