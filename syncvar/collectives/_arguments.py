@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,21 +29,40 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
         what: How to call it in an error.
 
     Raises:
-        ConfigError: It cannot be an array, or its dtype cannot be communicated.
+        ConfigError: It cannot be an array, its dtype cannot be communicated, or it is a masked array.
     """
     if type(value) is not np.ndarray:
         if value is None or isinstance(value, str | bytes | dict | set):
             raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
+        if _is_masked(value):
+            raise ConfigError(f"{what} is a masked array, and its mask would be lost on the way: pass x.filled(0), or what else stands for nothing")
         try:
-            if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
-                value = np.from_dlpack(value)
-            else:
-                value = np.asarray(value)
-        except (ValueError, TypeError, BufferError) as error:
+            value = _converted(value)
+        except (ValueError, TypeError, BufferError, RuntimeError) as error:
             raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {error}") from error
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     dtype_index(value.dtype)
+    return np.asarray(value)
+
+
+def _is_masked(value: Any) -> bool:
+    """Return whether a value, or an item of nested lists, is a masked array, which becomes another array without its mask."""
+    masked = sys.modules.get("numpy.ma")  # NumPy imports it with the first use
+    if masked is None:
+        return False
+    if isinstance(value, list | tuple):
+        return any(_is_masked(item) for item in value)
+    return isinstance(value, masked.MaskedArray)
+
+
+def _converted(value: Any) -> NDArray[Any]:
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
+        try:
+            return np.from_dlpack(value)
+        except (RuntimeError, BufferError):  # DLPack of NumPy knows no bfloat16, and other libraries refuse memory of devices
+            if not hasattr(value, "__array__"):
+                raise
     return np.asarray(value)
 
 
@@ -67,6 +87,8 @@ def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ND
     """
     if not isinstance(out, np.ndarray):
         raise ConfigError(f"out must be a NumPy array, not {type(out).__name__}")
+    if _is_masked(out):
+        raise ConfigError("out is a masked array, and its mask would say something else than the result: pass out.data, or leave it out")
     if out.shape != shape or out.dtype != dtype:
         raise ConfigError(f"out has shape {out.shape} and dtype {out.dtype}, the result has shape {shape} and dtype {dtype}")
     if not out.flags.writeable:

@@ -37,7 +37,7 @@ def gather(
         axis: Where to concatenate; may be negative.
         out: On the root, an array of the result's shape and dtype to write to; not for structures.
         group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once.
+        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
         timeout: Seconds; None means the job's default.
         algorithm: Force one of `syncvar plan gather`; the same on every rank.
 
@@ -63,6 +63,8 @@ def gather(
         target = checked_root(root, communicator.size)
         structure, arrays, axes, kinds = along_axis(x, axis, out)
         is_root = communicator.member_rank == target
+        if async_op:
+            arrays = [array.copy() for array in arrays]
 
         def body() -> Generator[Stage, None, Any]:
             results = []

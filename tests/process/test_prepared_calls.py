@@ -12,8 +12,8 @@ LAYOUTS = {"arena": {"env": ENV}, "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "z
 @pytest.mark.parametrize(
     ("layout", "workers", "cases"),
     [
-        ("arena", 3, 15),
-        pytest.param("arena", 2, 150, marks=pytest.mark.slow),
+        ("arena", 2, 8),
+        pytest.param("arena", 3, 100, marks=pytest.mark.slow),
         pytest.param("arena", 4, 100, marks=pytest.mark.slow),
         pytest.param("zmq", 3, 60, marks=pytest.mark.slow),
         pytest.param("hosts", 4, 60, marks=pytest.mark.slow),

@@ -1,0 +1,198 @@
+"""What a call is given: it is taken when the call is made, and what would lose something on the way is refused."""
+
+import itertools
+from inspect import signature
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import syncvar as sv
+from syncvar.config import RuntimeConfig
+from syncvar.testing import run_ranks
+
+SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
+LAYOUTS = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
+
+
+def results(size, fn, layout):
+    out = run_ranks(size, fn, config=SOON, timeout_s=60, **LAYOUTS[layout])
+    errors = [one for one in out if isinstance(one, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
+    return out
+
+
+def of(rank, count, turn):
+    return np.arange(count) % 5 + 10.0 * rank + turn
+
+
+def halves(array):
+    """Two halves, as a list."""
+    return [array[: array.size // 2], array[array.size // 2 :]]
+
+
+# name -> (how it is called with a flat array of an even count, what this rank must get of the arrays of both ranks)
+CALLS = {
+    "all_reduce": (lambda x: sv.all_reduce(x, async_op=True), lambda parts, _: sum(parts)),
+    "all_reduce, reproducible": (lambda x: sv.all_reduce(x, reproducible=True, async_op=True), lambda parts, _: sum(parts)),
+    "all_reduce, scaled": (lambda x: sv.all_reduce(x, prescale=2.0, async_op=True), lambda parts, _: sum(parts) * 2),
+    "all_reduce, weighted": (lambda x: sv.all_reduce(x, "mean", weight=1.0, async_op=True), lambda parts, _: sum(parts) / 2),
+    "all_reduce, registered": (lambda x: sv.all_reduce(x, "rightmost", async_op=True), lambda parts, _: parts[-1]),
+    "all_reduce of pairs": (lambda x: sv.all_reduce(x, "maxloc", async_op=True), lambda parts, _: (parts[1], np.ones(parts[0].size, int))),
+    "all_reduce of a list": (lambda x: sv.all_reduce(halves(x), async_op=True), lambda parts, _: halves(sum(parts))),
+    "all_reduce of a dict": (lambda x: sv.all_reduce({"a": x, "b": [x[:3]]}, async_op=True), lambda parts, _: {"a": sum(parts), "b": [sum(parts)[:3]]}),
+    "reduce": (lambda x: sv.reduce(x, async_op=True), lambda parts, rank: None if rank else sum(parts)),
+    "reduce of a list": (lambda x: sv.reduce(halves(x), async_op=True), lambda parts, rank: None if rank else halves(sum(parts))),
+    "reduce_scatter": (lambda x: sv.reduce_scatter(x, async_op=True), lambda parts, rank: halves(sum(parts))[rank]),
+    "scan": (lambda x: sv.scan(x, async_op=True), lambda parts, rank: sum(parts[: rank + 1])),
+    "exscan": (lambda x: sv.exscan(x, async_op=True), lambda parts, rank: parts[0] * rank),
+    "broadcast": (lambda x: sv.broadcast(x, root=1, async_op=True), lambda parts, _: parts[1]),
+    "broadcast of a list": (lambda x: sv.broadcast(halves(x), root=1, async_op=True), lambda parts, _: halves(parts[1])),
+    "all_gather": (lambda x: sv.all_gather(x, async_op=True), lambda parts, _: np.concatenate(parts)),
+    "all_gather of a list": (lambda x: sv.all_gather(halves(x), async_op=True), lambda parts, _: [np.concatenate(one) for one in zip(*map(halves, parts), strict=True)]),
+    "gather": (lambda x: sv.gather(x, async_op=True), lambda parts, rank: None if rank else np.concatenate(parts)),
+    "gather of a list": (
+        lambda x: sv.gather(halves(x), async_op=True), lambda parts, rank: None if rank else [np.concatenate(one) for one in zip(*map(halves, parts), strict=True)],
+    ),
+    "scatter": (lambda x: sv.scatter(x, root=1, async_op=True), lambda parts, rank: halves(parts[1])[rank]),
+    "scatter of a list": (lambda x: sv.scatter(halves(x), root=1, async_op=True), lambda parts, rank: halves(parts[1])[rank]),
+    "all_to_all": (lambda x: sv.all_to_all(x, async_op=True), lambda parts, rank: [halves(part)[rank] for part in parts]),
+    "all_to_all of a list": (lambda x: sv.all_to_all(halves(x), async_op=True), lambda parts, rank: [halves(part)[rank] for part in parts]),
+    "send": (lambda x: both(x), lambda parts, rank: parts[1 - rank]),
+    "all_gather_object": (lambda x: sv.all_gather_object({"x": x}, async_op=True), lambda parts, _: [{"x": one} for one in parts]),
+    "broadcast_object": (lambda x: sv.broadcast_object([x], 1, async_op=True), lambda parts, _: [parts[1]]),
+    "gather_object": (lambda x: sv.gather_object((x,), async_op=True), lambda parts, rank: None if rank else [(one,) for one in parts]),
+    "scatter_object": (lambda x: sv.scatter_object(halves(x), 1, async_op=True), lambda parts, rank: halves(parts[1])[rank]),
+}  # fmt: skip
+
+
+class both:  # noqa: N801
+    """A message to the other rank and one from there."""
+
+    def __init__(self, x):
+        other = 1 - sv.rank()
+        self.sent, self.coming = sv.send(x, other, async_op=True), sv.recv(other, async_op=True)
+
+    def wait(self):
+        self.sent.wait()
+        return self.coming.wait()
+
+
+def same(got, wanted, what):
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys(), what
+        for key in wanted:
+            same(got[key], wanted[key], what)
+    elif isinstance(wanted, list | tuple):
+        assert type(got) is type(wanted), what
+        assert len(got) == len(wanted), what
+        for one, other in zip(got, wanted, strict=True):
+            same(one, other, what)
+    elif wanted is None:
+        assert got is None, what
+    else:
+        assert np.array_equal(got, wanted), what
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_collective_takes_its_input_when_it_is_called(layout):
+    """The caller overwrites it at once, while some calls are outstanding."""
+    sv.register_op("rightmost", lambda left, right: right, replace=True)  # noqa: ARG005
+
+    def fn():
+        rank = sv.rank()
+        for count, make in itertools.product((10, 20_000, 300_000) if layout == "arena" else (10, 20_000), (np.empty, sv.empty)):
+            xs = [make(count) for _ in range(3)]
+            for name, (call, wanted) in CALLS.items():
+                started = []
+                for turn, x in enumerate(xs):
+                    x[...] = of(rank, count, turn)
+                    started.append(call(x))
+                    x[...] = -1.0
+                for turn, work in enumerate(started):
+                    parts = [of(one, count, turn) for one in range(2)]
+                    same(work.wait(), wanted(parts, rank), f"{name} of {count} by {make.__module__}, {turn}")
+
+    results(2, fn, layout)
+
+
+def test_every_collective_that_can_be_started_is_among_them():
+    names = {
+        name for name in sv.__all__
+        if not isinstance(getattr(sv, name), type) and callable(getattr(sv, name)) and "async_op" in signature(getattr(sv, name)).parameters
+    }  # fmt: skip
+    tested = {name.split()[0].rstrip(",") for name in CALLS} | {"recv", "barrier"}
+    assert names <= tested
+
+
+MASKED = np.ma.array([0.0, 1.0, 2.0], mask=[False, True, False])
+REFUSED = {
+    "all_reduce": lambda x: sv.all_reduce(x),
+    "all_reduce, scaled": lambda x: sv.all_reduce(x, prescale=2.0),
+    "in a dict": lambda x: sv.all_reduce({"a": 1.0, "b": [x]}),
+    "in a list": lambda x: sv.all_reduce([1.0, x]),
+    "one element": lambda x: sv.all_reduce([1.0, x[1]]),
+    "out": lambda x: sv.all_reduce(np.ones(3), out=x.copy()),
+    "reduce": lambda x: sv.reduce(x),
+    "reduce_scatter": lambda x: sv.reduce_scatter(x),
+    "scan": lambda x: sv.scan(x),
+    "broadcast": lambda x: sv.broadcast(x),
+    "all_gather": lambda x: sv.all_gather(x),
+    "gather": lambda x: sv.gather(x),
+    "scatter": lambda x: sv.scatter([x, x], root=sv.rank()),
+    "all_to_all": lambda x: sv.all_to_all([x, x]),
+    "all_gather_object": lambda x: sv.all_gather_object(x),
+    "initial value": lambda x: sv.Variable(x),
+    "initial values in a list": lambda x: sv.Variable([1.0, x[1]]),
+}  # fmt: skip
+WRITES = {
+    "assign": lambda v, x: v.assign(x),
+    "assign_add": lambda v, x: v.assign_add(x),
+    "assign_all": lambda v, x: sv.assign_all([(v, x)]),
+    "scatter indices": lambda v, x: v.scatter_add(x.astype(np.int64), [1.0, 1.0, 1.0]),
+    "scatter values": lambda v, x: v.scatter_add([0, 1, 2], x),
+    "gradient": lambda v, x: sv.optimizers.SGD(1.0).apply_gradients([(x, v)]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masked_arrays_are_refused_before_anything_is_sent(layout):
+    """On the rank that brings one; the other is told, and the world is usable."""
+
+    def fn():
+        v = sv.Variable(np.zeros(3), aggregation=sv.VariableAggregation.SUM)
+        calls = [*REFUSED.items(), *((name, lambda x, write=write: write(v, x)) for name, write in WRITES.items())]
+        for name, call in calls:
+            if sv.rank() == 0:
+                with pytest.raises(sv.ConfigError, match=r"masked|MaskedArray|MaskedConstant") as caught:
+                    call(MASKED)
+                assert "filled(0)" in str(caught.value) or "out.data" in str(caught.value) or "object" in name, name
+            else:
+                with pytest.raises(sv.MismatchError, match=r"masked|Masked"):
+                    call(MASKED.filled(0) if name != "one element" else np.ma.array([1.0, 2.0]).data)
+            assert float(sv.all_reduce(1.0)) == 2.0
+        assert not v.numpy().any()
+
+    results(2, fn, layout)
+
+
+def test_arrays_of_libraries_whose_dlpack_knows_not_the_dtype():
+    class Foreign:
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **_):
+            raise RuntimeError("Unsupported dtype in DLTensor.")
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    class WithArray(Foreign):
+        def __array__(self, dtype=None, copy=None):  # noqa: ARG002
+            return self.array
+
+    got = sv.all_gather(WithArray(np.ones(3, ml_dtypes.bfloat16)))
+    assert got.dtype == ml_dtypes.bfloat16
+    with pytest.raises(sv.ConfigError, match="Foreign cannot be an array: Unsupported dtype"):
+        sv.all_gather(Foreign(np.ones(3)))
