@@ -22,6 +22,7 @@ from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.flight import FlightRecords
+from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
 from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence
 from syncvar_launcher.restarting import Ending
@@ -100,6 +101,7 @@ class Generation:
         self.agent = Agent(directory.path, directory.lock, server)
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
+        self.memory = OutOfMemory(self.began)
         self.looked = 0.0
 
     def run(self) -> Outcome:
@@ -259,7 +261,8 @@ class Generation:
             self._serve(now)
             coordinator = self.store.coordinator
             joined = event.rank in coordinator.roll.members and event.rank not in coordinator.left
-            self._do(self.supervisor.exited(event.rank, event.status, now, joined=joined))
+            beyond = self.memory.ended(event.rank, event.status, now)
+            self._do(self.supervisor.exited(event.rank, event.status, now, joined=joined, beyond=beyond))
             if event.rank not in self.supervisor.causes or event.rank in self.supervisor.stopped:
                 self.store.finished(event.rank, now)
 
@@ -297,7 +300,9 @@ class Generation:
         if now - self.looked < self.config.heartbeat_interval_s:
             return
         self.looked = now
-        for rank in sorted(self.supervisor.running & self.agent.workers.keys()):
+        running = sorted(self.supervisor.running & self.agent.workers.keys())
+        self.memory.look({rank: self.agent.workers[rank].process.pid for rank in running}, now)
+        for rank in running:
             stopped = self.agent.state(rank) == "T"
             opinion = self.health.observe(rank, "its process is stopped (state T)" if stopped else "", now)
             if opinion is None:
@@ -351,7 +356,7 @@ class Generation:
             rank=cause.rank,
             status=cause.status,
             host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
-            reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else "",
+            reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else cause.beyond,
             call=self._call(cause),
             elapsed_s=time.monotonic() - self.began,
             traceback=cause.traceback,

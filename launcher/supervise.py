@@ -55,6 +55,7 @@ class Cause(NamedTuple):
         reason: In words, for the other ranks.
         error: Name of the exception, or an empty text.
         traceback: Its traceback, or an empty text.
+        beyond: What is known beyond its status, or an empty text.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Cause(NamedTuple):
     reason: str
     error: str = ""
     traceback: str = ""
+    beyond: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Supervisor:
         actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
         return [] if error in _TELL_THEMSELVES else actions
 
-    def exited(self, rank: int, status: int, now: float, *, joined: bool) -> list[Action]:
+    def exited(self, rank: int, status: int, now: float, *, joined: bool, beyond: str = "") -> list[Action]:
         """Note the end of a process.
 
         Args:
@@ -178,6 +180,7 @@ class Supervisor:
             status: Exit code, or minus the signal.
             now: Seconds.
             joined: It is a member of the job that has not left.
+            beyond: What is known beyond the status, for instance "out of memory (kernel)".
         """
         self.running.discard(rank)
         told = self.causes.get(rank)
@@ -201,10 +204,10 @@ class Supervisor:
         if status == 0:
             reason, code = "left with status 0 before shutdown", INTERNAL
         elif status < 0:
-            reason, code = f"signal {-status}", exit_code_of(status)
+            reason, code = f"signal {-status}" + (f": {beyond}" if beyond else ""), exit_code_of(status)
         else:
             reason, code = describe_exit(status), status
-        return self._fail(Cause(rank, weight, status, code, reason), now)
+        return self._fail(Cause(rank, weight, status, code, reason, beyond=beyond), now)
 
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
         """Note that a rank gives no sign of life."""

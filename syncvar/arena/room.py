@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-__all__ = ["Room", "Shortage", "core_quota"]
+__all__ = ["CONTROL_GROUPS", "Room", "Shortage", "control_groups", "core_quota", "field_of", "read_file"]
 
-_ROOT = "/sys/fs/cgroup"
+CONTROL_GROUPS = "/sys/fs/cgroup"
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest multiple of a page
 
 # By version: limit, usage, and what the statistics call droppable.
@@ -49,8 +49,8 @@ class Room:
         True
     """
 
-    def __init__(self, membership: str | None = None, root: str = _ROOT, machine: str = "/proc/meminfo") -> None:
-        groups = _control_groups("memory", membership, root)
+    def __init__(self, membership: str | None = None, root: str = CONTROL_GROUPS, machine: str = "/proc/meminfo") -> None:
+        groups = control_groups("memory", membership, root)
         self._groups = [(folder, *_MEMORY[version]) for version, folder in groups]
         self._groups = [group for group in self._groups if os.path.exists(f"{group[0]}/{group[1]}")]
         self._machine = machine
@@ -58,23 +58,23 @@ class Room:
     def shortage(self, nbytes: int) -> Shortage | None:
         """Return the limit that `nbytes` more would pass, or None."""
         for folder, limit_file, usage_file, droppable in self._groups:
-            limit = _number(_read(f"{folder}/{limit_file}"))
+            limit = _number(read_file(f"{folder}/{limit_file}"))
             if limit is None or limit >= _NO_LIMIT:
                 continue
-            statistics = _read(f"{folder}/memory.stat")
-            used = _number(_read(f"{folder}/{usage_file}")) or 0
-            used -= sum(_field(statistics, name) for name in droppable)
+            statistics = read_file(f"{folder}/memory.stat")
+            used = _number(read_file(f"{folder}/{usage_file}")) or 0
+            used -= sum(field_of(statistics, name) for name in droppable)
             if used + nbytes > limit:
                 return Shortage(max(0, used), limit, f"the container's limit ({folder}/{limit_file})")
-        machine = _read(self._machine)
-        total = 1024 * (_field(machine, b"MemTotal:") + _field(machine, b"SwapTotal:"))
-        free = 1024 * (_field(machine, b"MemAvailable:") + _field(machine, b"SwapFree:"))
+        machine = read_file(self._machine)
+        total = 1024 * (field_of(machine, b"MemTotal:") + field_of(machine, b"SwapTotal:"))
+        free = 1024 * (field_of(machine, b"MemAvailable:") + field_of(machine, b"SwapFree:"))
         if total and nbytes > free:
             return Shortage(total - free, total, "the machine's memory")
         return None
 
 
-def core_quota(membership: str | None = None, root: str = _ROOT) -> int | None:
+def core_quota(membership: str | None = None, root: str = CONTROL_GROUPS) -> int | None:
     """Return how many cores' worth of time the control groups of this process allow, rounded up; None for no limit.
 
     Args:
@@ -82,20 +82,20 @@ def core_quota(membership: str | None = None, root: str = _ROOT) -> int | None:
         root: Where the control groups are mounted.
     """
     quotas = []
-    for version, folder in _control_groups("cpu", membership, root):
+    for version, folder in control_groups("cpu", membership, root):
         if version == 2:
-            words = _read(f"{folder}/cpu.max").split()
+            words = read_file(f"{folder}/cpu.max").split()
         else:
-            words = [_read(f"{folder}/cpu.cfs_quota_us").strip(), _read(f"{folder}/cpu.cfs_period_us").strip()]
+            words = [read_file(f"{folder}/cpu.cfs_quota_us").strip(), read_file(f"{folder}/cpu.cfs_period_us").strip()]
         numbers = [_number(word) for word in words]
         if len(numbers) == 2 and numbers[0] and numbers[1]:  # "max", and -1 in version 1, are no numbers
             quotas.append(-(-numbers[0] // numbers[1]))
     return min(quotas, default=None)
 
 
-def _control_groups(controller: str, membership: str | None, root: str) -> list[tuple[int, str]]:
+def control_groups(controller: str, membership: str | None, root: str) -> list[tuple[int, str]]:
     """Return version and folder of the control groups that this process is in, the innermost first."""
-    text = _read("/proc/self/cgroup").decode(errors="replace") if membership is None else membership
+    text = read_file("/proc/self/cgroup").decode(errors="replace") if membership is None else membership
     found: list[tuple[int, str]] = []
     for line in text.splitlines():
         hierarchy, _, rest = line.partition(":")
@@ -117,7 +117,8 @@ def _control_groups(controller: str, membership: str | None, root: str) -> list[
     return found
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """Return the beginning of a file of /proc or /sys, at most 64 KiB; nothing where it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -135,7 +136,13 @@ def _number(text: bytes) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _field(text: bytes, name: bytes) -> int:
+def field_of(text: bytes, name: bytes) -> int:
+    r"""Return the number beside a name, 0 where there is none.
+
+    Example:
+        >>> field_of(b"low 0\noom_kill 3\n", b"oom_kill")
+        3
+    """
     for line in text.splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name:

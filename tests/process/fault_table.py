@@ -56,7 +56,9 @@ ROWS = {
         "C": (f"{ENDS}test_a_script_that_ends[segmentation-spawn]", f"{ENDS}test_a_script_that_ends[abort-spawn]"),
         "X": (f"{ARENA}test_a_lost_rank_is_told_in_the_arena[SEGV]",),
     }),
-    "F05": Row("memory limit of the control group hit", (2, 1), {}),
+    "F05": Row("memory limit of the control group hit", (2, 1), {
+        phase: (f"process/test_faults_memory.py::test_f05_a_rank_that_the_kernel_kills_for_memory[{phase}]",) for phase in "CXK"
+    }),
     "F06": Row("SIGSTOP of a rank, for ever", (17, 2), _lost("F06-SIGSTOP", "RCXVE")),
     "F07": Row("SIGSTOP for less than `lost_after_s`, then SIGCONT", None, {
         "C": (f"{LAUNCHER}test_a_rank_that_stops_itself_and_goes_on_is_forgiven",),
@@ -157,7 +159,7 @@ PHASES = {
 """The phases in which each fault may come."""
 
 MISSING = {
-    "F01": "HK", "F02": "K", "F03": "H", "F05": "CXK", "F06": "HK", "F08": "X", "F10": "C", "F11": "X", "F12": "K", "F14": "K",
+    "F01": "HK", "F02": "K", "F03": "H", "F06": "HK", "F08": "X", "F10": "C", "F11": "X", "F12": "K", "F14": "K",
     "F15": "X", "F16": "CX", "F32": "X", "F35": "R", "F37": "RCXK", "F38": "SR", "F39": "S", "F41": "SR", "F49": "S", "F55": "C",
     "F57": "X", "F60": "R",
 }  # fmt: skip
