@@ -19,7 +19,7 @@ import msgpack
 
 from syncvar.parent import libc
 from syncvar_launcher.children import child_of
-from syncvar_launcher.sessions import kill_sessions, process_state, start_time
+from syncvar_launcher.sessions import busy_ticks, kill_sessions, process_state, start_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,6 +205,10 @@ class Agent:
         """Return the state letter of a worker's process, or an empty text when it has ended."""
         worker = self.workers[rank]
         return process_state(worker.process.pid) if worker.status is None else ""
+
+    def busy_s(self, rank: int) -> float:
+        """Return for how long a worker's process has used a core, in seconds."""
+        return busy_ticks(self.workers[rank].process.pid) / os.sysconf("SC_CLK_TCK")
 
     def send(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to workers, and wake those that are stopped if it ends them."""

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Generation"]
 
+_BUSY_SHARE = 0.2  # of a core
+
 
 class Generation:
     """The loop of one start.
@@ -102,6 +104,8 @@ class Generation:
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.memory = OutOfMemory(self.began)
+        self.store.seen = self._activity
+        self.busy: dict[int, tuple[float, float]] = {}
         self.looked = 0.0
 
     def run(self) -> Outcome:
@@ -271,7 +275,8 @@ class Generation:
             if isinstance(action, Announce):
                 self.sharing.abort()  # first of all: who waits in shared memory looks at nothing else
                 self._note_positions()
-                self.store.ended(action.rank, action.reason, time.monotonic())
+                tell = self.store.ended if action.has_ended else self.store.given_up
+                tell(action.rank, action.reason, time.monotonic())
             elif self.server is not None:
                 self.server = None
                 self._never_begin(-signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL)
@@ -302,6 +307,8 @@ class Generation:
         self.looked = now
         running = sorted(self.supervisor.running & self.agent.workers.keys())
         self.memory.look({rank: self.agent.workers[rank].process.pid for rank in running}, now)
+        asked = self.store.coordinator.asked
+        self.busy = {rank: self.busy.get(rank) or (now, self.agent.busy_s(rank)) for rank in running if rank in asked}
         for rank in running:
             stopped = self.agent.state(rank) == "T"
             opinion = self.health.observe(rank, "its process is stopped (state T)" if stopped else "", now)
@@ -311,6 +318,16 @@ class Generation:
                 self._do(self.supervisor.silent(rank, opinion.reason, now))
             else:
                 self.forwarder.say(f"syncvar: rank {rank} on {self.job.host_name(rank)}: {opinion.reason}\n")
+
+    def _activity(self, rank: int) -> str:
+        """Return what a rank's process has done since it was asked whether it is there, in words."""
+        worker, known = self.agent.workers.get(rank), self.busy.get(rank)
+        if worker is None or worker.status is not None or known is None:
+            return ""
+        since, before = known
+        share = (self.agent.busy_s(rank) - before) / max(1e-3, time.monotonic() - since)
+        state = self.agent.state(rank)  # R: it runs, or would if it were given a core
+        return f", CPU {'busy' if share > _BUSY_SHARE or state == 'R' else 'idle'} (state {state})"
 
     # -- the last word --------------------------------------------------------------------------------------------
 
@@ -386,7 +403,8 @@ class Generation:
     def _position(self, rank: int) -> str:
         told = self.supervisor.causes.get(rank)
         position = self.positions.get(rank) or self.store.coordinator.position(rank)
-        if told is not None and told.error:
+        is_mute = self.store.coordinator.is_mute(rank)  # how we ended it says less
+        if told is not None and told.error and not is_mute:
             what = told.reason.removeprefix("uncaught ").split("\n", 1)[0]
             return f"{position}; then {told.error}" if position.startswith("waiting") else what
         return position

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["kill_sessions", "members", "process_state", "start_time"]
+__all__ = ["busy_ticks", "kill_sessions", "members", "process_state", "start_time"]
 
 _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
 
@@ -27,6 +27,12 @@ def process_state(pid: int) -> str:
     """Return the state letter of a process ("R", "S", "D", "T", …), or an empty text when it is gone."""
     fields = _fields(pid)
     return fields[0] if fields else ""
+
+
+def busy_ticks(pid: int) -> int:
+    """Return for how many clock ticks a process has used a core, all its threads together; -1 when it is gone."""
+    fields = _fields(pid)
+    return int(fields[11]) + int(fields[12]) if fields else -1
 
 
 def start_time(pid: int) -> int:

@@ -5,7 +5,7 @@ Time is an argument and nothing here touches a process, so every order of events
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,10 +70,11 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the other ranks that this one is lost."""
+    """Tell the other ranks that this one is lost; where its process has not ended, tell itself too."""
 
     rank: int
     reason: str
+    has_ended: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Supervisor:
             return []  # whether it has left in order, so that nobody misses it, is known when it has ended
         weight = Weight.CONSEQUENCE if self._terminated and exit_code in _TERMINATED else _WEIGHTS.get(error, Weight.OWN)
         actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
-        return [] if error in _TELL_THEMSELVES else actions
+        return [] if error in _TELL_THEMSELVES else [*actions]
 
     def exited(self, rank: int, status: int, now: float, *, joined: bool, beyond: str = "") -> list[Action]:
         """Note the end of a process.
@@ -185,8 +186,8 @@ class Supervisor:
         self.running.discard(rank)
         told = self.causes.get(rank)
         if told is not None:
-            if self._terminated and not told.error:
-                return []  # it was silent and we ended it: how it ended says nothing
+            if not told.error:
+                return []  # it was silent, and was ended or fenced for that: how it ended says nothing
             own_end = status < 0 and not self._terminated  # else the signal may have been ours
             code = exit_code_of(status) if own_end else told.exit_code
             self.causes[rank] = Cause(rank, told.weight, status, code, told.reason, told.error, told.traceback)
@@ -207,11 +208,11 @@ class Supervisor:
             reason, code = f"signal {-status}" + (f": {beyond}" if beyond else ""), exit_code_of(status)
         else:
             reason, code = describe_exit(status), status
-        return self._fail(Cause(rank, weight, status, code, reason, beyond=beyond), now)
+        return [*self._fail(Cause(rank, weight, status, code, reason, beyond=beyond), now)]
 
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
         """Note that a rank gives no sign of life."""
-        return self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)
+        return [replace(one, has_ended=False) for one in self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)]
 
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
         """Note that the ranks did not all meet."""
@@ -277,7 +278,7 @@ class Supervisor:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _fail(self, cause: Cause, now: float) -> list[Action]:
+    def _fail(self, cause: Cause, now: float) -> list[Announce]:
         if cause.rank in self.causes:
             return []
         self.causes[cause.rank] = cause

@@ -21,6 +21,7 @@ from syncvar.arena.waiting import pause_after
 from syncvar.errors import (
     DeadlineExceeded,
     GroupBroken,
+    HandshakeError,
     PeerLost,
     SyncvarError,
     TransportError,
@@ -770,10 +771,15 @@ class Engine:
                 self._judged(message)
             elif kind == "left":
                 self._peer_left(message["rank"], message["entered"], message["skipped"])
+            elif kind == "are_you_there":
+                self._tell("here")
 
     def _aborted(self, message: Message) -> None:
         operation = self._active.get((message["group"], message["call"]))
         rank, host = message["rank"], message["host"]
+        if rank == self.rank:  # it was stopped, and is awake again
+            self._break(HandshakeError(f"the job goes on without this rank, or ends: rank {rank} was given up, {message['reason']}"))
+            return
         if message["kind_of_break"] == "deadline" and operation is not None:
             missing = tuple(rank for rank in message["missing"] if rank != self.rank) or operation.awaiting
             self._break(

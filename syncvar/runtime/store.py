@@ -9,9 +9,11 @@ import zmq
 
 from syncvar.errors import ConfigError, RendezvousError, WireError
 from syncvar.transports.zeromq import milliseconds, parse_control_identity
-from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Say, pack_message, parse_message
+from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Mute, Say, pack_message, parse_message
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from syncvar.config import RuntimeConfig
     from syncvar.transports.curve import Gate, LinkKeys
 
@@ -28,6 +30,9 @@ class Store:
         config: Deadlines and intervals.
         generation: The first that ranks may join; those of an earlier one are refused.
         keys: What a tcp endpoint is protected by.
+
+    Attributes:
+        seen: Says of a rank what can be seen of its process, for instance ", CPU busy"; nothing unless it is set.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Store:
     ) -> None:
         self.coordinator = Coordinator(world_size, job_id, config, generation)
         self.said: list[str] = []
+        self.seen: Callable[[int], str] = lambda _: ""
         self.failure: Fail | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
@@ -83,6 +89,10 @@ class Store:
     def ended(self, rank: int, reason: str, now: float) -> None:
         """Tell the others that a rank ended badly."""
         self._carry_out(self.coordinator.ended(rank, reason, now))
+
+    def given_up(self, rank: int, reason: str, now: float) -> None:
+        """Tell the others, and the rank itself, that it is counted as lost."""
+        self._carry_out(self.coordinator.given_up(rank, reason, now))
 
     def finished(self, rank: int, now: float) -> None:
         """Note that a rank ended in order."""
@@ -133,6 +143,10 @@ class Store:
         for action in actions:
             if isinstance(action, Say):
                 self.said.append(action.text)
+            elif isinstance(action, Mute):
+                words = f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
+                self.coordinator.mute(action.rank, words)
+                self.said.append(f"rank {action.rank}: {words}")
             elif isinstance(action, Fail):
                 self.failure = self.failure or action
             else:

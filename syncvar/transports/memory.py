@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncvar.transports.base import Arrival, Frame, Lost
-from syncvar.wire import Action, Coordinator, Fail, Kind, Message, Say, parse_header, parse_message
+from syncvar.wire import Action, Coordinator, Fail, Kind, Message, Mute, Say, parse_header, parse_message
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -218,6 +218,8 @@ class MemoryNetwork:
                 self.said.append(action.text)
             elif isinstance(action, Fail):
                 self.said.append(action.reason)
+            elif isinstance(action, Mute):
+                self.said.append(f"rank {action.rank}: no Python thread answers since {action.seconds:.0f} s")
             else:
                 self.control[action.rank].append(action.data)
                 self.arrived[action.rank].notify_all()

@@ -30,14 +30,14 @@ from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from syncvar.wire.arbiter import Report, Verdict
-    from syncvar.wire.coordinator import Action, Coordinator, Fail, Say, Tell
+    from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say, Tell
     from syncvar.wire.health import Health, Opinion
     from syncvar.wire.keys import KEY_BYTES, derive, parse_key
     from syncvar.wire.membership import Member, RollCall
 
 _DECISIONS = {  # the launcher's; workers do without, and are there sooner
     "arbiter": ("Report", "Verdict"),
-    "coordinator": ("Action", "Coordinator", "Fail", "Say", "Tell"),
+    "coordinator": ("Action", "Coordinator", "Fail", "Mute", "Say", "Tell"),
     "health": ("Health", "Opinion"),
     "keys": ("KEY_BYTES", "derive", "parse_key"),
     "membership": ("Member", "RollCall"),
@@ -59,6 +59,7 @@ __all__ = [
     "Kind",
     "Member",
     "Message",
+    "Mute",
     "Opinion",
     "Report",
     "RollCall",

@@ -163,8 +163,8 @@ def _cycle(arrows: dict[int, list[int]]) -> list[int]:
     return []
 
 
-def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tuple[int, int], str]]:
-    """Return ((group, call), sentence) for each call that has been waited for longer than `after_s` seconds."""
+def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tuple[int, int], str, list[int]]]:
+    """Return ((group, call), sentence, who has not come) for each call waited for longer than `after_s` seconds."""
     calls: dict[tuple[int, int], list[Report]] = {}
     for report in reports:
         calls.setdefault((report.group, report.call), []).append(report)
@@ -185,5 +185,5 @@ def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tupl
             f"{rank_list(r.rank for r in here)} {verb} since {now - min(r.since for r in here):.0f} s in "
             f"{here[0].describe()} for {whom}"
         )
-        result.append((key, sentence + ("; " + "; ".join(others) if others else "")))
+        result.append((key, sentence + ("; " + "; ".join(others) if others else ""), late))
     return result

@@ -33,11 +33,13 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "poison": {"group": int, "members": _Ranks, "call": int, "what": str, "reason": str},
     "left_run": {"group": int, "members": _Ranks, "call": int, "epoch_end": int, "reason": str},
     "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
+    "here": {},
     "leaving": {"entered": _Counts, "skipped": list[int]},
     # launcher -> worker
     "roll": {"generation": int, "addresses": _Texts, "hosts": _Texts, "places": _Counts, "without_arena": _Texts},
     "refused": {"error": str, "reason": str, "missing": _Ranks},
     "abort": {"rank": int, "host": str, "reason": str, "kind_of_break": str, "group": int, "call": int, "missing": _Ranks},
+    "are_you_there": {},
     "left": {"rank": int, "entered": _Counts, "skipped": list[int]},
     "verdict": {"group": int, "call": int, "last_call": int, "text": str, "table": _Texts, "waits": bool},
 }  # fmt: skip

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from syncvar.config import RuntimeConfig
 
-__all__ = ["Action", "Coordinator", "Fail", "Say", "Tell"]
+__all__ = ["Action", "Coordinator", "Fail", "Mute", "Say", "Tell"]
 
 _REPEAT_STALL_S = 30.0
+_ANSWER_S = 1.0  # a rank has a thread that answers, whatever its program does, unless something keeps Python from running
 
 
 class Tell(NamedTuple):
@@ -44,7 +45,14 @@ class Fail(NamedTuple):
     reason: str
 
 
-Action = Tell | Say | Fail
+class Mute(NamedTuple):
+    """No thread of a rank has answered for so many seconds: say so, with what can be seen of its process."""
+
+    rank: int
+    seconds: float
+
+
+Action = Tell | Say | Fail | Mute
 
 
 class Coordinator:
@@ -68,6 +76,8 @@ class Coordinator:
         self.broken_by: tuple[int, str] | None = None
         self._reports: dict[tuple[int, int, int], Report] = {}
         self._said: dict[tuple[int, int], float] = {}
+        self.asked: dict[int, float] = {}  # ranks that were asked whether they are there, and have not answered: since when
+        self._mute: dict[int, str] = {}
 
     # -- messages of ranks ----------------------------------------------------------------------------------------
 
@@ -94,6 +104,8 @@ class Coordinator:
             self.broken_by = None
             self._reports.clear()
             self._said.clear()
+            self.asked.clear()
+            self._mute.clear()
         actions: list[Action] = []
         data: dict[int, bytes] = {}  # by host: whom it reaches where depends on it
         for rank in range(self.world_size):
@@ -110,6 +122,10 @@ class Coordinator:
         kind = message["kind"]
         if kind == "report":
             return self._report(rank, message, now)
+        if kind == "here":
+            self.asked.pop(rank, None)
+            self._mute.pop(rank, None)
+            return []
         if kind == "resumed":
             self._reports.pop((rank, message["group"], message["call"]), None)
             return []
@@ -152,6 +168,11 @@ class Coordinator:
         joining = [Tell(other, data) for other in sorted(self.next_roll.members) if other != rank]
         return self._tell_others(rank, data) + joining
 
+    def given_up(self, rank: int, reason: str, now: float) -> list[Action]:
+        """Note that a rank gives no sign of life, and fence it: should it wake, it learns that it takes no part any more."""
+        fence = [Tell(rank, self._lost_data(rank, reason))] if rank in self.roll.members and rank not in self.gone else []
+        return self.ended(rank, reason, now) + fence
+
     def finished(self, rank: int, now: float) -> list[Action]:
         """Note that a rank's process ended in order."""
         del now
@@ -174,7 +195,19 @@ class Coordinator:
         if self._reports:
             actions += self._judge(now)
             actions += self._warn(now)
+        for rank, since in self.asked.items():
+            if now - since >= _ANSWER_S and not (rank in self._mute or rank in self.gone or rank in self.left):
+                self._mute[rank] = "no Python thread answers"
+                actions.append(Mute(rank, now - since))
         return actions
+
+    def mute(self, rank: int, words: str) -> None:
+        """Note in words what a rank does of which no thread answers."""
+        self._mute[rank] = words
+
+    def is_mute(self, rank: int) -> bool:
+        """Return whether no thread of a rank has answered."""
+        return rank in self._mute
 
     # -- what others may ask --------------------------------------------------------------------------------------
 
@@ -187,7 +220,7 @@ class Coordinator:
             return "finished"
         if rank not in self.roll.members:
             return "not joined yet"
-        return "not waiting in any call"
+        return "not waiting in any call" + (f"; {self._mute[rank]}" if rank in self._mute else "")
 
     def host(self, rank: int) -> str:
         """Return the host of a rank that has joined, else an empty text."""
@@ -240,10 +273,14 @@ class Coordinator:
 
     def _warn(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        for key, sentence in stalls(list(self._reports.values()), now, self.config.stall_warning_s):
+        for key, sentence, late in stalls(list(self._reports.values()), now, self.config.stall_warning_s):
             if now - self._said.get(key, -_REPEAT_STALL_S) >= _REPEAT_STALL_S:
                 self._said[key] = now
                 actions.append(Say(sentence))
+                asked = [rank for rank in late if rank in self.roll.members and rank not in self.left and rank not in self.gone]
+                for rank in asked:
+                    self.asked.setdefault(rank, now)
+                actions += self._tell(asked, pack_message("are_you_there"))
         return actions
 
     def _poison(self, rank: int, message: Message) -> list[Action]:

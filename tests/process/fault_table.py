@@ -19,6 +19,7 @@ ENDS = "process/test_script_ends.py::"
 CURVE = "contract/test_curve.py::"
 TRANSPORT = "contract/test_transport.py::"
 OUTPUT = "pure/test_output.py::"
+SLOW = "process/test_faults_slow_ranks.py::"
 ARENA = "process/test_arena_launch.py::"
 
 
@@ -64,9 +65,13 @@ ROWS = {
         "C": (f"{LAUNCHER}test_a_rank_that_stops_itself_and_goes_on_is_forgiven",),
         "X": ("process/test_shared_soak.py::test_stopped_and_continued",),
     }),
-    "F08": Row("SIGSTOP for longer than `lost_after_s`, then SIGCONT", (17, 2), {}),
+    "F08": Row("SIGSTOP for longer than `lost_after_s`, then SIGCONT", (17, 2), {
+        "X": (f"{SLOW}test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced",),
+    }),
     "F09": Row("a rank that comes late to a call", (1800, 5), {"C": (f"{DISAGREE}test_f09_a_late_rank",)}),
-    "F10": Row("a rank blocks in C with the GIL held", (300, 5), {}),
+    "F10": Row("a rank blocks in C with the GIL held", (300, 5), {
+        "C": (f"{SLOW}test_f10_a_rank_that_holds_pythons_lock", f"{SLOW}test_f09_a_rank_that_only_computes_answers"),
+    }),
     "F11": Row("a rank four times as slow as the others", None, {}),
     "F12": Row("SIGKILL of the launcher", (3, 2), {
         phase: (f"{LAUNCHER}test_f12_launcher_killed[{phase}-spawn]",) for phase in "SRCXE"
@@ -159,7 +164,7 @@ PHASES = {
 """The phases in which each fault may come."""
 
 MISSING = {
-    "F01": "HK", "F02": "K", "F03": "H", "F06": "HK", "F08": "X", "F10": "C", "F11": "X", "F12": "K", "F14": "K",
+    "F01": "HK", "F02": "K", "F03": "H", "F06": "HK", "F11": "X", "F12": "K", "F14": "K",
     "F15": "X", "F16": "CX", "F32": "X", "F35": "R", "F37": "RCXK", "F38": "SR", "F39": "S", "F41": "SR", "F49": "S", "F55": "C",
     "F57": "X", "F60": "R",
 }  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 
 from syncvar.config import RuntimeConfig
 from syncvar.errors import WireError
-from syncvar.wire import Coordinator, Fail, Say, Tell, pack_message, parse_message
+from syncvar.wire import Coordinator, Fail, Mute, Say, Tell, pack_message, parse_message
 
 CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, roll_call_s=5.0, stall_warning_s=10.0)
 
@@ -220,6 +220,29 @@ def test_a_stall_is_said_once_and_again_after_half_a_minute():
     say(coordinator, 0, "report", now=0.0, **report())
     said = [now for now in range(60) for action in coordinator.tick(float(now)) if isinstance(action, Say)]
     assert said == [10, 40]
+
+
+def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
+    coordinator = joined()
+    say(coordinator, 0, "report", now=0.0, **report())
+    actions = coordinator.tick(10.0)
+    assert kinds(told([one for one in actions if not isinstance(one, Say)])) == {1: ["are_you_there"], 2: ["are_you_there"]}
+    say(coordinator, 2, "here")
+    assert coordinator.tick(10.9) == []
+    assert coordinator.tick(11.0) == [Mute(1, 1.0)]
+    assert coordinator.tick(12.0) == []
+    coordinator.mute(1, "it sleeps")
+    assert [coordinator.position(rank) for rank in (1, 2)] == ["not waiting in any call; it sleeps", "not waiting in any call"]
+    say(coordinator, 1, "here")
+    assert coordinator.position(1) == "not waiting in any call"
+
+
+def test_a_rank_that_was_given_up_is_told_itself_and_one_that_ended_is_not():
+    coordinator = joined()
+    messages = told(coordinator.given_up(1, "silent", 1.0))
+    assert kinds(messages) == {0: ["abort"], 1: ["abort"], 2: ["abort"]}
+    assert {messages[rank][0]["rank"] for rank in range(3)} == {1}
+    assert coordinator.given_up(1, "silent", 2.0) == []
 
 
 @pytest.mark.parametrize("kind", ["roll", "abort", "verdict", "left", "refused"])

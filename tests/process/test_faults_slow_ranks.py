@@ -1,0 +1,119 @@
+"""Ranks that are stopped for long and go on (F08), hold Python's lock in C (F10), or are slow (F11)."""
+
+import signal
+
+import pytest
+from fault_table import bound_s
+from launching import check_bound, last_exception
+
+import syncvar.bootstrap
+
+WOKEN = """
+import numpy as np
+import probe, syncvar as sv
+
+variable = sv.Variable(np.zeros(1000), name="v", synchronization="ON_WRITE", aggregation="SUM")
+resident = sv.empty(1000)
+x = np.full(1000, probe.RANK + 1.0)
+steps = 0
+try:
+    while True:
+        variable.assign_add(x)
+        sv.all_reduce(x, out=resident)
+        assert resident.tolist() == [6.0] * 1000
+        steps += 1
+        if steps == 20:
+            probe.note("ready")
+            if probe.RANK == 0:
+                probe.gate("stopped")  # holds the call back: rank 1 is stopped inside it
+except sv.SyncvarError as error:
+    before = variable.local_value().copy()
+    probe.raised(error)
+    probe.gate("woken")
+    told = probe.failure(sv.all_reduce, 1)
+    kept = bool((variable.local_value() == before).all()) and bool((before == before[0]).all())
+    probe.note("kept", kept=kept, value=float(before[0]), steps=steps, told=type(told).__name__)
+    raise
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced(launch, transport):
+    job = launch(WOKEN, workers=3, env={"SYNCVAR_TRANSPORT": transport, "SYNCVAR_ABORT_GRACE_S": "20"})
+    job.await_events("ready", 3)
+    stopped = job.kill_rank(1, signal.SIGSTOP)
+    job.open_gate("stopped")
+    job.await_events("raised", 2)
+    last, raised = last_exception(job, [0, 2])
+    check_bound(f"F08-{transport}", last - stopped, bound_s("F08"))
+    for event in raised.values():
+        assert (event["error"], event["lost"]) == ("PeerLost", 1), str(job)
+        assert "silent for" in event["reason"], str(job)
+    woken = job.kill_rank(1, signal.SIGCONT)
+    (fenced,) = job.await_events("raised", 1, rank=1)
+    job.open_gate("woken")
+    assert job.wait() == 70, str(job)
+    check_bound(f"F08-{transport} fenced", fenced["at"] - woken, bound_s("F08"))
+    assert fenced["error"] == "HandshakeError", str(job)
+    assert "rank 1 was given up, silent for" in fenced["text"], str(job)
+    assert syncvar.bootstrap._EXIT_CODES[fenced["error"]] == 76
+    kept = {event["rank"]: event for event in job.events("kept")}
+    assert set(kept) == {0, 1, 2}, str(job)
+    for rank in (0, 2):
+        assert kept[rank]["kept"], str(job)
+        assert kept[rank]["value"] in (6.0 * kept[rank]["steps"], 6.0 * kept[rank]["steps"] + 6.0), str(job)
+    assert {event["told"] for event in kept.values()} == {"GroupBroken"}, str(job)
+    first = job.report.split("syncvar: rank 1 on ")[-1].split("\n")[0]
+    assert ": silent for" in first, f"what it said when it woke is no cause\n{job}"
+
+
+HOLDING = """
+import ctypes, itertools, sys
+import probe, syncvar as sv
+
+sv.all_reduce(1)
+if probe.RANK == 1:
+    probe.note("inject")
+    if "busy" in sys.argv:
+        sum(itertools.repeat(1))  # for ever, in C
+    ctypes.PyDLL(None).sleep(60)  # with Python's lock
+probe.note("enter")
+try:
+    sv.all_reduce([1.0, 2.0])
+except Exception as error:
+    probe.raised(error)
+    raise
+"""
+
+
+@pytest.mark.parametrize("how", ["busy", pytest.param("idle", marks=pytest.mark.slow)])
+def test_f10_a_rank_that_holds_pythons_lock(launch, how):
+    job = launch(HOLDING, workers=3, arguments=[how], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "4"})
+    assert job.wait() == 70, str(job)
+    last, raised = last_exception(job, [0, 2])
+    for event in raised.values():
+        assert event["error"] == "DeadlineExceeded", str(job)
+        assert "rank 1" in event["text"], str(job)
+    check_bound(f"F10-{how}", last - min(event["at"] for event in job.events("enter")), bound_s("F10"))
+    said = [line for line in job.report.split("\n") if line.startswith("syncvar: rank 1: no Python thread answers since")]
+    assert len(said) == 1, str(job)
+    assert f"CPU {how} (state {'R' if how == 'busy' else 'S'})" in said[0], str(job)
+    assert "no Python thread answers" in job.report.split("others:")[1], f"in the block too\n{job}"
+
+
+def test_f09_a_rank_that_only_computes_answers(launch):
+    job = launch(
+        """
+        import time
+        import numpy as np, probe, syncvar as sv
+        sv.all_reduce(1)
+        if probe.RANK == 1:
+            until = time.monotonic() + 3
+            while time.monotonic() < until:
+                pass
+        sv.all_reduce(1)
+        """
+    )
+    assert job.wait() == 0, str(job)
+    assert "rank 0 waits since" in job.report, str(job)
+    assert "no Python thread answers" not in job.report, str(job)
