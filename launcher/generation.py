@@ -403,8 +403,8 @@ class Generation:
     def _position(self, rank: int) -> str:
         told = self.supervisor.causes.get(rank)
         position = self.positions.get(rank) or self.store.coordinator.position(rank)
-        is_mute = self.store.coordinator.is_mute(rank)  # how we ended it says less
-        if told is not None and told.error and not is_mute:
+        did_not_answer = "; " in position  # then how we ended it says less
+        if told is not None and told.error and not did_not_answer:
             what = told.reason.removeprefix("uncaught ").split("\n", 1)[0]
             return f"{position}; then {told.error}" if position.startswith("waiting") else what
         return position

@@ -205,10 +205,6 @@ class Coordinator:
         """Note in words what a rank does of which no thread answers."""
         self._mute[rank] = words
 
-    def is_mute(self, rank: int) -> bool:
-        """Return whether no thread of a rank has answered."""
-        return rank in self._mute
-
     # -- what others may ask --------------------------------------------------------------------------------------
 
     def position(self, rank: int) -> str:
