@@ -100,18 +100,20 @@ def test_reproducible_bits_are_those_of_on_write(ranks, dtype, aggregation):
                 plain.assign_add(x)
 
         for number in range(60):
+            if number == 40:
+                auto.pin("deferred")  # in an arena AUTO does not choose it: there it costs reproducible increments as much
             values = []
             strategy.run(step, args=(20 <= number < 40,))
             strategy.run(same)
             bits.append((auto.numpy().tobytes(), plain.numpy().tobytes()))
-        return bits, [change[:3] for change in auto.explain().changes]
+        return bits, [change[:3] for change in auto.explain().changes], auto.explain().mode
 
     found = ranks(3, fn)
     assert all(one == found[0] for one in found)
-    bits, changes = found[0]
+    bits, changes, mode = found[0]
     assert all(auto == plain for auto, plain in bits)
-    if changes:  # reproducible increments in an arena cost as much in the queue
-        assert changes[0][1:] == ("eager", "deferred")
+    assert ("eager", "deferred") in [change[1:] for change in changes]
+    assert mode.startswith("ON_WRITE (deferred")
 
 
 def test_it_does_defer_reproducible_increments_over_links():

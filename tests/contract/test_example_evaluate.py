@@ -19,7 +19,6 @@ def everywhere(size, fn):
 
 
 def test_all_workers_count_every_digit_once():
-    pytest.importorskip("sklearn")
     images, digits = evaluate.load()
     assert len(digits) == 1797
     centres = evaluate.centres_of(images, digits)
@@ -37,7 +36,6 @@ def test_all_workers_count_every_digit_once():
 
 
 def test_steps_of_which_most_workers_have_no_row():
-    pytest.importorskip("sklearn")
     images, digits = (part[:13] for part in evaluate.load())
     one, *others = (
         scores
@@ -49,7 +47,6 @@ def test_steps_of_which_most_workers_have_no_row():
 
 
 def test_the_last_line(capsys):
-    pytest.importorskip("sklearn")
     everywhere(3, evaluate.main)
     assert capsys.readouterr().out.splitlines()[-1] == "accuracy=0.9037284362826934 right=1624 seen=1797 workers=3"
 

@@ -174,9 +174,12 @@ def test_a_forked_copy_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_operations_without_a_recorder_can_end():
-    UNRECORDED.end()
+def test_what_operations_without_a_recorder_do_is_in_no_record(tmp_path):
+    recorder = Recorder(folder=str(tmp_path))
     UNRECORDED.stage("x", 1)
+    UNRECORDED.end(sv.PeerLost(1, "", "gone"))
+    assert recorder.events() == []
+    assert os.listdir(tmp_path) == []
 
 
 # -- worlds -----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ def test_modes_count_events_each_in_their_way(capsys):
 
 
 def test_digits_ends_with_equal_bits_for_1_2_and_4_workers():
-    pytest.importorskip("sklearn")
     data = digits.load()
 
     def program():
@@ -55,7 +54,6 @@ def test_digits_ends_with_equal_bits_for_1_2_and_4_workers():
 
 
 def test_the_last_lines_of_digits(capsys, monkeypatch):
-    pytest.importorskip("sklearn")
     monkeypatch.setattr(digits, "EPOCHS", 2)
     everywhere(2, digits.main)
     said = capsys.readouterr().out

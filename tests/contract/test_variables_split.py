@@ -2,6 +2,7 @@
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -82,7 +83,6 @@ def test_complex_parts_are_split_apart():
 
 
 def test_bfloat16():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     value = np.array([1.1, -7.0, 0.3, 1e30, 1e-30], ml_dtypes.bfloat16)
     shares = [share_of(value, 3, index).astype(np.float32) for index in range(3)]
     assert sum(shares).astype(ml_dtypes.bfloat16).tobytes() == value.tobytes()

@@ -90,7 +90,6 @@ def test_a_reader_that_fails_is_told_to_all_and_the_job_goes_on(launch):
 
 
 def test_two_workers_evaluate_1797_digits_as_one_does(launch):
-    pytest.importorskip("sklearn")
     job = launch(target=["-m", "syncvar.examples.evaluate"], workers=2)
     assert job.wait() == 0, str(job)
     # The accuracy of one worker: tests/contract/test_example_evaluate.py computes it with NumPy alone.

@@ -4,6 +4,7 @@ import tomllib
 from math import prod
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -65,7 +66,7 @@ def test_every_dtype_holds_the_values_and_their_sums(bench, dtype, world):
 
 
 def test_bfloat16_holds_them_too(bench):
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    bfloat16 = ml_dtypes.bfloat16
     for one in everywhere(bench("values"), "all_reduce", 4, 3000, "bfloat16"):
         assert np.array_equal(one.expected().astype(bfloat16).astype(np.float32), one.expected())
 
