@@ -3,9 +3,16 @@
 import itertools
 
 import pytest
-from launching import Job
+from launching import Job, measure_slowness
 
 collect_ignore = ["soak.py", "every_collective.py", "disagreeing.py"]  # scripts that run as ranks
+
+
+@pytest.fixture(autouse=True)
+def slowness_before(request):
+    """Measure the machine's slowness just before a test of a module that asserts bounds."""
+    if hasattr(request.module, "check_bound") or hasattr(request.module, "slowness"):
+        measure_slowness()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROFILE = REPOSITORY / "configs" / "ci.toml"
-SLACK_S = 2.0  # a busy machine of two cores may take this much longer than a bound says
+REFERENCE_S = 0.030  # of `probe_s` on the machine of two cores, otherwise idle, for which the bounds were set
 
 PROBE = '''
 import json, os, time
@@ -102,11 +102,13 @@ class Job:
         config: The settings; the test profile by default.
         stdin: Bytes for the launcher's standard input; None gives /dev/null.
         prefix: A command to start the launcher with.
+        start: How workers begin. "fork" takes a third to a half of the processor time of "spawn", which is the launcher's
+            own default: a test of how workers start names it, all others only need them started.
     """
 
     def __init__(
         self, folder, script=None, *, workers=2, options=(), target=None, arguments=(), env=None, config=PROFILE,
-        stdin=None, prefix=(),
+        stdin=None, prefix=(), start="fork",
     ):  # fmt: skip
         self.folder = Path(folder)
         self.workers = workers
@@ -114,9 +116,10 @@ class Job:
         if script is not None:
             (self.folder / "script.py").write_text(textwrap.dedent(script))
             target = [str(self.folder / "script.py")]
+        begin = () if "--no-python" in target else ("--start-method", start)
         self.line = [
             *prefix, sys.executable, "-m", "syncvar_launcher", "--config", str(config), "--no-timestamps",
-            "--workers", str(workers), *options, *target, *arguments,
+            "--workers", str(workers), *begin, *options, *target, *arguments,
         ]  # fmt: skip
         if stdin is not None:
             (self.folder / "stdin").write_bytes(stdin)
@@ -231,11 +234,56 @@ def last_exception(job, ranks):
     return max(event["at"] for event in events.values()), events
 
 
+_ECHO = """
+import sys
+for line in sys.stdin.buffer:
+    sum(range(100_000))
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+"""
+_measured_s = []  # by `probe_s` before the test that runs
+
+
+def probe_s():
+    """Start a bare interpreter that answers ten lines and computes for two milliseconds each; return how long that took.
+
+    That is what the end of a rank is made of: processes that start and end, wake each other, and each compute for a
+    little. Beside programs that want the same cores it takes as many times longer as they take of them.
+    """
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", _ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        for _ in range(10):
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == b"\n"
+    return time.monotonic() - began
+
+
+def measure_slowness():
+    """Measure before a test how slow the machine is, for `check_bound`."""
+    _measured_s[:] = [probe_s()]
+
+
+def slowness():
+    """Return how many times longer things take than on a quiet machine, by what has been measured for this test; at least 1."""
+    return max(1.0, *(one / REFERENCE_S for one in _measured_s or [probe_s()]))
+
+
 def check_bound(name, seconds, bound_s):
-    """Print a measured time and fail where it exceeds its bound by more than a busy machine explains."""
-    print(f"BOUND {name}: {seconds:.3f} s, bound {bound_s:g} s{'' if seconds <= bound_s else ' EXCEEDED'}")
+    """Print a measured time and fail where it exceeds its bound times the slowness of the machine.
+
+    The bound is asserted as it stands in the fault matrix, which is for a machine that has nothing else to do. Where
+    other programs take the cores, each step takes as many times longer as `probe_s` does, which was asked just before
+    the test. A time that is above even so is compared with the slowest of some more probes, for the load may have come
+    during the test.
+    """
+    allowed_s = bound_s * slowness()
+    if seconds > allowed_s:
+        _measured_s.extend(probe_s() for _ in range(5))
+        allowed_s = bound_s * slowness()
+    print(f"BOUND {name}: {seconds:.3f} s, bound {bound_s:g} s, allowed now {allowed_s:.3f} s{'' if seconds <= bound_s else ' EXCEEDED'}")
     measured = os.environ.get("SYNCVAR_TEST_BOUNDS")
     if measured:
         with Path(measured).open("a") as file:
             file.write(f"{name}\t{seconds:.3f}\t{bound_s:g}\n")
-    assert seconds <= bound_s + SLACK_S, f"{name} took {seconds:.3f} s, the bound is {bound_s:g} s"
+    assert seconds <= allowed_s, f"{name} took {seconds:.3f} s; the bound is {bound_s:g} s, {allowed_s:.3f} s on a machine as slow as now"

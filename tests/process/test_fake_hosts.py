@@ -72,7 +72,8 @@ def listeners(pids):
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_only_loopback_is_listened_on_and_the_secret_is_nowhere(launch, hosts):
-    job = launch(LISTEN, workers=2, options=["--fake-hosts", str(hosts)])
+    # Started afresh: what /proc tells of the variables of a forked process are those of the one that it was forked from.
+    job = launch(LISTEN, workers=2, options=["--fake-hosts", str(hosts)], start="spawn")
     job.await_events("ready", 2)
     pids = job.pids().values()
     found = listeners([*pids, job.process.pid])

@@ -221,7 +221,7 @@ def listening(pids):
 def test_private_directory_and_no_listening_port(launch, nothing_left_behind):
     before = os.umask(0)  # even so, nobody else may reach the sockets
     try:
-        job = launch(LISTEN, workers=3)
+        job = launch(LISTEN, workers=3, start="spawn")  # whose variables /proc tells
     finally:
         os.umask(before)
     job.await_events("ready", 3)

@@ -72,7 +72,7 @@ def test_an_owner_that_is_killed_is_lost_to_the_asker(launch):
         probe.gate("killed")
         while probe.failure(v.read_from, 1) is None:
             pass
-    """)
+    """, env={"SYNCVAR_ABORT_GRACE_S": "10"})  # the asker may end by itself, however late it hears of it
     job.await_events("waits")
     job.kill_rank(1)
     job.open_gate("killed")
