@@ -14,7 +14,6 @@ from syncvar.strategies.reducing import gather_values, local_part, own_part, red
 from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places
 from syncvar.variables.policy import Context
-from syncvar.variables.queue import known_queue
 from syncvar.variables.roster import Roster
 from syncvar.variables.storage import Storage
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
     from syncvar.variables.policy import VariableSynchronization
+    from syncvar.variables.queue import WriteQueue
 
 __all__ = ["Strategy"]
 
@@ -72,6 +72,7 @@ class Strategy:
         self.timeout = timeout
         self.is_default = is_default
         self._check_every = self.context.config.check_every
+        self.queue: WriteQueue | None = None
         self.roster: Roster | None = None
         if self.has_copies and communicator.rank is not None and communicator.size > 1:
             self.roster = Roster(self)
@@ -177,7 +178,7 @@ class Strategy:
             roster.runs += 1  # also of a run that fails: the replicas' numbers stay the same
         given = [own_part(one) for one in args]
         named = {name: own_part(one) for name, one in (kwargs or {}).items()}
-        queue = known_queue(self)
+        queue = self.queue
         aligned = self._aligned()
         refused: SyncvarError | None = None
         if queue is not None:
@@ -351,7 +352,7 @@ class Strategy:
 
         An interruption is not held up by replicas that are slow.
         """
-        queue = known_queue(self)
+        queue = self.queue
         if queue is None or not len(queue):
             return
         with contextlib.suppress(SyncvarError):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.context import Context as Joined
     from syncvar.runtime.group import Communicator
     from syncvar.variables.policy import VariableSynchronization
+    from syncvar.variables.queue import WriteQueue
     from syncvar.variables.roster import Roster
     from syncvar.variables.storage import Storage
 
@@ -46,6 +47,7 @@ class Owner(Protocol):
     context: Joined
     check_every: int
     roster: Roster | None
+    queue: WriteQueue | None  # of its deferred writes, once there was one
 
     @property
     def communicator(self) -> Communicator:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncvar.variables.policy import Operation
     from syncvar.variables.variable import Variable
 
-__all__ = ["BUCKET_BYTES", "BUCKET_WRITES", "WriteQueue", "known_queue", "queue_of"]
+__all__ = ["BUCKET_BYTES", "BUCKET_WRITES", "WriteQueue", "queue_of"]
 
 BUCKET_BYTES = 1 << 20  # so much is sent at once, whoever has asked or not: see bench/queued.py
 BUCKET_WRITES = 4096
@@ -329,15 +329,6 @@ def _wide(one: Increment) -> NDArray[Any]:
 
 def queue_of(owner: Owner) -> WriteQueue:
     """Return the queue of a strategy, made when it is first needed: at the same moment on all its replicas."""
-    queues: dict[int, WriteQueue] = owner.context.extras.setdefault("write_queues", {})
-    identity = owner.communicator.identity
-    found = queues.get(identity)
-    if found is None:
-        found = queues[identity] = WriteQueue(owner)
-    return found
-
-
-def known_queue(owner: Owner) -> WriteQueue | None:
-    """Return the queue of a strategy, if there is one yet."""
-    queues: dict[int, WriteQueue] = owner.context.extras.get("write_queues", {})
-    return queues.get(owner.communicator.identity)
+    if owner.queue is None:
+        owner.queue = WriteQueue(owner)
+    return owner.queue

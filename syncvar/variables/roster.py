@@ -23,7 +23,6 @@ from syncvar.variables.checker import Checker
 from syncvar.variables.decisions import Change, Point, append, read
 from syncvar.variables.digests import block_count
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period
-from syncvar.variables.queue import known_queue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,7 +171,7 @@ class Roster:
         variables = [one.variable() for one in asked]  # so they live until this has ended
         pairs = list(zip(asked, variables, strict=True))
         autos = [pair for pair in pairs if pair[0].is_auto and not pair[0].is_pinned] if is_decision else []
-        queue = known_queue(self.owner)
+        queue = self.owner.queue
         sends = 0 if queue is None else queue.sends
         counts = [sends - self._sends, *[int(variable is None) for variable in variables]]
         counted = [(0, 0, 0) if variable is None else variable.counts() for _, variable in autos]

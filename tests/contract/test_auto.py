@@ -12,7 +12,6 @@ import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.variables import queue as queue_module
-from syncvar.variables.queue import known_queue
 
 
 @pytest.fixture(params=["links", "arena"])
@@ -160,7 +159,7 @@ def test_who_asks_for_on_write_gets_it_and_so_does_who_cannot_add(ranks):
             strategy.run(write_heavy, args=(asked, 1.0, 30))
             strategy.run(write_heavy, args=(first, 1.0, 10))
             strategy.run(lambda: [assigned.assign(1.0) for _ in range(10)])
-        return [v.explain().changes for v in (asked, first, assigned)], known_queue(strategy)
+        return [v.explain().changes for v in (asked, first, assigned)], strategy.queue
 
     assert ranks(2, fn) == [([[], [], []], None)] * 2
 

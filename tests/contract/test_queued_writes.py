@@ -1,7 +1,9 @@
 """Deferred writes wait in a queue: who reads gets all of them, whoever else reads; what travels, and what goes wrong."""
 
+import gc
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ from syncvar.runtime.context import current, use
 from syncvar.testing import run_ranks
 from syncvar.variables import queue as queue_module
 from syncvar.variables.prefix import Told, common_prefix
-from syncvar.variables.queue import known_queue
 
 
 @pytest.fixture(params=["links", "arena"])
@@ -35,7 +36,7 @@ def deferred(strategy, value, aggregation="SUM", **options):
 
 def rounds(strategy):
     """How often the queue's group has met in the block of calls that runs, or ran last."""
-    return known_queue(strategy).calls.next_call % 10**6
+    return strategy.queue.calls.next_call % 10**6
 
 
 # -- random programs --------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_one_replica_is_never_deferred():
         strategy = sv.MirroredStrategy()
         v = deferred(strategy, 0.0)
         strategy.run(lambda: v.assign_add(2.0))
-        return float(v), known_queue(strategy)
+        return float(v), strategy.queue
 
     assert run_ranks(1, fn) == [(2.0, None)]
 
@@ -247,9 +248,9 @@ def test_spmd_writes_wait_for_the_next_call(ranks):
         v.pin("deferred")
         for _ in range(3):
             v.assign_add(1.0)
-        waiting = len(known_queue(v.strategy))
+        waiting = len(v.strategy.queue)
         sv.all_reduce(np.ones(2))
-        return waiting, len(known_queue(v.strategy)), float(v)
+        return waiting, len(v.strategy.queue), float(v)
 
     assert ranks(2, fn) == [(3, 0, 6.0)] * 2
 
@@ -263,7 +264,7 @@ def test_a_prepared_collective_sends_what_waits_first(ranks):
             sv.all_reduce(x)
         v.assign_add(1.0)
         sv.all_reduce(x)
-        return len(known_queue(v.strategy)), float(v)
+        return len(v.strategy.queue), float(v)
 
     assert ranks(2, fn) == [(0, 2.0)] * 2
 
@@ -591,3 +592,22 @@ def test_done_does_not_wait(ranks):
 
     started = threading.Event()
     assert ranks(2, fn) == [4.0, 4.0]
+
+
+def test_a_strategy_that_has_deferred_goes_away():
+    def fn():
+        left, in_use = [], []
+        for _ in range(4):
+            for _ in range(5):
+                strategy = sv.MirroredStrategy()
+                v = deferred(strategy, 0.0)
+                strategy.run(lambda v=v: v.assign_add(1.0))
+                left.append(weakref.ref(strategy))
+                del strategy, v
+            sv.barrier()  # one of the ranks collects the garbage of all
+            gc.collect()
+            sv.barrier()
+            in_use.append(current().arena._extents.taken_bytes)
+        return sum(one() is not None for one in left), in_use[-1] - in_use[1] < 16 << 20
+
+    assert run_ranks(2, fn, shared=True, timeout_s=60) == [(0, True)] * 2
