@@ -1,5 +1,8 @@
 """Restoring, all or nothing: every rank reads and checks, all agree, and only then anything changes.
 
+Another job may save there meanwhile. Then some ranks may have read the old checkpoint and some the new one: all see it, and
+all read again.
+
 What changes is kept until all ranks say that it went well; an object that refuses its state takes everything back.
 """
 
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["POLICIES", "is_local", "restore_leaves"]
 
 POLICIES = ("same_rank_or_initial", "cycle", "error")
-_TRIES = 3
+_TRIES = 3  # of one rank
+_ROUNDS = 10  # of all: one saved meanwhile makes some ranks see the old one, and some the new one
 _NOTHING = "nothing was restored"
 
 
@@ -86,15 +90,24 @@ def restore_leaves(
             leaf.put(value)
         return found
     members = communicator.members
-    everyone = gather_objects(communicator, "checkpoint restore", stage, timeout)
-    raise_failures({members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None}, mine, _NOTHING)
-    if len({one[1] for one in everyone}) > 1:
-        raise CheckpointError(
-            f"the ranks see different checkpoints at {path}, {_NOTHING}: it was replaced meanwhile, or the hosts do not share "
-            f"this folder"
-        )
-    _put(staged, communicator, timeout)
-    return found
+    before: list[str] = []
+    for _ in range(_ROUNDS):
+        everyone = gather_objects(communicator, "checkpoint restore", stage, timeout)
+        raise_failures({members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None}, mine, _NOTHING)
+        seen = [one[1] for one in everyone]
+        if len(set(seen)) == 1:
+            _put(staged, communicator, timeout)
+            return found
+        if seen == before:  # nothing is replaced, each rank has another one for good
+            raise CheckpointError(
+                f"the ranks see different checkpoints at {path}, {_NOTHING}: the hosts do not share this folder, or the ranks "
+                f"do not name the same one"
+            )
+        before = seen
+    raise CheckpointError(
+        f"the checkpoint at {path} was replaced again and again while the ranks read it, {_NOTHING}: save less often, or "
+        f"restore from a CheckpointManager, which keeps several"
+    )
 
 
 def _stage(
