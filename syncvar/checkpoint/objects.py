@@ -10,6 +10,7 @@ States and plain data are saved once where all ranks have the same, else each ra
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -106,16 +107,24 @@ class VariableLeaf:
         replicas = variable.strategy.communicator
         _require_kind(self.key, entry, "variable", f"variable {variable.name!r}")
         stored = entry.choose(self.key, replicas.member_rank, replicas.size, policy, own=self.is_own)
-        if stored is None:
+        parts = [] if stored is None else [stored]
+        if variable._are_parts and entry.copies and entry.replicas != replicas.size:  # noqa: SLF001
+            parts = [entry.copies[replica] for replica in sorted(entry.copies)]
+        if not parts:
             return KEEP
+        for one in parts:
+            self._require_fit(one)
+        value = _mean_of([read(one) for one in parts])
+        action = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.ASSIGN)
+        return share_of(value, replicas.size, replicas.member_rank) if action.effect is Effect.SHARE else value
+
+    def _require_fit(self, stored: Stored) -> None:
+        variable = self.variable
         if stored.dtype != variable.dtype.name or stored.shape != variable.shape:
             raise CheckpointError(
                 f"{self.key!r}: the checkpoint has {stored.words}, variable {variable.name!r} is "
                 f"{variable.dtype.name}{list(variable.shape)}"
             )
-        value = read(stored)
-        action = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.ASSIGN)
-        return share_of(value, replicas.size, replicas.member_rank) if action.effect is Effect.SHARE else value
 
     def now(self) -> Any:
         """Return this replica's copy; writes that wait are made first."""
@@ -124,6 +133,15 @@ class VariableLeaf:
     def put(self, staged: Any) -> None:
         """Make it this replica's copy; sends nothing."""
         self.variable._keep(staged)  # noqa: SLF001  (the one writer of copies)
+
+
+def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return the mean of copies of one dtype, in their order; of one, the copy itself."""
+    if len(parts) == 1:
+        return parts[0]
+    with np.errstate(all="ignore"):
+        mean: NDArray[Any] = functools.reduce(np.add, parts) / np.asarray(len(parts), parts[0].dtype)
+    return mean
 
 
 class PlainLeaf:

@@ -428,6 +428,7 @@ class Optimizer(Rule):
                 raise ConfigError(
                     "the calls of one step must all have a weight, or none of them; pass weight in each"
                 )
+            self._spread(call, plan, number)
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
@@ -438,6 +439,19 @@ class Optimizer(Rule):
                 bad = bucket.first_nonfinite()
                 if bad is not None:
                     _refuse_nonfinite(bad.variable, is_finite=False)
+
+    def _spread(self, call: Call, plan: Plan, number: int) -> None:
+        """Make what was added up on another number of replicas, before a checkpoint, count as much as it did there."""
+        assert self._slots.replicas is not None
+        assert self._slots.weight is not None
+        size, before = float(call.owner.communicator.size), float(copy_of(self._slots.replicas))
+        if before == size:
+            return
+        if number and before and call.travels and not call.is_given and (call.op == "sum" or call.weight is not None):
+            summed = [part.accumulator for part in plan.parts if part.accumulator is not None and not part.is_apart]
+            for one in (*summed, self._slots.weight):
+                change_copies([one], _scale, before / size)
+        change_copies([self._slots.replicas], _fill, size)
 
     def _weight_here(self, call: Call) -> float:
         """Return the weight of this replica's gradients, of all calls of the step."""
@@ -525,6 +539,10 @@ def _refuse_nonfinite(variable: Variable, *, is_finite: bool) -> None:
 
 def _fill(arrays: list[NDArray[Any]], number: float) -> None:
     arrays[0][...] = number
+
+
+def _scale(arrays: list[NDArray[Any]], factor: float) -> None:
+    np.multiply(arrays[0], factor, out=arrays[0])
 
 
 def _add(arrays: list[NDArray[Any]], number: float, call: int) -> None:

@@ -4,6 +4,10 @@ A slot has its variable's shape and synchronization mode, so that it is saved, r
 aggregation is NONE, since nobody but the optimizer writes it. Half types get float32 slots, and a float32 `master` of the
 weights themselves: an update is often smaller than the distance of two neighbouring halves, and would be lost each time
 (Micikevicius et al. 2018, section 3.1).
+
+Gradients of several calls are added up on each replica, and a checkpoint keeps each replica's sum. Restored on another number
+of replicas each takes the mean of these sums: what the mean over replicas needs. Sums over replicas are scaled to the new
+number at the next call (`accumulated_replicas`).
 """
 
 from __future__ import annotations
@@ -84,6 +88,7 @@ class Slots:
         self.iterations: Variable | None = None
         self.calls: Variable | None = None
         self.weight: Variable | None = None
+        self.replicas: Variable | None = None  # on how many the gradients of this step have been added up so far
 
     def state(self, variable: Variable) -> State | None:
         """Return what belongs to a variable, or None before it is made."""
@@ -127,7 +132,8 @@ class Slots:
             if self._accumulates:
                 own = _APART if apart else VariableSynchronization.ON_READ
                 self.calls = self._make(owner, "calls", np.int64(0), mode)
-                self.weight = self._make(owner, "accumulated_weight", np.float64(0), own)
+                self.weight = self._make(owner, "accumulated_weight", np.float64(0), own, parts=not apart)
+                self.replicas = self._make(owner, "accumulated_replicas", np.float64(0), own, parts=not apart)
         for variable in variables:
             if id(variable) not in self._states:
                 self._states[id(variable)] = self._build(owner, variable)
@@ -153,7 +159,8 @@ class Slots:
         accumulator = None
         if self._accumulates:
             own = _APART if is_apart(variable) else VariableSynchronization.ON_READ
-            accumulator = self._make(owner, "accumulated", np.zeros(shape, dtype), own, variable)
+            zeros = np.zeros(shape, dtype)
+            accumulator = self._make(owner, "accumulated", zeros, own, variable, parts=not is_apart(variable))
         return State(tuple(changed), accumulator)
 
     def _make(
@@ -163,10 +170,12 @@ class Slots:
         value: Any,
         mode: VariableSynchronization,
         beside: Variable | None = None,
+        *,
+        parts: bool = False,
     ) -> Variable:
         key = slot if beside is None else f"{self._key(beside)}/{slot}"
         ending = f"{self._name}/{slot}"
         name = ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
-        made = make_beside(owner, Wish(value, False, name, None, mode, VariableAggregation.NONE))
+        made = make_beside(owner, Wish(value, False, name, None, mode, VariableAggregation.NONE), parts=parts)
         self.tracked[key] = made
         return made

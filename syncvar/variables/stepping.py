@@ -58,12 +58,13 @@ def copy_of(variable: Variable) -> NDArray[Any]:
     return variable._storage.array  # noqa: SLF001
 
 
-def make_beside(owner: Owner, wish: Wish) -> Variable:
+def make_beside(owner: Owner, wish: Wish, *, parts: bool = False) -> Variable:
     """Return a new variable of a strategy that need not be the one in force. Collective, except under NONE.
 
     Args:
         owner: The strategy.
         wish: The arguments of `Variable`.
+        parts: The copies are parts of a whole: restored on another number of replicas, each takes the mean of all.
 
     Raises:
         ConfigError: A wrong argument.
@@ -71,4 +72,5 @@ def make_beside(owner: Owner, wish: Wish) -> Variable:
     """
     made = Variable.__new__(Variable)
     made._take(make_on_replicas(owner, wish, stacklevel=2))  # noqa: SLF001
+    made._are_parts = parts  # noqa: SLF001
     return made

@@ -101,6 +101,7 @@ class Variable(ArrayProtocol):
         self._prepared: dict[str, tuple[Context, Shortcut, int]] = {}
         self._pace = "eager"
         self._is_pinned = False
+        self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas
         self._queue: WriteQueue | None = None  # while it is deferred
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []

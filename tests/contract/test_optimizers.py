@@ -564,6 +564,65 @@ def test_a_checkpoint_restored_before_the_slots_exist_goes_on_with_the_same_bits
     assert through[0][2] == 4
 
 
+@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("kind", ["mean", "sum", "weight", "given"])
+def test_accumulated_gradients_survive_any_change_of_the_world(kind, way, tmp_path):
+    examples = np.random.default_rng(5).normal(size=(4, 60, 2))  # four calls to a step, cut evenly over any world
+
+    def run(calls, *, restore=None, save=None):
+        rank, size = sv.rank(), sv.world_size()
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            w, half = sv.Variable(np.ones(2), name="w"), sv.Variable(np.ones(2, np.float16), name="half")
+        optimizer = OPT.SGD(0.5, accumulate=4)
+        checkpoint = sv.Checkpoint(w=w, half=half, optimizer=optimizer)
+        if not calls:
+            optimizer.build([w, half])
+        if restore is not None:
+            checkpoint.restore(tmp_path / restore)
+
+        def step(rows):
+            mine = np.array_split(rows, size)[rank]
+            gradient, options = mine.mean(axis=0), {}
+            if kind == "sum":
+                gradient, options = mine.sum(axis=0) / 60, {"reduce": "sum"}
+            elif kind == "weight":
+                mine = rows[rank:] if rank == size - 1 else rows[rank : rank + 1]  # one each, the last has the others
+                gradient, options = mine.mean(axis=0), {"weight": len(mine)}
+            elif kind == "given":
+                gradient = rows.mean(axis=0)
+            optimizer.apply_gradients([(gradient, w), (gradient, half)], **options)
+
+        for call in calls:
+            if kind == "given":
+                with strategy.scope():
+                    step(examples[call])
+            else:
+                strategy.run(step, args=(examples[call],))
+        if save is not None:
+            checkpoint.save(tmp_path / save)
+        return w.numpy().tolist(), half.numpy().tolist(), optimizer.iterations
+
+    def on(size, *arguments, **options):
+        results = everywhere(size, lambda: run(*arguments, **options), shared=way == "arena" and size > 1)
+        assert results == results[:1] * size
+        return results[0]
+
+    through = on(3, range(4))
+    factor = 4 if kind == "sum" else 1  # the calls of a step are added up as the replicas are
+    assert through[0] == pytest.approx((1 - 0.5 * factor * examples.mean(axis=(0, 1))).tolist(), rel=1e-6)
+    on(3, range(2), save="3")
+    assert on(3, range(2, 4), restore="3") == through, "the same world goes on with the same bits"
+    for size in (1, 2, 4, 5):
+        w, half, steps = on(size, range(2, 4), restore="3")
+        assert w == pytest.approx(through[0], rel=1e-6)
+        assert half == pytest.approx(through[1], rel=2e-3)
+        assert steps == 1
+    on(2, [], restore="3", save="2")  # and from world to world within a step
+    on(5, [2], restore="2", save="5")
+    assert on(4, [3], restore="5")[0] == pytest.approx(through[0], rel=1e-6)
+
+
 def test_what_has_been_read_does_not_change():
     v = sv.Variable(START)
     kept = v.numpy()
