@@ -99,7 +99,7 @@ def all_reduce(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and communicator.channel is not None and not async_op and timeout is None
     is_plain = is_plain and prescale is None and postscale is None and weight is None and algorithm is None
-    key = ("all_reduce", op, x.dtype, x.shape, reproducible) if is_plain and type(op) is str and type(reproducible) is bool else None
+    key = ("all_reduce", op, x.dtype, x.shape, reproducible) if is_plain and isinstance(op, str) and type(reproducible) is bool else None
     if key is not None:
         shortcut = communicator.shortcuts.get(key)
         if shortcut is not None:

@@ -73,7 +73,7 @@ def reduce_scatter(
         array([0., 1., 2.])
     """
     communicator = communicator_of(group)
-    is_plain = type(x) is np.ndarray and type(op) is str and algorithm is None and timeout is None and not async_op
+    is_plain = type(x) is np.ndarray and isinstance(op, str) and algorithm is None and timeout is None and not async_op
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
         result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, _prepare, op)
         if result is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
 from syncvar.plans import COMPOSED, build, build_all, choose, stages, sums_by_the_tree, unsuited
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
@@ -127,9 +129,12 @@ class Work:
 
 
 def _checked_timeout(timeout: float) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating) or not timeout > 0:
         raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
-    return float(timeout)
+    try:
+        return float(timeout)
+    except OverflowError:  # an int above every float
+        return math.inf
 
 
 class _NoOutlet:

@@ -98,7 +98,7 @@ def register_op(
     if name in _registered and not replace:
         raise ConfigError(f"the op {name!r} is registered already; pass replace=True to put another in its place")
     _registered[name] = (function if isinstance(function, np.ufunc) else _wrapped(name, function)), bool(commutative)
-    reduction.cache_clear()
+    _reduction.cache_clear()
 
 
 def _wrapped(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]) -> Combiner:
@@ -133,7 +133,6 @@ def _take(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], is_better:
     return out
 
 
-@lru_cache(maxsize=256)
 def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
     """Return how `op` treats `dtype`.
 
@@ -147,13 +146,18 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         >>> reduction("mean", np.dtype("int32")).result
         dtype('float64')
     """
-    name = op.lower() if isinstance(op, str) else ""
+    if not isinstance(op, str):
+        raise ConfigError(f"op must be one of {', '.join((*OPS, *_registered))}, not {op!r}"[:500])
+    return _reduction(op.lower(), dtype)
+
+
+@lru_cache(maxsize=256)
+def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
     if name not in OPS and name not in _registered:
         known = (*OPS, *_registered)
         from syncvar.config import nearest
 
-        hint = nearest(op, known) if isinstance(op, str) else ""
-        raise ConfigError(f"op must be one of {', '.join(known)}, not {op!r}{hint}")
+        raise ConfigError(f"op must be one of {', '.join(known)}, not {name!r}{nearest(name, known)}")
     dtype_index(dtype)
     kind = dtype.kind
     if name in _registered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
 
 
-class ReduceOp(Enum):
-    """How values of several replicas are combined.
+class ReduceOp(StrEnum):
+    """How values of several replicas, or of several ranks, are combined: names of an op.
 
     Example:
         >>> import syncvar as sv
         >>> sv.get_strategy().reduce(sv.ReduceOp.SUM, [1.0, 2.0], axis=0)
         array(3.)
+        >>> sv.all_reduce(2.0, sv.ReduceOp.MEAN)
+        array(2.)
     """
 
     SUM = "sum"

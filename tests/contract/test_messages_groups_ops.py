@@ -224,6 +224,56 @@ def test_an_op_cannot_be_registered_twice_by_accident():
         sv.register_op("once", np.add)
 
 
+COMBINING = {
+    "all_reduce": lambda x, **how: sv.all_reduce(x, **how),
+    "number": lambda x, **how: sv.all_reduce(float(x[0]), **how),
+    "structure": lambda x, **how: sv.all_reduce({"x": x}, **how)["x"],
+    "started": lambda x, **how: sv.all_reduce(x, async_op=True, **how).wait(),
+    "reduce": lambda x, **how: sv.reduce(x, **how),
+    "reduce_scatter": lambda x, **how: sv.reduce_scatter(x, **how),
+    "scan": lambda x, **how: sv.scan(x, **how),
+    "shards": lambda x, **how: sv.all_reduce_shards({sv.rank(): x}, **how),
+}
+
+
+def test_an_op_may_be_a_member_of_the_enumeration(ranks):
+    def body():
+        x = np.arange(4.0) + sv.rank()
+        for call in COMBINING.values():
+            for op in (sv.ReduceOp.SUM, sv.ReduceOp.MEAN):
+                for _ in range(3):  # the first calls are made another way than later ones
+                    assert np.array_equal(call(x, op=op), call(x, op=op.value))
+
+    ranks(2, body)
+
+
+def test_what_is_no_op_is_refused_by_every_call_and_the_next_one_works(ranks):
+    def body():
+        for call in COMBINING.values():
+            for op in (["sum"], {"sum"}, None, 3):
+                with pytest.raises(sv.ConfigError, match=r"op .*must be one of sum, mean"):
+                    call(np.ones(4), op=op)
+        assert sv.all_reduce(1) == 2
+
+    ranks(2, body)
+
+
+def test_a_timeout_is_any_positive_number(ranks):
+    def body():
+        for timeout in (np.float32(50), np.int64(50), np.float64(50), 10**400, float("inf")):
+            for call in COMBINING.values():
+                call(np.ones(4), timeout=timeout)
+            assert sv.all_reduce(1, async_op=True).wait(timeout) == 2
+
+    ranks(2, body)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), True, np.True_, "5", np.array(5.0), 1j], ids=str)
+def test_what_is_no_time_is_refused(timeout):
+    with pytest.raises(sv.ConfigError, match="timeout must be a positive number of seconds or None"):
+        sv.all_reduce(1, timeout=timeout)
+
+
 @pytest.mark.parametrize(
     ("op", "dtype", "words"),
     [
