@@ -59,9 +59,9 @@ def all_reduce(
 
     Args:
         x: Array of any shape, number, or a nested dict/list/tuple of them; the same shapes and dtypes on every rank.
-        op: "sum", "mean", "prod", "min", "max"; "and", "or", "xor" (logical on bools, bitwise on integers); "minloc",
-            "maxloc" (the result is a pair of arrays: values, and the lowest ranks that bring them); or the name of an op
-            made by `sv.register_op`.
+        op: A member of `sv.ReduceOp`, or a name: "sum", "mean", "prod", "min", "max"; "and", "or", "xor" (logical on
+            bools, bitwise on integers); "minloc", "maxloc" (the result is a pair of arrays: values, and the lowest ranks
+            that bring them); or the name of an op made by `sv.register_op`.
         out: Array of the result's shape and dtype (or a structure of them) to write to; it may be `x` itself, and then
             arrays of `sv.empty` are reduced in place. After an error of the arguments it is as it was; after PeerLost
             or DeadlineExceeded it may be half written.
