@@ -490,8 +490,8 @@ def test_slots_can_be_made_before_the_first_step():
 
     rows, told = everywhere(2, fn)[0]
     assert [row[0] for row in rows] == [
-        "accumulated_weight", "calls", "half/accumulated", "half/m", "half/master", "half/steps", "half/v", "iterations",
-        "w/accumulated", "w/m", "w/steps", "w/v",
+        "accumulated_replicas", "accumulated_weight", "calls", "half/accumulated", "half/m", "half/master", "half/steps",
+        "half/v", "iterations", "w/accumulated", "w/m", "w/steps", "w/v",
     ]  # fmt: skip
     assert told == [[row[0] for row in rows]]
     assert {row[0]: row[1] for row in rows}["w/m"] == "w/Adam/m"
