@@ -61,7 +61,7 @@ class _Launch:
         self.listener.listen(replicas)
         hosts = ["--fake-hosts", "2"] if transport == "hosts" else []
         line = [
-            sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--no-timestamps", *hosts,
+            sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--no-timestamps", "--start-method", "fork", *hosts,
             str(_REPLICA), path, folder,
         ]  # fmt: skip
         environment = os.environ | {

@@ -11,15 +11,13 @@ import reporting
 _CASES = collection.load()
 _NOW = [case for case in _CASES if not collection.waits(case)]
 _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
-_LINKS = [
-    pytest.param(replicas, category, "zmq", marks=[pytest.mark.slow] if replicas == 3 else [])
+# Each pair of a number of replicas and a path is one launch. By default each number and each path has one at least.
+_DEFAULT = {(1, "auto"), (2, "auto"), (4, "auto"), (2, "zmq"), (3, "hosts")}
+_OVER_PROCESSES = [
+    pytest.param(replicas, category, transport, marks=[] if (replicas, transport) in _DEFAULT else [pytest.mark.slow])
+    for transport in ("auto", "zmq", "hosts")
     for replicas, category in _GRID
-    if replicas in (2, 3)
-]
-_HOSTS = [
-    pytest.param(replicas, category, "hosts", marks=[pytest.mark.slow] if replicas == 2 else [])  # one rank on each
-    for replicas, category in _GRID
-    if replicas in (2, 3, 4)
+    if transport == "auto" or replicas > 1
 ]
 
 
@@ -53,7 +51,7 @@ def test_a_case_waits_exactly_while_its_feature_is_missing():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "category", "transport"), [*((*one, "auto") for one in _GRID), *_LINKS, *_HOSTS], ids=lambda value: str(value)
+    ("replicas", "category", "transport"), _OVER_PROCESSES, ids=lambda value: str(value)
 )
 def test_cases_over_processes(launches, replicas, category, transport):
     found = [one for one in launches.outcomes(replicas, transport).values() if one.case["category"] == category]

@@ -1,6 +1,6 @@
 """Random calls over real processes of one host, for long; ranks that are killed, stopped or slow in the middle of them.
 
-The default run makes 1 200 calls on 2 ranks and 500 on 4, and kills 3 ranks; with `-m slow` it is 60 000 and 200.
+The default run makes 1 200 calls on 2 ranks and 500 on 4, and kills 3 ranks; the slow tests make 60 000 and kill 200.
 """
 
 import random
@@ -13,6 +13,8 @@ from launching import await_true, check_bound, last_exception
 
 SOAK = (Path(__file__).parent / "soak.py").read_text()
 LOST_S = 3.0
+CALLS = 10_000
+KILLS = 200
 
 
 def soaked(launch, workers, seed, calls, limit_s, transport="auto"):
@@ -36,7 +38,7 @@ def test_the_same_calls_over_links(launch, workers):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_many_random_calls(launch, workers, seed):
-    soaked(launch, workers, seed, 10_000, 300)
+    soaked(launch, workers, seed, CALLS, 300)
 
 
 def kill_in_the_middle(launch, started, workers, seed):
@@ -66,7 +68,7 @@ def test_killed_at_any_moment(launch, nothing_left_behind, workers, times):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_killed_very_often(launch, nothing_left_behind, workers):
-    for seed in range(1000, 1100):
+    for seed in range(1000, 1000 + KILLS // 2):
         kill_in_the_middle(launch, nothing_left_behind, workers, seed)
 
 

@@ -15,7 +15,7 @@ PROGRAMS = 50
 @pytest.mark.parametrize(("size", "transport"), [(2, "zmq"), (3, "auto"), (4, "auto"), pytest.param(2, "auto", marks=pytest.mark.slow), pytest.param(3, "zmq", marks=pytest.mark.slow)])
 def test_a_sample_on_real_processes(size, transport):
     line = [
-        sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--workers", str(size),
+        sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--workers", str(size), "--start-method", "fork",
         str(HERE / "sample.py"), str(size * 10_000), str(PROGRAMS),
     ]  # fmt: skip
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"SYNCVAR_TRANSPORT": transport})
