@@ -145,6 +145,9 @@ class RuntimeConfig(_Settings):
     single_copy: str = _knob(
         "", "read arrays where they lie in another worker's memory, where the system allows it", choices=("auto", "off"), default="auto"
     )
+    check_arena: str = _knob(
+        "", "compare every use of shared memory with what has been given out, to find bugs of this library", choices=("off", "on"), default="off"
+    )
     check_every: int = _knob("runs", "how often copies of variables that are kept equal are compared; 0 for never", 0, default=100)
     auto_log: str = _knob("path", "file to which AUTO's decisions are added, as JSON lines", default="")
     auto_replay: str = _knob("path", "file of such decisions, which AUTO follows instead of deciding", default="")

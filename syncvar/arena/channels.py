@@ -170,7 +170,7 @@ class Channels:
         if not count:
             return 0
         first = start + _HEADER_WORDS
-        groups = self.arena.view(first * 8, count * _HEADER_WORDS, np.dtype(np.uint64))[_GROUP::_HEADER_WORDS]
+        groups = self.arena.entries(first, count * _HEADER_WORDS)[_GROUP::_HEADER_WORDS]
         found = np.flatnonzero(groups == np.uint64(group))
         return first + int(found[-1]) * _HEADER_WORDS if found.size else 0
 
@@ -396,7 +396,7 @@ class Channel:
         found = self._views.get(key)
         if found is None:
             offset = self.words[self._entries[rank] + _SMALL] + side * SMALL_BYTES
-            found = self._remember(key, self.arena.view(offset, count, dtype))
+            found = self._seen(key, offset, count, dtype)
         view: NDArray[Any] = found
         return view
 
@@ -406,13 +406,7 @@ class Channel:
         Raises:
             ValueError: They are not.
         """
-        places = [self.words[entry + _SMALL] + side * SMALL_BYTES for entry in self._entries]
-        step = places[1] - places[0]
-        if any(place != places[0] + rank * step for rank, place in enumerate(places)):
-            raise ValueError("the small slots are not evenly spaced")
-        lane = np.ndarray(shape, dtype)
-        ground = self.arena.view(0, self.arena.arena_bytes, np.dtype(np.uint8))
-        return np.ndarray((self.size, *shape), dtype, ground, places[0], (step, *lane.strides))
+        return self.arena.rows([self.words[entry + _SMALL] + side * SMALL_BYTES for entry in self._entries], shape, dtype)
 
     def reserve_segments(self) -> None:
         """Take memory for this rank's segments, before the call that needs them is published.
@@ -445,7 +439,7 @@ class Channel:
                     raise InternalError(f"rank {rank} of the group has taken no memory for segments, and one is to be looked at")
             place = number * SEGMENT_BYTES if number < 2 else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
             offset = base + place + start * dtype.itemsize
-            found = self._remember(key, self.arena.view(offset, count, dtype))
+            found = self._seen(key, offset, count, dtype)
         view: NDArray[Any] = found
         return view
 
@@ -454,12 +448,17 @@ class Channel:
         key = (offset, count, dtype)
         found = self._views.get(key)
         if found is None:
-            found = self._remember(key, self.arena.view(offset, count, dtype))
+            found = self._seen(key, offset, count, dtype)
         view: NDArray[Any] = found
         return view
 
-    def _remember(self, key: Any, view: NDArray[Any]) -> NDArray[Any]:
-        if len(self._views) >= 4096:
-            self._views.clear()
-        self._views[key] = view
+    def _seen(self, key: Any, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        try:
+            view = self.arena.view(offset, count, dtype)
+        except InternalError as error:
+            raise InternalError(f"rank {self.members[self.rank]}, call {(self.last >> 1) - 1} of group {self.group}: {error}") from None
+        if not self.arena.is_checked:  # else it is checked again each time
+            if len(self._views) >= 4096:
+                self._views.clear()
+            self._views[key] = view
         return view

@@ -23,12 +23,13 @@ import numpy as np
 from syncvar.arena import layout
 from syncvar.arena.creating import why_not_here
 from syncvar.arena.extents import Extents, Range, Taken
+from syncvar.arena.given import Given
 from syncvar.arena.layout import Layout, bytes_in_words
 from syncvar.arena.room import Room
-from syncvar.errors import ArenaFull, ArenaUnavailable, ConfigError, UsageError
+from syncvar.errors import ArenaFull, ArenaUnavailable, ConfigError, InternalError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -77,11 +78,14 @@ class Arena:
         usable_cores: How many cores they may use together.
         generation: Which membership it was made for.
         local_rank: Who we are.
+        layout: Where everything is in it.
+        ground: All of it, as bytes.
+        given: What has been given out; None where uses are not compared with it.
     """
 
     _current_process = staticmethod(os.getpid)  # also there when this module is already being taken down
 
-    def __init__(self, fd: int, memory: mmap.mmap, local_rank: int, room: Room) -> None:
+    def __init__(self, fd: int, memory: mmap.mmap, local_rank: int, room: Room, *, checks: bool = False) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
         self.arena_bytes = self.words[layout.ARENA_BYTES]
@@ -89,25 +93,28 @@ class Arena:
         self.usable_cores = self.words[layout.USABLE_CORES]
         self.generation = self.words[layout.GENERATION]
         self.local_rank = local_rank
-        self._layout = Layout(self.arena_bytes, self.local_world_size)
-        self._ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        self.address: int = self._ground.__array_interface__["data"][0]
+        self.layout = Layout(self.arena_bytes, self.local_world_size)
+        self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.address: int = self.ground.__array_interface__["data"][0]
         self._fd = fd
         self._room = room
-        self._extents = Extents(*self._layout.arrays(local_rank))
+        start, stop = self.layout.arrays(local_rank)
+        self.given = Given(self) if checks else None
+        self._extents = Extents(start, stop if self.given is None else self.given.start)
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
         self._process = self._current_process()
         self._is_quarantined = False
 
     @classmethod
-    def attach(cls, fd: int, local_rank: int, *, room: Room | None = None) -> Arena:
+    def attach(cls, fd: int, local_rank: int, *, room: Room | None = None, checks: bool = False) -> Arena:
         """Map the arena behind a descriptor, which belongs to the arena from now on, also when this fails.
 
         Args:
             fd: As the launcher hands it over.
             local_rank: Which of its regions is ours.
             room: The limits of memory; those of this process by default.
+            checks: Compare every use of the memory with what has been given out, and tell the others what this rank gives.
 
         Raises:
             ArenaUnavailable: It is no arena, is of another version, could be cut short by somebody, or is too large
@@ -132,22 +139,58 @@ class Arena:
             raise
         with contextlib.suppress(OSError):  # a core file of a process that crashed would take minutes to find its pages
             memory.madvise(mmap.MADV_DONTDUMP)
-        return cls(fd, memory, local_rank, room or Room())
+        return cls(fd, memory, local_rank, room or Room(), checks=checks)
 
     # -- words that everybody sees --------------------------------------------------------------------------------
 
     def table(self, local_rank: int) -> int:
         """Return where a rank's table of channels begins, in bytes; its first page is populated from the start."""
-        return self._layout.table(local_rank)
+        return self.layout.table(local_rank)
 
     @property
     def is_aborted(self) -> bool:
         """Whether the launcher has said that a rank is lost."""
         return self.words[layout.ABORT] != 0
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether every use of the memory is compared with what has been given out."""
+        return self.given is not None
+
     def view(self, offset: int, count: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return a flat view of `count` elements at `offset`, in anybody's region."""
-        return np.ndarray(count, dtype, self._ground, offset)
+        """Return a flat view of `count` elements at `offset`, in anybody's region.
+
+        Raises:
+            InternalError: Nobody was given this memory; only where that is checked.
+        """
+        kind = np.dtype(dtype)
+        self.check(offset, count * kind.itemsize)
+        return np.ndarray(count, kind, self.ground, offset)
+
+    def rows(self, offsets: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return arrays of one shape at evenly spaced offsets as one array (which, *shape), without a copy.
+
+        Raises:
+            ValueError: They are not evenly spaced.
+            InternalError: As for `view`.
+        """
+        step = offsets[1] - offsets[0]
+        if any(offset != offsets[0] + place * step for place, offset in enumerate(offsets)):
+            raise ValueError("the offsets are not evenly spaced")
+        lane = np.ndarray(shape, dtype)
+        for offset in offsets:
+            self.check(offset, lane.nbytes)
+        return np.ndarray((len(offsets), *shape), dtype, self.ground, offsets[0], (step, *lane.strides))
+
+    def entries(self, word: int, count: int) -> NDArray[np.uint64]:
+        """Return a view of words of somebody's table of channels."""
+        return np.ndarray(count, np.uint64, self.ground, word * 8)
+
+    def check(self, offset: int, nbytes: int) -> None:
+        """Raise InternalError where nobody was given these bytes, and that is checked."""
+        reason = "" if self.given is None else self.given.why_not(offset, nbytes)
+        if reason:
+            raise InternalError(f"local rank {self.local_rank} was going to use memory that is nobody's: {reason}")
 
     # -- memory of our own ----------------------------------------------------------------------------------------
 
@@ -165,7 +208,7 @@ class Arena:
         with self._lock:
             taken = self._take(nbytes)
             for start, stop in taken.dirty:
-                self._ground[start:stop] = 0
+                self.ground[start:stop] = 0
             return taken.offset
 
     def release(self, offset: int) -> None:
@@ -186,7 +229,7 @@ class Arena:
         nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * kind.itemsize
         with self._lock:
             offset = self._take(nbytes).offset
-            ground = self._ground
+            ground = self.ground
         return np.ndarray(shape, kind, np.asarray(Block(self, ground, offset, nbytes)))
 
     def locate(self, array: NDArray[Any]) -> int | None:
@@ -241,7 +284,7 @@ class Arena:
                 return
             os.close(self._fd)
             self._fd = -1
-            self._ground = np.empty(0, np.uint8)
+            self.ground, self.given = np.empty(0, np.uint8), None
             self.words.release()
             with contextlib.suppress(BufferError):  # arrays are alive: the mapping ends with the last one
                 self.memory.close()
@@ -269,6 +312,8 @@ class Arena:
         try:
             for start, stop in taken.missing:
                 self.populate(start, stop - start)
+            if self.given is not None:
+                self.given.add(taken.offset, taken.nbytes)
         except BaseException:
             self._give_back(self._extents.cancel(taken))
             self._give_back(taken.missing, are_clean=True)
@@ -278,7 +323,10 @@ class Arena:
     def _freed(self) -> list[Range]:
         ranges: list[Range] = []
         while self._released and not self._is_quarantined:
-            ranges += self._extents.free(self._released.popleft())
+            offset = self._released.popleft()
+            if self.given is not None:
+                self.given.remove(offset)
+            ranges += self._extents.free(offset)
         return ranges
 
     def _give_back(self, ranges: Iterable[Range], *, are_clean: bool = False) -> None:
@@ -288,10 +336,10 @@ class Arena:
             except OSError:
                 # This file system cannot give pages back. The next one to take them must still find zeros.
                 if not are_clean:
-                    self._ground[start:stop] = 0
+                    self.ground[start:stop] = 0
 
     def _no_room(self, nbytes: int) -> str:
-        start, stop = self._layout.arrays(self.local_rank)
+        start, stop = self.layout.arrays(self.local_rank)
         return (
             f"{bytes_in_words(nbytes)} of shared memory asked for, but {bytes_in_words(self._extents.taken_bytes)} of the "
             f"{bytes_in_words(stop - start)} of local rank {self.local_rank} are in use and no free piece is as large: "

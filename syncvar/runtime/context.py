@@ -448,7 +448,7 @@ def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int
     if fd is None:
         return reason or "the launcher gave no reason"
     try:
-        return Arena.attach(fd, environment.local_rank)
+        return Arena.attach(fd, environment.local_rank, checks=config.check_arena == "on")
     except ArenaUnavailable as error:
         return str(error)
 

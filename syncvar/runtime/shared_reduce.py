@@ -231,9 +231,11 @@ class OneSegment:
                 self._copies.clear()
             wholes = [channel.resident(place, vector.x.size, vector.accumulate)[self.own] for place in places]
             per_block = _BLOCK_BYTES // vector.accumulate.itemsize
-            found = self._copies[key] = [
+            found = [
                 [whole[start : start + per_block] for whole in wholes] for start in range(0, wholes[0].size, per_block)
             ]
+            if not channel.arena.is_checked:
+                self._copies[key] = found
         return found
 
 

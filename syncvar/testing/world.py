@@ -88,7 +88,7 @@ def run_ranks(
         context: Context | None = None
         try:
             links = MemoryTransport(network, rank), MemoryControl(network, rank)
-            context = Context(me, config, *links, arena=_attach(arenas[host], local))
+            context = Context(me, config, *links, arena=_attach(arenas[host], local, checks=config.check_arena == "on"))
             with use(context):
                 results[rank] = fn(*args)
             context.close(orderly=True)
@@ -155,8 +155,8 @@ def _make_arena(arena_bytes: int, world_size: int) -> CreatedArena:
     return arena
 
 
-def _attach(arena: CreatedArena | None, rank: int) -> Arena | str:
+def _attach(arena: CreatedArena | None, rank: int, *, checks: bool) -> Arena | str:
     """Map the arena for a rank, as if in a process of its own."""
     if arena is None:
         return "ranks of an in-process world have links between them"
-    return Arena.attach(os.dup(arena.fd), rank)
+    return Arena.attach(os.dup(arena.fd), rank, checks=checks)

@@ -10,7 +10,7 @@ import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
 
-CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
+CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_arena="on")
 SHORT_BYTES = 96 << 10
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "contract" / "prepared_calls.py"
-ENV = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}
+ENV = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_CHECK_ARENA": "on"}
 LAYOUTS = {"arena": {"env": ENV}, "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "zmq"}}, "hosts": {"env": ENV, "options": ["--fake-hosts", "2"]}}
 
 

@@ -1,0 +1,105 @@
+"""`check_arena`: memory that nobody was given is neither read nor written."""
+
+import os
+
+import numpy as np
+import pytest
+
+import syncvar as sv
+from syncvar.arena import layout
+from syncvar.arena.creating import create
+from syncvar.arena.mapping import Arena
+from syncvar.config import RuntimeConfig
+from syncvar.errors import InternalError
+from syncvar.runtime import shared_reduce
+from syncvar.runtime.context import current
+from syncvar.testing import run_ranks
+
+MIB = 1 << 20
+CHECKED = RuntimeConfig(collective_timeout_s=10.0, shutdown_timeout_s=1.0, check_arena="on")
+
+
+@pytest.fixture
+def arenas():
+    """Two ranks' views of one arena."""
+    created, reason = create(64 * MIB, 2, 2)
+    assert created is not None, reason
+    made = [Arena.attach(os.dup(created.fd), rank, checks=True) for rank in range(2)]
+    yield made
+    for arena in made:
+        arena.close()
+    created.close()
+
+
+def test_what_has_been_given_out_may_be_used_by_all_ranks(arenas):
+    for owner in arenas:
+        for nbytes in (1, 100, 5000, 300_000, 3 * MIB):
+            offset = owner.allocate(nbytes)
+            for arena in arenas:
+                assert arena.view(offset, nbytes, np.uint8).size == nbytes
+                assert arena.view(offset + nbytes // 2, nbytes - nbytes // 2, np.uint8).size == nbytes - nbytes // 2
+
+
+def test_what_has_not_may_be_used_by_nobody(arenas):
+    offset = arenas[1].allocate(5000)
+    plan = layout.Layout(64 * MIB, 2)
+    start, stop = plan.arrays(1)
+    nobodys = [
+        (0, 8), (0, 20_000), (layout.HEADER_BYTES, 8), (plan.table(0), 64), (plan.table(1), 64), (plan.region(1)[1] - 64, 64),
+        (offset + 8192, 8), (offset, 8193), (start, stop - start), (64 * MIB - 64, 64), (64 * MIB, 64), (plan.arrays(0)[0], 64),
+    ]  # fmt: skip
+    for arena in arenas:
+        for where, nbytes in nobodys:
+            with pytest.raises(InternalError, match=rf"local rank {arena.local_rank} .* bytes \[{where}, {where + nbytes}\)"):
+                arena.view(where, nbytes, np.uint8)
+    with pytest.raises(InternalError, match="nobody's"):
+        arenas[0].rows([offset, offset + 8192], (10,), np.dtype(np.uint8))
+
+
+def test_what_has_been_given_back_is_nobodys_again(arenas):
+    mine, other = arenas
+    array = mine.empty(10 * MIB, np.uint8)
+    offset = mine.locate(array)
+    other.view(offset, 10 * MIB, np.uint8)
+    del array
+    mine.allocate(1)  # reads the note that the array has left
+    for arena in arenas:
+        with pytest.raises(InternalError, match="not been given out by local rank 0"):
+            arena.view(offset, 10 * MIB, np.uint8)
+
+
+def test_without_the_setting_nothing_is_looked_at():
+    created, reason = create(64 * MIB, 1, 1)
+    assert created is not None, reason
+    arena = Arena.attach(os.dup(created.fd), 0)
+    assert not arena.is_checked
+    assert arena.view(0, 8, np.uint8).size == 8
+    arena.close()
+    created.close()
+
+
+def test_a_call_that_takes_nowhere_for_a_place_is_stopped(monkeypatch):
+    """As it once did: the in-place way of prepared calls took 0, which stood for private memory, for an offset."""
+    monkeypatch.setattr(shared_reduce, "_all_known", lambda places: [place or 0 for place in places])
+
+    def fn():
+        assert current().arena.is_checked
+        x = sv.empty(20_000) if sv.rank() == 0 else np.empty(20_000)
+        before = current().arena.entries(0, 20_000).tobytes()
+        try:
+            for _ in range(5):
+                x[...] = 1.0
+                sv.all_reduce(x, out=x)
+        except sv.SyncvarError as error:
+            assert current().arena.entries(0, 8).tobytes() == before[:64]
+            return error
+        return None
+
+    errors = run_ranks(2, fn, shared=True, config=CHECKED, timeout_s=60)
+    assert all(isinstance(error, sv.SyncvarError) for error in errors), errors
+    found = [error for error in errors if isinstance(error, InternalError)]
+    assert found
+    for error in found:
+        assert "call " in str(error)
+        assert "rank " in str(error)
+        assert "bytes [0, 160000) of the arena are no memory for arrays" in str(error)
