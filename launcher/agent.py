@@ -19,7 +19,7 @@ import msgpack
 
 from syncvar.parent import libc
 from syncvar_launcher.children import child_of
-from syncvar_launcher.sessions import busy_ticks, kill_sessions, process_state, start_time
+from syncvar_launcher.sessions import busy_ticks, kill_sessions, process_state, signal_sessions, start_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -223,6 +223,11 @@ class Agent:
                         os.kill(pid, number)
                     if number == signal.SIGTERM:
                         os.kill(pid, signal.SIGCONT)
+
+    def stop(self) -> set[int]:
+        """Stop the sessions of all workers; return the processes that were running."""
+        alive = {worker.process.pid: worker.started for worker in self.workers.values() if worker.status is None}
+        return signal_sessions(alive, signal.SIGSTOP)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""

@@ -6,11 +6,11 @@ what a rank of an earlier start still sends or asks finds nobody, or is refused 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Generation:
         number: The first generation of the membership that ranks may join.
         restarts: How often the job has been started again before.
         server: What workers are forked from; None where each is a fresh process.
-        began: When the job began, in seconds of the monotonic clock; its time limit counts from then.
+        began: When the job began, in seconds of the clock of `watch`; its time limit counts from then.
         had_met: All ranks have met in an earlier start.
     """
 
@@ -83,7 +83,7 @@ class Generation:
         self.watch = watch
         self.number = number
         self.restarts = restarts
-        self.began = time.monotonic()
+        self.began = watch.now()
         self.has_met = had_met
         self.positions: dict[int, str] = {}
         self.has_said = False
@@ -132,7 +132,7 @@ class Generation:
             error=cause.error if cause is not None else "",
             was_told=outcome.interrupted != 0 or bool(self.watch.pending),
             had_met=self.has_met,
-            lasted_s=time.monotonic() - self.began,
+            lasted_s=self.watch.now() - self.began,
         )
 
     @property
@@ -204,7 +204,7 @@ class Generation:
     def _loop(self) -> None:
         idle: float | None = None
         while not self.supervisor.is_over:
-            now = time.monotonic()
+            now = self.watch.now()
             due = min(self.supervisor.next_due(), self.looked + self.config.heartbeat_interval_s, now + 1.0)
             if idle is not None:
                 due = min(due, idle)
@@ -219,7 +219,7 @@ class Generation:
             for descriptor in self.outlets.descriptors():
                 poller.register(descriptor, zmq.POLLOUT)
             ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
-            now = time.monotonic()
+            now = self.watch.now()
             self.forwarder.flush()
             # What workers say of themselves comes before what is seen of them.
             self._serve(now)
@@ -231,6 +231,8 @@ class Generation:
                     for event in self.agent.readable(item):
                         self._handle(event)
                     self.sharing.readable(item)
+            if self.watch.is_to_stop:
+                self._stop()
             while self.watch.pending:
                 self._interrupt(self.watch.pending.popleft(), now)
             self._look(now)
@@ -248,7 +250,7 @@ class Generation:
         return not (self.outlets.is_full(stream) and self.forwarder.is_forwarded(rank))
 
     def _handle(self, event: Event) -> None:
-        now = time.monotonic()
+        now = self.watch.now()
         if isinstance(event, Output):
             if event.data:
                 self.forwarder.feed(event.rank, event.stream, event.data, now)
@@ -276,7 +278,7 @@ class Generation:
                 self.sharing.abort()  # first of all: who waits in shared memory looks at nothing else
                 self._note_positions()
                 tell = self.store.ended if action.has_ended else self.store.given_up
-                tell(action.rank, action.reason, time.monotonic())
+                tell(action.rank, action.reason, self.watch.now())
             elif self.server is not None:
                 self.server = None
                 self._never_begin(-signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL)
@@ -300,6 +302,25 @@ class Generation:
         if self.supervisor.interrupted:
             self.outlets.patience_s = 0.0  # at once means at once
         self._do(self.supervisor.signalled(number, now))
+
+    def _stop(self) -> None:
+        """Stop all ranks and this process, as Ctrl-Z asks, until somebody continues it, and then them.
+
+        A signal that a terminal sends does not reach the ranks, each of which leads a session. No clock of the launcher
+        goes on meanwhile. Those of the ranks do: a call that waits meets its own deadline (`timeout`,
+        `collective_timeout_s`), and connections that were silent for longer than `lost_after_s` are closed. Ranks that
+        share memory have none.
+        """
+        stopped = self.agent.stop()
+        lasted = self.watch.stop()
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        if lasted >= self.config.lost_after_s and len(self.supervisor.running) > 1 and not self.sharing.is_complete:
+            self.forwarder.say(
+                f"syncvar: the job was stopped for {lasted:.0f} s; connections between ranks count as lost after "
+                f"{self.config.lost_after_s:g} s (lost_after_s)\n"
+            )
 
     def _look(self, now: float) -> None:
         if now - self.looked < self.config.heartbeat_interval_s:
@@ -325,7 +346,7 @@ class Generation:
         if worker is None or worker.status is not None or known is None:
             return ""
         since, before = known
-        share = (self.agent.busy_s(rank) - before) / max(1e-3, time.monotonic() - since)
+        share = (self.agent.busy_s(rank) - before) / max(1e-3, self.watch.now() - since)
         state = self.agent.state(rank)  # R: it runs, or would if it were given a core
         return f", CPU {'busy' if share > _BUSY_SHARE or state == 'R' else 'idle'} (state {state})"
 
@@ -375,7 +396,7 @@ class Generation:
             host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
             reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else cause.beyond,
             call=self._call(cause),
-            elapsed_s=time.monotonic() - self.began,
+            elapsed_s=self.watch.now() - self.began,
             traceback=cause.traceback,
             last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
         )

@@ -26,7 +26,6 @@ import os
 import select
 import socket
 import stat
-import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -242,10 +241,10 @@ def await_readers(
         outlets: What is waited for.
         watch: Its signals stay pending, for the caller to act on.
         is_enough: Asked after each step; true where nothing waits.
-        limit: When the job's time is over, on the monotonic clock.
+        limit: When the job's time is over, on the clock of `watch`.
     """
     while not is_enough():
-        now = time.monotonic()
+        now = watch.now()
         if watch.pending or now >= limit:
             outlets.patience_s = 0.0
         due = min(outlets.give_up_late(now), limit)
@@ -262,6 +261,8 @@ def wait(forwarder: OutputForwarder, outlets: Outlets, watch: Watch, seconds: fl
         poller.register(descriptor, select.POLLIN)
     for descriptor, _ in poller.poll(None if seconds == float("inf") else int(max(0.0, seconds) * 1000) + 1):
         watch.readable(descriptor)
+    if watch.is_to_stop:
+        watch.stop()
     forwarder.flush()
 
 

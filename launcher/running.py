@@ -45,9 +45,9 @@ def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
     forwarder = _forwarder(chosen, outlets)
     FlightRecords(job.flight_dir).remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
-    began = time.monotonic()
     number, had_met = 0, False
     with Watch(job.environ) as watch:
+        began = watch.now()
         while True:
             with contextlib.ExitStack() as stack:
                 if restarting.number and server is not None:
@@ -90,13 +90,13 @@ def _pause(
     forwarder: OutputForwarder, outlets: Outlets, watch: Watch, pause_s: float, began: float, timeout_s: float
 ) -> tuple[int, str] | None:
     """Wait before a restart; return exit code and words where the job ends meanwhile."""
-    until = time.monotonic() + pause_s
+    until = watch.now() + pause_s
     limit = began + timeout_s
     while True:
         if watch.pending:
             number = watch.pending.popleft()
             return 128 + number, f"syncvar: interrupted by {exits.signal_name(number)} before the restart\n"
-        now = time.monotonic()
+        now = watch.now()
         if now >= limit:
             failure = Failure(
                 rank=-1, status=None, elapsed_s=now - began,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["busy_ticks", "kill_sessions", "members", "process_state", "start_time"]
+__all__ = ["busy_ticks", "kill_sessions", "members", "process_state", "signal_sessions", "start_time"]
 
+_KILL, _STOP = 9, 19
 _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
 
 
@@ -59,19 +60,29 @@ def members(sessions: dict[int, int]) -> list[int]:
     return found
 
 
+def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:
+    """Send a signal once to every process of these sessions, until there is no new one; return them.
+
+    Args:
+        sessions: As `members` takes them.
+        number: The signal. Processes that are stopped get no SIGSTOP: who stopped them may want them to stay so.
+    """
+    reached: set[int] = set()
+    for _ in range(20):
+        new = [pid for pid in members(sessions) if pid not in reached and (number != _STOP or process_state(pid) != "T")]
+        if not new:
+            break
+        for pid in new:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+            reached.add(pid)
+    return reached
+
+
 def kill_sessions(sessions: dict[int, int]) -> int:
     """Send SIGKILL to every process of these sessions, until none is left.
 
     Returns:
         How many processes were killed.
     """
-    killed: set[int] = set()
-    for _ in range(20):
-        alive = [pid for pid in members(sessions) if pid not in killed]
-        if not alive:
-            break
-        for pid in alive:
-            with contextlib.suppress(OSError):
-                os.kill(pid, 9)
-            killed.add(pid)
-    return len(killed)
+    return len(signal_sessions(sessions, _KILL))

@@ -100,6 +100,11 @@ class Sharing:
         line = f"transport arena: shared memory ({arena.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off{between}"
         return f"shared memory ({arena.how}){between}", line
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks share one memory, so that nothing between them goes over a connection."""
+        return not self._why_not and len(self._sizes) == 1
+
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for reading."""
         return [descriptor for handing in self._handings.values() for descriptor in handing.descriptors()]

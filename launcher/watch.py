@@ -1,9 +1,10 @@
-"""What asks the launcher to end: signals, and the end of the program that started it."""
+"""What asks the launcher to end, or to stop for a while: signals, and the end of the program that started it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGTSTP)
 
 
 class Watch:
@@ -23,11 +25,14 @@ class Watch:
             calling program is gone.
 
     Attributes:
-        pending: Numbers of the signals that nobody has handled yet, oldest first.
+        pending: Numbers of the signals to end that nobody has handled yet, oldest first.
+        is_to_stop: Ctrl-Z was pressed (SIGTSTP came): whoever polls calls `stop`.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.pending: deque[int] = deque()
+        self.is_to_stop = False
+        self._stopped_s = 0.0
         self._parent = int(environ.get("SYNCVAR_PARENT_FD", "-1"))
         if self._parent >= 0:
             os.set_inheritable(self._parent, False)
@@ -36,8 +41,8 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # A hangup that was ignored at the start, as under nohup, stays ignored.
-        chosen = [one for one in _SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        # A hangup that was ignored at the start, as under nohup, stays ignored, and so does Ctrl-Z.
+        chosen = [one for one in _SIGNALS if one not in _MAY_BE_IGNORED or signal.getsignal(one) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._signalled) for number in chosen}
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
@@ -62,5 +67,26 @@ class Watch:
             self._parent = -1
             self.pending.append(signal.SIGHUP)
 
+    def now(self) -> float:
+        """Return the seconds of a clock that stands while `stop` does: time stopped is nobody's silence, and no limit's."""
+        return time.monotonic() - self._stopped_s
+
+    def stop(self) -> float:
+        """Stop this process as Ctrl-Z does, and return when it goes on: how many seconds later.
+
+        Where no shell waits that could continue it (an orphaned process group), the system does not stop it.
+        """
+        self.is_to_stop = False
+        began = time.monotonic()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._signalled)
+        lasted = time.monotonic() - began
+        self._stopped_s += lasted
+        return lasted
+
     def _signalled(self, number: int, _frame: object) -> None:
-        self.pending.append(number)
+        if number == signal.SIGTSTP:
+            self.is_to_stop = True
+        else:
+            self.pending.append(number)

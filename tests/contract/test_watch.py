@@ -1,0 +1,42 @@
+"""The launcher's clock."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+CLOCK = """
+import os, time
+from syncvar_launcher.watch import Watch
+
+with Watch(os.environ) as watch:
+    began, ours = time.monotonic(), watch.now()
+    print("ready", flush=True)
+    while not watch.is_to_stop:
+        time.sleep(0.005)
+    lasted = watch.stop()
+    assert not watch.is_to_stop
+    assert not watch.pending
+    print(time.monotonic() - began, watch.now() - ours, lasted)
+"""
+
+
+def test_the_clock_stands_while_the_launcher_is_stopped():
+    process = subprocess.Popen([sys.executable, "-c", CLOCK], stdout=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGTSTP)
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGCONT)
+        out, _ = process.communicate(timeout=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+    real, ours, lasted = map(float, out.split())
+    assert lasted >= 0.49
+    assert abs(real - ours - lasted) < 0.001
