@@ -25,7 +25,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import OPS, Reduction, divided, finish, reduction
+from syncvar.runtime.kernels import OPS, Reduction, divided, finish, quiet, reduction
 from syncvar.runtime.operation import Into, Stage
 from syncvar.runtime.published import Published
 
@@ -161,8 +161,7 @@ def _request(
     def body() -> Generator[Stage, None, Any]:
         total = yield from first
         if weight is not None:
-            with np.errstate(all="ignore"):
-                total = total[0] / total[1]  # nan where all weights are 0
+            total = total[0] / total[1]  # nan where all weights are 0
         return outcome(how._replace(is_mean=False), np.asarray(total).reshape(-1), 1, array.shape, target, postscale)
 
     return Request(request.what, request.digest, body())
@@ -486,5 +485,6 @@ def tree_sum(parts: Sequence[Any]) -> Any:
         total = np.empty(first.size, how.accumulate)
         items = {(number, number + 1): np.ascontiguousarray(array).reshape(-1) for number, array in enumerate(arrays)}
         summed(items, 0, len(arrays), total, 0)
-        sums.append(finish(how, total, 1).reshape(first.shape))
+        with quiet():
+            sums.append(finish(how, total, 1).reshape(first.shape))
     return unflatten(flat[0][0], sums)

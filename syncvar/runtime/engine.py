@@ -23,7 +23,6 @@ from syncvar.errors import (
     GroupBroken,
     HandshakeError,
     PeerLost,
-    SyncvarError,
     TransportError,
     UsageError,
 )
@@ -447,8 +446,8 @@ class Engine:
                 self._hear()
                 self._look()
                 self._timers(time.monotonic())
-            except SyncvarError as error:
-                self._break(error if isinstance(error, TransportError) else GroupBroken(str(error), error))
+            except Exception as error:  # of no call in particular: those end with their own
+                self._fall(error, "the progress thread")
             finally:
                 self._lock.release()
             self._hand_over()
@@ -506,7 +505,7 @@ class Engine:
             if operation.mismatch and not operation.reported:
                 self._report(operation, time.monotonic())
 
-    def _tell_accident(self, operation: SharedOperation | HierarchicalOperation) -> None:
+    def _tell_accident(self, operation: Operation) -> None:
         """Tell the group what has gone wrong on this rank alone: it cannot go on without this rank."""
         error = operation.accident
         if error is None:
@@ -541,13 +540,10 @@ class Engine:
                 operation.mismatch = True
                 self._report(operation, time.monotonic())
             return
-        try:
-            operation.accept(frame, self)
-            if operation.is_shared:
-                self._moved = time.monotonic()  # it may look for its neighbours again
-        except SyncvarError as error:
-            self._break(error if isinstance(error, TransportError) else GroupBroken(str(error), error))
-            return
+        operation.accept(frame, self)
+        self._tell_accident(operation)
+        if operation.is_shared:
+            self._moved = time.monotonic()  # it may look for its neighbours again
         if operation.state == State.DRAINING:
             operation.advance(self)
         if operation.is_over:
@@ -571,10 +567,9 @@ class Engine:
                 self._shared.append(operation)
                 self._moved = time.monotonic()
             operation.advance(self)
-            if isinstance(operation, _LOOKED_AT):
-                self._tell_accident(operation)
+            self._tell_accident(operation)
             for frame in self._book.take_early(operation):
-                if key in self._active:
+                if key in self._active and not operation.is_over:
                     self._deliver(operation, frame)
                 else:
                     self._use_up([frame])
@@ -826,9 +821,13 @@ class Engine:
     def interrupted(self, operation: Operation | Question, error: BaseException) -> None:
         """Break the generation because an exception has left a started call."""
         operation.entry.end(error)
+        self._fall(error, f"{operation.what} (call {operation.call})", but=operation)
+
+    def _fall(self, error: BaseException, place: str, but: Operation | Question | None = None) -> None:
+        """Break the generation because of an exception of this rank's own, and tell the others."""
         if self.failure is None:
-            reason = f"interrupted by {type(error).__name__} in {operation.what} (call {operation.call})"
-            self._break(GroupBroken(f"this rank was {reason}", error), but=operation)
+            reason = f"interrupted by {type(error).__name__} in {place}"
+            self._break(GroupBroken(f"this rank was {reason}", error), but=but)
             self._tell_beside("broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[])
 
     def _break(self, failure: TransportError, but: Operation | Question | None = None) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from syncvar.errors import InternalError
+from syncvar.errors import InternalError, SyncvarError
 from syncvar.plans import Copy, Plan, Recv, RecvReduce, Reduce, Send
-from syncvar.runtime.operation import Operation, State
+from syncvar.runtime.kernels import quiet
+from syncvar.runtime.operation import BodyError, Operation, State
 from syncvar.wire import Kind, pack_header
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class LinkOperation(Operation):
         body: Generator[Stage, None, Any],
     ) -> None:
         super().__init__(group, members, call, fingerprint, what)
-        self._body = body
+        self._body = self._told(body)
         self._stage = -1
         self._round = -1
         self._tag = -1
@@ -120,6 +121,11 @@ class LinkOperation(Operation):
         self._ahead: dict[int, list[Frame]] = {}
 
     @property
+    def is_published(self) -> bool:
+        """Whether others may have seen this rank in this call."""
+        return self._stage >= 0
+
+    @property
     def awaiting(self) -> tuple[int, ...]:
         """Ranks whose frames are missing in this round."""
         return tuple(self._pending)
@@ -128,7 +134,7 @@ class LinkOperation(Operation):
         """Go on as far as possible without waiting."""
         if self.state == State.CREATED:
             self.state = State.RUNNING
-            self._run(outlet)
+            self._go_on(outlet)
         if self.state == State.DRAINING:
             self._drain()
         return self.state
@@ -138,9 +144,7 @@ class LinkOperation(Operation):
         if frame.header.round != self._tag or self.state != State.RUNNING:
             self._ahead.setdefault(frame.header.round, []).append(frame)
             return
-        self._apply(frame, outlet)
-        if not self._pending:
-            self._run(outlet)
+        self._go_on(outlet, frame)
 
     def fail(self, error: BaseException) -> None:
         """End without a result."""
@@ -149,7 +153,6 @@ class LinkOperation(Operation):
             self.state = State.FAILED
             self.entry.end(error)
             self._body.close()
-            self._ahead.clear()
 
     def unused_frames(self) -> list[Frame]:
         """Return frames that arrived for rounds which will not come, to give their credit back."""
@@ -158,6 +161,27 @@ class LinkOperation(Operation):
         return frames
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _go_on(self, outlet: Outlet, frame: Frame | None = None) -> None:
+        """Take a frame of this round, if there is one, and go on as far as possible."""
+        try:
+            with quiet():
+                if frame is not None:
+                    self._apply(frame, outlet)
+                if not self._pending:
+                    self._run(outlet)
+        except Exception as error:  # this rank alone; the engine tells the others
+            self.accident = error
+            self.fail(error)
+
+    def _told(self, body: Generator[Stage, None, Any]) -> Generator[Stage, None, Any]:
+        """Yield the stages of a body; errors of ours, once the ranks have spoken, are what all of them come to."""
+        try:
+            return (yield from body)
+        except SyncvarError as error:
+            if self.is_published:
+                raise BodyError(error) from error
+            raise
 
     def _run(self, outlet: Outlet) -> None:
         while self.state == State.RUNNING:
@@ -175,13 +199,10 @@ class LinkOperation(Operation):
             self.result = end.value
             self.state = State.DRAINING
             self._drain()
-            return
-        except Exception as error:  # the body found the ranks in disagreement, or a bug
-            self.error = error
-            self.state = State.FAILED
-            self.entry.end(error)
-            return
-        self._begin(stage, outlet)
+        except BodyError as wrapped:  # all ranks come to it, from what they have told each other
+            self.fail(wrapped.error)
+        else:
+            self._begin(stage, outlet)
 
     def _begin(self, stage: Stage, outlet: Outlet) -> None:
         plan = cast("Prepared", stage.plan)

@@ -13,6 +13,7 @@ from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
 from syncvar.plans import COMPOSED, build, build_all, choose, stages, sums_by_the_tree, unsuited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
+from syncvar.runtime.kernels import quiet
 from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder, Told
@@ -371,7 +372,8 @@ class Communicator:
                 allowed = None if timeout is None else _checked_timeout(timeout)
                 if after_queued and engine is not None and engine.queues:
                     send_queued(engine)
-                request = check()
+                with quiet():
+                    request = check()
             except Exception as error:
                 self.recorder.refused(Told(name, self.identity, self.members, 0, 0, ""), call, error)
                 if engine is not None and self.size > 1:

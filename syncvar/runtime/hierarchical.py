@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
-
 from syncvar.arena.channels import check_of
 from syncvar.errors import InternalError
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.operation import Stage, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
-from syncvar.runtime.published import BodyError, Published, prepare_published, run_rounds
+from syncvar.runtime.published import Published, prepare_published, run_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -99,7 +97,7 @@ class HierarchicalOperation(LinkOperation):
         body: Generator of stages; its return value is the result.
     """
 
-    __slots__ = ("_need", "accident", "channel")
+    __slots__ = ("_need", "channel")
 
     is_shared = True
 
@@ -114,9 +112,8 @@ class HierarchicalOperation(LinkOperation):
         body: Generator[Stage, None, Any],
     ) -> None:
         super().__init__(group, members, call, fingerprint, what, body)
-        self._body = cast("Generator[Stage, None, Any]", self._stages(body))
+        self._body = cast("Generator[Stage, None, Any]", self._stages(self._body))
         self._need: int | None = None  # what the ranks of this host have to reach
-        self.accident: Exception | None = None
         self.channel = hosts.channel
         if self.channel is not None:
             self.channel.queue.append(self)
@@ -175,7 +172,7 @@ class HierarchicalOperation(LinkOperation):
     @property
     def is_published(self) -> bool:
         """Whether others may have seen this rank in this call."""
-        return self._stage >= 0 or (self.channel is not None and self.channel.last >= (self.call + 1) << 1)
+        return super().is_published or (self.channel is not None and self.channel.last >= (self.call + 1) << 1)
 
     @property
     def is_under_way(self) -> bool:
@@ -189,7 +186,7 @@ class HierarchicalOperation(LinkOperation):
         if self.state == State.CREATED:
             self.state = State.RUNNING
         if self.state == State.RUNNING:
-            self._run(outlet)
+            self._go_on(outlet)
         if self.state == State.DRAINING:
             self._drain()
         return self.state
@@ -206,14 +203,13 @@ class HierarchicalOperation(LinkOperation):
         channel = self.channel
         if channel is not None and (channel.queue[0] is not self or (not channel.is_open and channel.open())):
             return
-        with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
-            while self.state == State.RUNNING and self._is_reached():
-                if self._plan is None:
-                    self._next_stage(outlet)
-                elif self._pending:
-                    return
-                else:
-                    self._end_round(outlet)
+        while self.state == State.RUNNING and self._is_reached():
+            if self._plan is None:
+                self._next_stage(outlet)
+            elif self._pending:
+                return
+            else:
+                self._end_round(outlet)
 
     def _is_reached(self) -> bool:
         need, channel = self._need, self.channel
@@ -225,28 +221,16 @@ class HierarchicalOperation(LinkOperation):
         return True
 
     def _next_stage(self, outlet: Outlet) -> None:
-        try:
-            stage: Stage | int = next(self._body)
-        except StopIteration as end:
-            self.result = end.value
+        super()._next_stage(outlet)
+        if self.state >= State.DRAINING:
             self._leave_queue()
-            self.state = State.DRAINING
-            self._drain()
-            return
-        except BodyError as wrapped:  # all ranks came to it, from what they have told each other
-            self.error = wrapped.error
-        except Exception as error:  # this rank alone; the engine tells the others
-            self.error = self.accident = error
+
+    def _begin(self, stage: Stage | int, outlet: Outlet) -> None:
+        if isinstance(stage, int):
+            self._need = stage
+            self.mismatch = self.mismatch or stage == DISAGREE
         else:
-            if isinstance(stage, int):
-                self._need = stage
-                self.mismatch = self.mismatch or stage == DISAGREE
-            else:
-                self._begin(stage, outlet)
-            return
-        self.state = State.FAILED
-        self._leave_queue()
-        self.entry.end(self.error)
+            super()._begin(stage, outlet)
 
     def _leave_queue(self) -> None:
         if self.channel is not None and self in self.channel.queue:
@@ -265,12 +249,6 @@ class HierarchicalOperation(LinkOperation):
                         yield from settled(channel, to_its_end=False)
                         yield from agreed(channel, opening[1], channel.begin(*opening))
                     return end.value
-                except Exception as error:
-                    if not self.is_published:
-                        raise
-                    if not self.is_published:
-                        raise
-                    raise BodyError(error) from error
                 if not isinstance(stage.plan, PreparedStages):
                     yield stage
                     continue

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function of ours
 
-__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "reduction", "register_op"]
+__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "quiet", "reduction", "register_op"]
 
 OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
 _UFUNCS: dict[str, np.ufunc] = {
@@ -31,6 +31,14 @@ _UFUNCS: dict[str, np.ufunc] = {
     "xor": np.bitwise_xor,
 }
 _LOCATING = ("minloc", "maxloc")
+
+
+def quiet() -> np.errstate:
+    """Return the context in which values are combined, cast and divided: what overflows is infinite, on all ranks.
+
+    What the caller has told NumPy (`np.seterr`, warnings as errors) is a matter of one rank, and the result is not.
+    """
+    return np.errstate(all="ignore")
 
 
 class Reduction(NamedTuple):

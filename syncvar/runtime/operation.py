@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from syncvar.runtime.shared_moves import Movement
     from syncvar.transports import Frame
 
-__all__ = ["Into", "Operation", "Outlet", "Stage", "State"]
+__all__ = ["BodyError", "Into", "Operation", "Outlet", "Stage", "State"]
+
+
+class BodyError(Exception):
+    """What the body of a call raised after the ranks had agreed on the call: each of them raises it.
+
+    Args:
+        error: The error itself.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class State(IntEnum):
@@ -94,7 +106,7 @@ class Operation:
     """
 
     __slots__ = (
-        "call", "deadline", "entry", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued",
+        "accident", "call", "deadline", "entry", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued",
         "report_at", "reported", "result", "site", "started", "state", "thread", "timeout_s", "what",
     )  # fmt: skip
 
@@ -109,6 +121,7 @@ class Operation:
         self.state = State.CREATED
         self.result: Any = None
         self.error: BaseException | None = None
+        self.accident: Exception | None = None  # the error, where it is this rank's alone and the others must be told
         self.loans: list[Any] = []
         self.queued = 0  # frames that wait for credit
         self.deadline = 0.0
@@ -125,6 +138,11 @@ class Operation:
     def is_over(self) -> bool:
         """Whether the caller may take the result or the error."""
         return self.state >= State.DONE
+
+    @property
+    def is_published(self) -> bool:
+        """Whether others may have seen this rank in this call."""
+        raise NotImplementedError
 
     @property
     def awaiting(self) -> tuple[int, ...]:

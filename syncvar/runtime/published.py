@@ -17,7 +17,8 @@ from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
 from syncvar.errors import InternalError, MismatchError, SyncvarError
 from syncvar.plans import Copy, Publication, RecvReduce, publications
 from syncvar.runtime.fused import reduce_fused
-from syncvar.runtime.operation import Into, Operation, State
+from syncvar.runtime.kernels import quiet
+from syncvar.runtime.operation import BodyError, Into, Operation, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
 from syncvar.runtime.shared_moves import move_shared
@@ -34,22 +35,10 @@ if TYPE_CHECKING:
     from syncvar.runtime.operation import Outlet, Stage
     from syncvar.runtime.recorder import Entry
 
-__all__ = ["SIDE_BY_SIDE", "BodyError", "Published", "SharedOperation", "prepare_published", "run_rounds", "staged"]
+__all__ = ["SIDE_BY_SIDE", "Published", "SharedOperation", "prepare_published", "run_rounds", "staged"]
 
 
 _START = 1  # nothing: words begin at 2
-
-
-class BodyError(Exception):
-    """What the body of a call raised after the ranks had agreed on the call: each of them raises it.
-
-    Args:
-        error: The error itself.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Published(NamedTuple):
@@ -93,7 +82,7 @@ class SharedOperation(Operation):
         steps: Yields the words to wait for; its return value is the result.
     """
 
-    __slots__ = ("_need", "_steps", "accident", "channel", "held")
+    __slots__ = ("_need", "_steps", "channel", "held")
 
     is_shared = True
     needs_looks = True  # nothing tells of what it waits for
@@ -114,7 +103,6 @@ class SharedOperation(Operation):
         self.channel = channel
         self._steps = steps
         self._need = need
-        self.accident: Exception | None = None
         self.held: Any = None  # what others may read as long as the call is under way
         channel.queue.append(self)
 
@@ -165,7 +153,7 @@ class SharedOperation(Operation):
 
     def _go_on(self, channel: Channel) -> None:
         self.state = State.RUNNING
-        with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
+        with quiet():
             while self._need != DISAGREE and (self._need == _START or channel.is_reached(self._need)):
                 try:
                     self._need = next(self._steps)

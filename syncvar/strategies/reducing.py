@@ -117,8 +117,7 @@ def reduce_values(
 
         def finish(made: list[NDArray[Any]]) -> Any:
             totals, numbers = made[: len(parts)], made[len(parts) :]
-            with np.errstate(invalid="ignore", divide="ignore"):  # no element at all: NaN, as NumPy's mean
-                means = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]
+            means = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]  # NaN of no element
             return unflatten(structure, _as_asked(means, op, arrays))
 
         return _structured(request, finish, structure, name, parts)

@@ -318,3 +318,36 @@ def test_an_alarm_while_a_call_takes_its_group(launch, way):
     job = launch(ALARM, workers=2, arguments=[way])
     job.wait()
     assert [event["locked"] for event in job.events("alarm")] == [False], str(job)
+
+
+MEMORY = """
+import resource
+import numpy as np
+import syncvar as sv
+from probe import failure, note
+
+sv.barrier()
+x = np.ones(8_000_000)  # 64 MB; the call needs as much again
+if sv.rank() == 0:
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (16 << 20),) * 2)
+error = failure(sv.all_reduce, x)
+note("told", error=type(error).__name__, is_memory=isinstance(error, MemoryError), text=str(error))
+note("after", total=float(sv.all_reduce(1.0)))
+"""
+
+
+@pytest.mark.parametrize("layout", ["links", "hosts"])
+def test_memory_that_runs_out_inside_a_call_is_told_to_the_others_and_the_next_call_works(launch, layout):
+    where = {"env": {"SYNCVAR_TRANSPORT": "zmq"}} if layout == "links" else {"options": ["--fake-hosts", "2"]}
+    job = launch(MEMORY, workers=3, **where)
+    assert job.wait() == 0, str(job)
+    for event in job.events("told"):
+        if event["rank"] == 0:
+            assert event["is_memory"], str(job)
+        else:
+            assert event["error"] == "MismatchError", str(job)
+            assert "rank 0 refused its own call" in event["text"], str(job)
+            assert "Unable to allocate" in event["text"], str(job)
+    assert [event["total"] for event in job.events("after")] == [3.0] * 3
