@@ -16,6 +16,7 @@ from syncvar.errors import ConfigError, InternalError, MismatchError
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.casting import checked_dtype, digest_of, initial_array
+from syncvar.variables.names import Names
 from syncvar.variables.places import Owner, context_of
 from syncvar.variables.policy import (
     Action,
@@ -120,19 +121,19 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
         failure = error
     apart = _is_apart(wish.synchronization)
     namespace = "NONE" if apart else communicator.members
+    names = _names(namespace)
 
     def check() -> Request:
         if checked is None:
             raise failure or InternalError("a wish was neither checked nor refused")
-        return _create_request(owner, free_name(checked.base, namespace), checked, own=own)
+        return _create_request(owner, names.free(checked.base), checked, own=own)
 
     value: Any
     value, differ = (None, []) if apart else communicator.perform("create variable", check, owner.timeout)
     if checked is None:
         raise failure or InternalError("a wish was neither checked nor refused")
     value = checked.value if apart else value
-    name = free_name(checked.base, namespace)
-    _taken(namespace).add(name)
+    name = names.take(checked.base)
     roster = owner.roster
     if roster is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
         combines = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN) and value.dtype.kind != "b"
@@ -195,21 +196,10 @@ def _checked_name(name: Any) -> str:
     return name
 
 
-def _taken(namespace: Any) -> set[str]:
-    """Return the names used up. They are never given back: replicas collect garbage at different times."""
-    names: dict[Any, set[str]] = current().extras.setdefault("names_of_variables", {})
-    return names.setdefault(namespace, set())
-
-
-def free_name(base: str, namespace: Any) -> str:
-    """Return `base`, or the first of `base_1`, `base_2`, … that is free in the namespace."""
-    taken = _taken(namespace)
-    if base not in taken:
-        return base
-    number = 1
-    while f"{base}_{number}" in taken:
-        number += 1
-    return f"{base}_{number}"
+def _names(namespace: Any) -> Names:
+    """Return the names used up in a namespace."""
+    names: dict[Any, Names] = current().extras.setdefault("names_of_variables", {})
+    return names.setdefault(namespace, Names())
 
 
 def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) -> Request:
@@ -235,7 +225,9 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
         checked.trainable,
         f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} reproducible={owner.reproducible}",
     )
-    packed = pack_object([[*mine], None if value is None else digest_of(value)])
+    roster = owner.roster
+    gone = [] if roster is None else roster.gone()
+    packed = pack_object([[*mine], None if value is None else digest_of(value), gone])
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
         records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
@@ -243,7 +235,9 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
         flat = (yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)).tobytes()
         ends = list(accumulate(counts))
         everyone = [unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-        manifests = [_manifest(fields) for fields, _ in everyone]
+        if roster is not None:
+            roster.forget(name for _, _, told in everyone for name in told)
+        manifests = [_manifest(fields) for fields, _, _ in everyone]
         _compare(communicator.members, manifests)
         if own and value is not None:
             return value, []
@@ -252,7 +246,7 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
         made = yield from broadcast_flat(
             communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0
         )
-        digests = [digest for _, digest in everyone]
+        digests = [digest for _, digest, _ in everyone]
         differ = [replica for replica, digest in enumerate(digests) if digest not in (None, digests[0])]
         if differ and owner.strict:
             table = {

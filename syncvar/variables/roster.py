@@ -3,7 +3,8 @@
 At the end of every few runs (`pace.period`), and outside every scope at every 64th increment of a variable, the replicas
 agree by one small all-reduce on what they have counted of AUTO's variables, and `pace` decides from the same numbers
 everywhere; so all change at the same point of the program. At the ends of every `check_every` runs they agree besides which
-variables still exist on all of them (garbage is collected at different times), and the `checker` compares these.
+variables still exist on all of them (garbage is collected at different times), and the `checker` compares these. What is gone
+is told to all when another variable is made, too, so that a loop of temporaries leaves nothing.
 
 Nothing here is made where there is one replica.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from syncvar.variables.digests import block_count
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,6 +39,7 @@ __all__ = ["WRITES_PER_DECISION", "Entry", "Roster"]
 
 WRITES_PER_DECISION = 64
 _NEVER = 1 << 62
+_TOLD_MAX = 16  # names of variables that are gone, at each creation of another one
 _WHAT = "counts of AUTO's variables, and which still exist"
 _log = logging.getLogger("syncvar")
 
@@ -80,6 +83,7 @@ class Roster:
         self._owner = weakref.ref(owner)
         self.runs = 0  # that have begun
         self.entries: dict[str, Entry] = {}
+        self._gone: deque[str] = deque()  # names whose variables have gone here, not told yet
         self._numbers = 0
         self._decision = _NEVER  # at the end of this run
         self._decided = 0  # at the end of that one
@@ -108,10 +112,21 @@ class Roster:
 
     def attach(self, variable: Variable) -> Entry | None:
         """Connect a name with its variable."""
-        entry = self.entries.get(variable.name)
+        name, gone = variable.name, self._gone
+        entry = self.entries.get(name)
         if entry is not None:
-            entry.reference = weakref.ref(variable)
+            entry.reference = weakref.ref(variable, lambda _: gone.append(name))
         return entry
+
+    def gone(self) -> list[str]:
+        """Return some names whose variables no longer exist here, for all replicas to be told; each only once."""
+        count = min(len(self._gone), _TOLD_MAX)
+        return [self._gone.popleft() for _ in range(count)]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget variables that are gone on a replica; all replicas do it at the same point."""
+        for name in names:
+            self.entries.pop(name, None)
 
     def pinned(self, entry: Entry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
         """Take note that a variable is not AUTO's to decide, or is so again, and what was counted until then."""
@@ -190,8 +205,7 @@ class Roster:
         for (entry, _), now in zip(autos, counted, strict=True):
             entry.counted = now
         gone = {entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone}  # on some replica
-        for name in gone:
-            del self.entries[name]
+        self.forget(gone)
         if is_decision:
             self._sends = sends
             rows = largest[1 + len(asked) :]

@@ -8,6 +8,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.errors import ConfigError, MismatchError
+from syncvar.runtime.context import current
 from syncvar.testing import run_ranks
 
 
@@ -207,3 +208,38 @@ def test_a_variable_as_initial_value_counts_with_its_value():
         return w.dtype.name, float(w)
 
     assert everywhere(3, program) == [("float64", 6.0)] * 3
+
+
+@pytest.mark.parametrize("mode", ["NONE", "ON_READ", "ON_WRITE", "AUTO"])
+def test_a_loop_of_temporaries_leaves_nothing(mode):
+    def program():
+        def make(count):
+            for _ in range(count):
+                v = sv.Variable(np.zeros(3), synchronization=mode, aggregation="SUM")
+                del v
+
+        make(30)
+        names = sum(len(one) for one in current().extras["names_of_variables"].values())
+        entries = len(sv.get_strategy().roster.entries)
+        make(60)
+        last = sv.Variable(0.0, synchronization=mode, aggregation="SUM").name
+        return (
+            last,
+            sum(len(one) for one in current().extras["names_of_variables"].values()) - names,
+            len(sv.get_strategy().roster.entries) - entries,
+        )
+
+    assert everywhere(2, program) == [("Variable_90", 0, 0)] * 2
+
+
+def test_what_is_dropped_on_one_replica_only_is_told_to_all():
+    def program():
+        kept = [sv.Variable(0.0, aggregation="SUM", name=f"w{number}") for number in range(4)]
+        if sv.rank() == 0:
+            del kept[1]
+        else:
+            del kept[2]
+        sv.Variable(0.0, aggregation="SUM", name="more")
+        return sorted(sv.get_strategy().roster.entries)
+
+    assert everywhere(2, program) == [["more", "w0", "w3"]] * 2
