@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["checked_scale", "contribution", "described", "outcome", "run_plan", "tell_that_all_came"]
+__all__ = ["checked_scale", "contribution", "described", "outcome", "reduction_of", "run_plan", "tell_that_all_came"]
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 
@@ -35,9 +35,23 @@ def described(
         options: What else must be the same on all ranks.
         shown: Options in words.
     """
-    how = reduction(op, array.dtype)
-    digest = fingerprint(name, how.name, how.source, array.shape, *options)
+    how = reduction_of(array, op)
+    digest = fingerprint(name, how.name, how.source, array.shape, *options, *how.element_shape)
     return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+
+
+def reduction_of(array: NDArray[Any], op: str) -> Reduction:
+    """Return how an op treats an array.
+
+    Raises:
+        ConfigError: Unknown op, one that has no meaning for the dtype, or one whose elements the array does not consist of.
+    """
+    how = reduction(op, array.dtype)
+    shape = how.element_shape
+    if shape and array.shape[-len(shape) :] != shape:
+        lengths = ", ".join(map(str, shape))
+        raise ConfigError(f"the op {how.name!r} takes arrays of shape (..., {lengths}), as it was registered, not {array.shape}")
+    return how
 
 
 def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
@@ -64,10 +78,11 @@ def contribution(array: NDArray[Any], how: Reduction, rank: int, prescale: Any =
         made["value"] = array.reshape(-1)
         made["rank"] = rank
         return made
-    made = np.array(array, dtype=how.accumulate, order="C", copy=True).reshape(-1)
+    kind = array.dtype if how.element_shape else how.accumulate
+    made = np.array(array, dtype=kind, order="C", copy=True).reshape(-1)
     if prescale is not None:
         made *= np.asarray(prescale, made.dtype)
-    return made
+    return made.view(how.accumulate) if how.element_shape else made
 
 
 def outcome(
@@ -91,6 +106,8 @@ def outcome(
     if how.is_locating:
         pairs = total.reshape(shape)
         return np.ascontiguousarray(pairs["value"]), np.ascontiguousarray(pairs["rank"])
+    if how.element_shape:
+        total = total.view(how.result)
     if postscale is not None:
         total = (finish(how._replace(result=total.dtype), total, count) * np.asarray(postscale, total.dtype)).astype(how.result)
         result = total.reshape(shape)

@@ -19,7 +19,7 @@ from syncvar.collectives._arguments import (
     is_structure,
     unflatten,
 )
-from syncvar.collectives._reducing import checked_scale, contribution, described, outcome
+from syncvar.collectives._reducing import checked_scale, contribution, described, outcome, reduction_of
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
@@ -137,7 +137,7 @@ def _request(
     if is_structure(x):
         raise ConfigError("prescale, postscale and weight take one array; call all_reduce for each leaf")
     array = as_array(x)
-    how = reduction(op, array.dtype)
+    how = reduction_of(array, op)
     for name, scale in (("prescale", prescale), ("postscale", postscale), ("weight", weight)):
         if scale is not None:
             checked_scale(name, scale, array)
@@ -145,6 +145,8 @@ def _request(
         raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
     target = None if out is None else checked_output(out, array.shape, how.result)
     work = contribution(array, how, communicator.member_rank, prescale)
+    if how.element_shape:
+        work, how = work.view(how.result), how._replace(element_shape=())
     brought: Any = work.reshape(array.shape)
     inner = how.name
     if weight is not None:
@@ -202,7 +204,7 @@ def reduce_request(
         return Request(what, digest, _one(communicator, array, how, target, reproducible, apply, algorithm))
     structure, leaves = flatten(x)
     arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]
-    hows = [reduction(op, array.dtype) for array in arrays]
+    hows = [reduction_of(array, op) for array in arrays]
     targets: list[NDArray[Any] | None] = [None] * len(arrays)
     if out is not None:
         shape_of_out, outs = flatten(out)
@@ -212,7 +214,7 @@ def reduce_request(
             checked_output(one, array.shape, how.result) for one, array, how in zip(outs, arrays, hows, strict=True)
         ]
     kinds = tuple((array.dtype.name, array.shape) for array in arrays)
-    digest = fingerprint(name, op, structure, kinds, reproducible, algorithm)
+    digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *(hows[0].element_shape if hows else ()))
     nbytes = sum(array.nbytes for array in arrays)
     what = f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
     if keep:
@@ -343,12 +345,12 @@ def _fused(
     algorithm: str | None,
 ) -> Generator[Stage, None, list[Any]]:
     size = communicator.size
-    count = sum([array.size for array in arrays])
+    count = sum([how.count(array) for array in arrays])
     plan = communicator.plan(
         "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
     )
-    is_published = isinstance(plan, Published) and plan.reduces and not how.is_locating
-    if is_published or not (how.is_locating or any(target is None for target in targets)):
+    is_published = isinstance(plan, Published) and plan.reduces and not how.is_packed
+    if is_published or not (how.is_packed or any(target is None for target in targets)):
         results = [
             np.empty(array.shape, how.result) if target is None else target
             for array, target in zip(arrays, targets, strict=True)
@@ -371,8 +373,9 @@ def _fused(
     made = []
     start = 0
     for array, target in zip(arrays, targets, strict=True):
-        made.append(outcome(how, work[start : start + array.size], size, array.shape, target))
-        start += array.size
+        stop = start + how.count(array)
+        made.append(outcome(how, work[start:stop], size, array.shape, target))
+        start = stop
     return made
 
 
@@ -413,9 +416,9 @@ def _one(
 ) -> Generator[Stage, None, Any]:
     size = communicator.size
     plan = communicator.plan(
-        "all_reduce", array.size, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
+        "all_reduce", how.count(array), how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
     )
-    if isinstance(plan, Published) and plan.reduces and not how.is_locating:
+    if isinstance(plan, Published) and plan.reduces and not how.is_packed:
         made = np.empty(array.shape, how.result) if target is None else target
         is_flat = made.flags.c_contiguous
         out = made.reshape(-1) if is_flat else np.empty(array.size, how.result if apply is None else how.accumulate)

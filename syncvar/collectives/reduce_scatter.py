@@ -108,6 +108,8 @@ def _request(
     rows = _rows(lengths, array.shape[0], communicator.size)
     how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
     rank = communicator.member_rank
+    if len(how.element_shape) == array.ndim:
+        raise ConfigError(f"reduce_scatter cuts along axis 0, which would cut the elements of the op {how.name!r}: there is only one")
     shape = (rows[rank], *array.shape[1:])
     into = None if out is None else checked_output(out, shape, how.result)
     if len(set(rows)) == 1 and moves(communicator, "reduce_scatter", algorithm) and _is_moved(op, array):
@@ -119,7 +121,7 @@ def _request(
 
         return Request(what, digest, body())
     work = contribution(array, how, rank)
-    width = prod(array.shape[1:])
+    width = prod(array.shape[1:]) // prod(how.element_shape)
     counts = tuple(row * width for row in rows)
     start = list(accumulate(counts, initial=0))[rank]
 

@@ -224,7 +224,7 @@ class LinkOperation(Operation):
             return
         sends, incoming, self._local = plan.rounds[self._round]
         tag = self._tag = self._stage * _ROUNDS_PER_STAGE + self._round
-        per_segment = outlet.segment_bytes // self._buffers[0].itemsize
+        per_segment = max(1, outlet.segment_bytes // self._buffers[0].itemsize)
         self._counts = incoming
         pending = self._pending = {}
         for peer, wanted in incoming.items():
@@ -262,7 +262,7 @@ class LinkOperation(Operation):
         if wanted is None or left is None:
             raise InternalError(f"{self.what}: rank {source} sent a frame that round {self._round} does not expect")
         array = self._buffers[wanted.buffer]
-        per_segment = outlet.segment_bytes // array.itemsize
+        per_segment = max(1, outlet.segment_bytes // array.itemsize)
         start = wanted.start + header.segment * per_segment
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -53,6 +55,7 @@ class Reduction(NamedTuple):
         is_mean: The sum is divided by the number of ranks at the end.
         is_locating: Elements are pairs of a value and the rank that brings it.
         commutes: The order of the contributions does not matter; else only trees over the ranks in order are right.
+        element_shape: Of the elements of a registered op that are arrays; `accumulate` is a record of one.
     """
 
     name: str
@@ -63,9 +66,26 @@ class Reduction(NamedTuple):
     is_mean: bool
     is_locating: bool = False
     commutes: bool = True
+    element_shape: tuple[int, ...] = ()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether contributions travel as records: pairs of value and rank, or elements that are arrays."""
+        return self.is_locating or self.element_shape != ()
+
+    def count(self, array: NDArray[Any]) -> int:
+        """Return how many elements of this op an array has."""
+        return array.size // prod(self.element_shape) if self.element_shape else array.size
 
 
-_registered: dict[str, tuple[Combiner, bool]] = {}
+class _Registered(NamedTuple):
+    function: Callable[..., Any]
+    commutes: bool
+    element_shape: tuple[int, ...]
+
+
+_registered: dict[str, _Registered] = {}
+_ELEMENT_BYTES_MAX = 64 << 10
 
 
 def register_op(
@@ -73,6 +93,7 @@ def register_op(
     function: Callable[[NDArray[Any], NDArray[Any]], Any],
     *,
     commutative: bool = False,
+    element_shape: tuple[int, ...] = (),
     replace: bool = False,
 ) -> None:
     """Make a function of two arrays an op, under the same name on every rank.
@@ -80,21 +101,34 @@ def register_op(
     It must be associative; it need not be commutative: the left operand is what some ranks have together, the right one
     what the ranks after them have.
 
+    **The function is given pieces.** Algorithms cut arrays into pieces, of any length and at any place, so it must work
+    element by element: what it makes of a piece is that piece of what it makes of the whole. Where an element of the op is
+    itself an array (a matrix to be multiplied, a row to be looked up in), say its shape: `element_shape=(2, 2)` is for
+    arrays of shape (..., 2, 2), and the function is given some whole elements, as an array (count, 2, 2).
+
     Args:
         name: Letters, digits and underscores; none of the built-in ops.
-        function: Takes two arrays of equal shape and dtype and returns one of the same shape; a NumPy ufunc is called
-            with `out=`. It must not change its operands, and return the same on every rank.
+        function: Takes two one-dimensional arrays of equal length and dtype (of elements: of equal shape) and returns one of
+            the same shape and a dtype that goes into theirs by NumPy's same_kind; a NumPy ufunc is called with `out=`. Its
+            operands are read-only. It must return the same on every rank, and not rely on where a piece lies in the array.
         commutative: The operands may change places, which allows more algorithms; the same on every rank.
+        element_shape: Lengths of the last dimensions that belong together; at most 64 KiB, the same on every rank.
         replace: An op of this name may exist already.
 
     Raises:
-        ConfigError: A wrong name or function.
+        ConfigError: A wrong name, function or element shape. A call raises it, before anything is sent, where the function
+            fails for a few elements of the dtype, or makes something else of them together than one by one.
+
+    Cost: the first call with a dtype tries the function out on three elements, on every rank.
 
     Example:
         >>> import numpy as np, syncvar as sv
         >>> sv.register_op("gcd", np.gcd, replace=True)
         >>> sv.all_reduce(np.array([12, 18]), "gcd")
         array([12, 18])
+        >>> sv.register_op("product_of_matrices", np.matmul, element_shape=(2, 2), replace=True)
+        >>> sv.all_reduce(np.ones((5, 2, 2)), "product_of_matrices").shape
+        (5, 2, 2)
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"the name of an op must be letters, digits and underscores, not {name!r}")
@@ -103,21 +137,91 @@ def register_op(
         raise ConfigError(f"{name!r} is a built-in op: register yours under another name")
     if not callable(function):
         raise ConfigError(f"an op must be a function of two arrays, not {type(function).__name__}")
+    try:
+        shape = tuple(operator.index(length) for length in element_shape)
+    except TypeError:
+        raise ConfigError(f"element_shape must be a tuple of lengths, not {element_shape!r}") from None
+    if any(length < 1 for length in shape):
+        raise ConfigError(f"element_shape must have lengths of at least 1, not {element_shape!r}")
     if name in _registered and not replace:
         raise ConfigError(f"the op {name!r} is registered already; pass replace=True to put another in its place")
-    _registered[name] = (function if isinstance(function, np.ufunc) else _wrapped(name, function)), bool(commutative)
+    _registered[name] = _Registered(function, bool(commutative), shape)
     _reduction.cache_clear()
+
+
+def _registered_reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
+    """Return how a registered op treats a dtype.
+
+    Raises:
+        ConfigError: The function cannot be one, as a few elements show.
+    """
+    function, commutes, shape = _registered[name]
+    if not shape:
+        combine = function if isinstance(function, np.ufunc) else _wrapped(name, function)
+        _try_out(name, combine, np.dtype(dtype), "one by one; an op is given any piece of an array: where its elements are arrays, "
+                 "register it with element_shape=, for instance (2, 2)")  # fmt: skip
+        return Reduction(name, dtype.name, combine, dtype, dtype, is_mean=False, commutes=commutes)
+    element = np.dtype([(_ELEMENT, dtype, shape)])
+    if element.itemsize > _ELEMENT_BYTES_MAX:
+        raise ConfigError(f"an element of the op {name!r} has {element.itemsize} bytes, which is more than {_ELEMENT_BYTES_MAX}")
+    combine = _wrapped(name, function)
+    _try_out(name, combine, element, "one by one")
+    return Reduction(name, dtype.name, combine, element, dtype, is_mean=False, commutes=commutes, element_shape=shape)
+
+
+_ELEMENT = "element"
 
 
 def _wrapped(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]) -> Combiner:
     def combine(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
-        made = np.asarray(function(left, right))
-        if made.shape != out.shape:
-            raise ConfigError(f"the op {name!r} made an array of shape {made.shape} of two of shape {out.shape}")
-        out[...] = made
+        if not out.size:
+            return out
+        target: NDArray[Any] = out if out.dtype.names is None else out[_ELEMENT]
+        operands = []
+        for operand in (left, right):
+            seen = operand.view() if operand.dtype.names is None else operand[_ELEMENT]
+            seen.flags.writeable = False  # it may be an array of another rank
+            operands.append(seen)
+        try:
+            made = np.asarray(function(*operands))
+        except Exception as error:
+            raise ConfigError(
+                f"the op {name!r} raised {type(error).__name__} for two arrays of {target.dtype.name}{list(target.shape)}: {error}"
+            ) from error
+        if made.shape != target.shape or not _goes_into(made.dtype, target.dtype):
+            raise ConfigError(
+                f"the op {name!r} made {made.dtype.name}{list(made.shape)} of two arrays of {target.dtype.name}{list(target.shape)}"
+            )
+        target[...] = made
         return out
 
     return combine
+
+
+def _goes_into(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    return one == other or np.can_cast(one, other, "same_kind") or (one.kind in "fV" and other.kind in "fV")
+
+
+def _try_out(name: str, combine: Combiner, dtype: np.dtype[Any], alone: str) -> None:
+    """Refuse an op that makes something else of three elements than of each of them."""
+    plain = dtype if dtype.subdtype is None and dtype.names is None else dtype.fields[_ELEMENT][0].base  # type: ignore[index]
+    count = 3 * dtype.itemsize // plain.itemsize
+    draw = np.random.default_rng(0)
+    values = [draw.integers(1, 4, count) % (2 if plain.kind == "b" else 4) + draw.random(count) * (plain.kind in "fVc") for _ in (0, 1)]
+    left, right = (value.astype(plain).view(dtype) for value in values)
+    together, apart = np.empty(3, dtype), np.empty(3, dtype)
+    try:
+        with np.errstate(all="ignore"):
+            combine(left, right, out=together)
+            for place in range(3):
+                combine(left[place : place + 1], right[place : place + 1], out=apart[place : place + 1])
+    except ConfigError as error:
+        raise ConfigError(f"{error}. It must work for elements together and {alone}") from error.__cause__
+    except Exception as error:
+        raise ConfigError(f"the op {name!r} raised {type(error).__name__} for arrays of {plain.name}: {error}. It must work for elements together and {alone}") from error
+    wide = np.complex128 if plain.kind in "fVc" else plain
+    if not np.allclose(together.view(plain).astype(wide), apart.view(plain).astype(wide), rtol=1e-2, equal_nan=True):
+        raise ConfigError(f"the op {name!r} makes something else of three elements of {plain.name} together than of each of them: it must work {alone}")
 
 
 def _take_smaller(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
@@ -169,8 +273,7 @@ def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
     dtype_index(dtype)
     kind = dtype.kind
     if name in _registered:
-        function, commutes = _registered[name]
-        return Reduction(name, dtype.name, function, dtype, dtype, is_mean=False, commutes=commutes)
+        return _registered_reduction(name, dtype)
     if kind == "b" and name in ("sum", "mean", "prod"):
         raise ConfigError(f"{name} of bool has no meaning: write x.astype('int64'), or use and (min) or or (max)")
     if kind == "c" and name in ("min", "max", *_LOCATING):
