@@ -48,10 +48,10 @@ def _all(phases, *tests):
 
 
 ROWS = {
-    "F01": Row("uncaught exception in a rank", (1, 0.5), _lost("F01-raise", "SRCXVE")),
-    "F02": Row("os._exit(0) before shutdown", (1, 0.5), _lost("F02-leave", "CXVE")),
-    "F03": Row("SIGKILL of a rank", (1, 0.5), _lost("F03-SIGKILL", "SRCXVE") | {
-        "K": ("process/test_checkpoint_processes.py::test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_the_bit",),
+    "F01": Row("uncaught exception in a rank", (1, 0.5), _lost("F01-raise", "SRHCXVKE")),
+    "F02": Row("os._exit(0) before shutdown", (1, 0.5), _lost("F02-leave", "CXVKE")),
+    "F03": Row("SIGKILL of a rank", (1, 0.5), _lost("F03-SIGKILL", "SRHCXVE") | {
+        "K": (f"{LOST_RANK}[F03-SIGKILL-K]", "process/test_checkpoint_processes.py::test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_the_bit",),
     }),
     "F04": Row("SIGSEGV, SIGBUS, abort in C", (1, 0.5), {
         "C": (f"{ENDS}test_a_script_that_ends[segmentation-spawn]", f"{ENDS}test_a_script_that_ends[abort-spawn]"),
@@ -60,7 +60,7 @@ ROWS = {
     "F05": Row("memory limit of the control group hit", (2, 1), {
         phase: (f"process/test_faults_memory.py::test_f05_a_rank_that_the_kernel_kills_for_memory[{phase}]",) for phase in "CXK"
     }),
-    "F06": Row("SIGSTOP of a rank, for ever", (17, 2), _lost("F06-SIGSTOP", "RCXVE")),
+    "F06": Row("SIGSTOP of a rank, for ever", (17, 2), _lost("F06-SIGSTOP", "RHCXVKE")),
     "F07": Row("SIGSTOP for less than `lost_after_s`, then SIGCONT", None, {
         "C": (f"{LAUNCHER}test_a_rank_that_stops_itself_and_goes_on_is_forgiven",),
         "X": ("process/test_shared_soak.py::test_stopped_and_continued",),
@@ -74,13 +74,13 @@ ROWS = {
     }),
     "F11": Row("a rank four times as slow as the others", None, {}),
     "F12": Row("SIGKILL of the launcher", (3, 2), {
-        phase: (f"{LAUNCHER}test_f12_launcher_killed[{phase}-spawn]",) for phase in "SRCXE"
+        phase: (f"{LAUNCHER}test_f12_launcher_killed[{phase}-spawn]",) for phase in "SRCXKE"
     }),
     "F13": Row("SIGTERM or one SIGINT to the launcher", (12, 3), {
-        phase: tuple(f"{LAUNCHER}test_f13_launcher_told_to_end[{name}-{phase}]" for name in ("TERM", "INT")) for phase in "SRCXE"
-    } | {"K": (f"{RESTARTS}test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_on",)}),
+        phase: tuple(f"{LAUNCHER}test_f13_launcher_told_to_end[{name}-{phase}]" for name in ("TERM", "INT")) for phase in "SRCXKE"
+    }),
     "F14": Row("a second SIGINT during the grace", (0.5, 0.5), {
-        phase: (f"{LAUNCHER}test_f14_second_interrupt_kills_at_once[{phase}]",) for phase in "CX"
+        phase: (f"{LAUNCHER}test_f14_second_interrupt_kills_at_once[{phase}]",) for phase in "CXK"
     }),
     "F15": Row("SIGHUP; standard output closed", (12, 3), {"C": (f"{ENDS}test_a_hangup_ends_the_job_unless_it_was_ignored_from_the_start",)}),
     "F16": Row("SIGTSTP, later SIGCONT", None, {}),
@@ -164,7 +164,7 @@ PHASES = {
 """The phases in which each fault may come."""
 
 MISSING = {
-    "F01": "HK", "F02": "K", "F03": "H", "F06": "HK", "F11": "X", "F12": "K", "F14": "K",
+    "F11": "X",
     "F15": "X", "F16": "CX", "F32": "X", "F35": "R", "F37": "RCXK", "F38": "SR", "F39": "S", "F41": "SR", "F49": "S", "F55": "C",
     "F57": "X", "F60": "R",
 }  # fmt: skip

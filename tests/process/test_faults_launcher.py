@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launching import await_true, check_bound, state
 
+import syncvar as sv
+
 PHASES = """
 import subprocess, sys, time
 import probe
@@ -43,6 +45,15 @@ def body():
             time.sleep(60)
         probe.note("ready")
         sv.all_reduce(np.ones(1000))
+    if phase == "K":
+        from syncvar.checkpoint.files import Disk
+
+        own = sv.Variable(np.full(1000, float(probe.RANK)), name="own", synchronization="NONE")
+        checkpoint = sv.Checkpoint(n=1, own=own)
+        checkpoint.save("checkpoint")
+        checkpoint.n = 2
+        Disk.write = staticmethod(lambda *_: (probe.note("ready"), time.sleep(60)))
+        checkpoint.save("checkpoint")
     if phase == "E":
         sv.shutdown()
         probe.note("ready")
@@ -64,6 +75,14 @@ def runtime_folders():
     return [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
 
 
+def check_checkpoint(job, phase):
+    """See that a save that was ended in the middle has left the checkpoint before."""
+    if phase == "K":
+        whole = sv.Checkpoint(n=0)
+        whole.restore(job.folder / "checkpoint")
+        assert whole.n == 1
+
+
 def start(launch, phase, how="plain", **keywords):
     job = launch(PHASES, workers=2, arguments=[phase, how], **keywords)
     job.await_events("ready", 2)
@@ -71,7 +90,7 @@ def start(launch, phase, how="plain", **keywords):
     return job
 
 
-@pytest.mark.parametrize(("phase", "how"), [*((phase, "spawn") for phase in "SRCXE"), ("S", "fork"), ("X", "fork")])
+@pytest.mark.parametrize(("phase", "how"), [*((phase, "spawn") for phase in "SRCXKE"), ("S", "fork"), ("X", "fork")])
 def test_f12_launcher_killed(launch, phase, how, nothing_left_behind):
     job = start(launch, phase, "children", options=["--start-method", how])
     assert len(runtime_folders()) == 1
@@ -82,6 +101,7 @@ def test_f12_launcher_killed(launch, phase, how, nothing_left_behind):
     await_true(lambda: not runtime_folders(), 10, "the end of the private directory")
     await_true(lambda: not nothing_left_behind.own_processes(), 10, "the end of all processes")
     check_bound(f"F12-{phase}-{how}", time.monotonic() - killed, 2.0)
+    check_checkpoint(job, phase)
 
 
 def test_f12_launcher_and_guardian_killed(launch, nothing_left_behind):
@@ -110,13 +130,14 @@ def test_f12_guardian_killed(launch, nothing_left_behind):
     assert job.wait() == 0, str(job)
 
 
-@pytest.mark.parametrize("phase", "SRCXE")
+@pytest.mark.parametrize("phase", "SRCXKE")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"])
 def test_f13_launcher_told_to_end(launch, phase, number, code):
     job = start(launch, phase)
     sent = job.send(number)
     assert job.wait() == code, str(job)
     check_bound(f"F13-{number.name}-{phase}", job.ended - sent, 3.0)
+    check_checkpoint(job, phase)
     assert {event["rank"] for event in job.events("cleaned")} == {0, 1}, str(job)
     for event in job.events("raised"):
         assert event["error"] in ("SystemExit", "PeerLost"), str(job)  # the first rank that ends breaks the others' calls
@@ -133,16 +154,27 @@ sv.all_reduce(1)
 probe.note("ready")
 if "X" in __import__("sys").argv and probe.RANK == 0:
     sv.all_reduce(1)
+if "K" in __import__("sys").argv:
+    from syncvar.checkpoint.files import Disk
+
+    def write(*_):
+        probe.note("writing")
+        for _ in range(1200):
+            time.sleep(0.05)
+
+    checkpoint = sv.Checkpoint(own=sv.Variable([1.0], name="own", synchronization="NONE"))
+    Disk.write = staticmethod(write)
+    checkpoint.save("checkpoint")
 until = time.monotonic() + 60
 while time.monotonic() < until:
     time.sleep(0.05)
 """
 
 
-@pytest.mark.parametrize("phase", "CX")
+@pytest.mark.parametrize("phase", "CXK")
 def test_f14_second_interrupt_kills_at_once(launch, phase):
     job = launch(STUBBORN, workers=2, arguments=[phase])
-    job.await_events("ready", 2)
+    job.await_events("writing" if phase == "K" else "ready", 2)
     job.send(signal.SIGINT)
     job.await_events("ignored", 2)
     assert job.process.poll() is None

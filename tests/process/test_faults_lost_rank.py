@@ -1,8 +1,10 @@
 """One rank of three is lost, in every way and phase; the others learn it in time, and the launcher names the culprit.
 
 Each row is fault x phase: F01 exception, F02 `os._exit(0)`, F03 SIGKILL, F06 SIGSTOP for ever. Phases: S spawn, R roll
-call (rank 0 waits, rank 2 comes when rank 1 is lost), C computing, X inside a collective, V writing a variable, E end. Rank 1 is the culprit. In X rank 0 holds the
-call back, so that the culprit is hit inside it; rank 0 then learns of the loss in a group of its own.
+call (rank 0 waits, rank 2 comes when rank 1 is lost), H handshake (rank 1 has heard where the others are and has reached
+none), C computing, X inside a collective, V writing a variable, K writing its part of a checkpoint, E end. Rank 1 is the
+culprit. In X rank 0 holds the call back, so that the culprit is hit inside it; rank 0 then learns of the loss in a group
+of its own. An exception while a checkpoint is written is a CheckpointError on all ranks, and nobody is lost.
 """
 
 import signal
@@ -11,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 from launching import check_bound, last_exception
+
+import syncvar as sv
 
 SCRIPT = """
 import os, signal, sys, time
@@ -58,6 +62,10 @@ def body():
         if rank == 2:  # comes when rank 1 is lost already
             probe.gate("failing")
             time.sleep(0.05)
+    if phase == "H" and rank == culprit:
+        from syncvar.transports.zeromq import ZeromqTransport
+
+        ZeromqTransport.open = lambda *_: fail()
     sv.init()
     assert sv.all_reduce(1) == 3
     solo = sv.new_group([0])
@@ -89,6 +97,15 @@ def body():
                 sv.barrier(group=solo)
                 time.sleep(0.01)
         sv.all_reduce(np.ones(1000))
+    if phase == "K":
+        from syncvar.checkpoint.files import Disk
+
+        checkpoint = sv.Checkpoint(n=1, own=sv.Variable(np.full(1000, float(rank)), name="own", synchronization="NONE"))
+        checkpoint.save(sys.argv[3])
+        checkpoint.n = 2
+        if rank == culprit:
+            Disk.write = staticmethod(lambda *_: fail())
+        checkpoint.save(sys.argv[3])
     if phase == "E":
         sv.barrier()
         if rank == culprit:
@@ -131,10 +148,10 @@ class Row:
 
 
 ARENA = (
-    *(Row("F01", "raise", phase, 1, "ValueError", 0.5) for phase in "SRCXVE"),
-    *(Row("F02", "leave", phase, 70, "left with status 0 before shutdown", 0.5) for phase in "CXVE"),
-    *(Row("F03", "SIGKILL", phase, 137, "signal 9", 0.5) for phase in "SRCXVE"),
-    *(Row("F06", "SIGSTOP", phase, 70, "silent", 2.0) for phase in "RCXVE"),
+    *(Row("F01", "raise", phase, 74 if phase == "K" else 1, "ValueError", 0.5) for phase in "SRHCXVKE"),
+    *(Row("F02", "leave", phase, 70, "left with status 0 before shutdown", 0.5) for phase in "CXVKE"),
+    *(Row("F03", "SIGKILL", phase, 137, "signal 9", 0.5) for phase in "SRHCXVKE"),
+    *(Row("F06", "SIGSTOP", phase, 70, "silent", 2.0) for phase in "RHCXVKE"),
 )
 
 
@@ -144,13 +161,15 @@ ROWS = (*ARENA, *(replace(row, transport="zmq") for row in ARENA if row.phase ==
 # always each pair.
 SLOW = {
     "F01-raise-C", "F01-raise-X-zmq", "F02-leave-V", "F02-leave-E", "F02-leave-X-zmq", "F03-SIGKILL-C", "F03-SIGKILL-E",
-    "F03-SIGKILL-V-zmq", "F06-SIGSTOP-C", "F06-SIGSTOP-V", "F06-SIGSTOP-E",
+    "F03-SIGKILL-V-zmq", "F06-SIGSTOP-C", "F06-SIGSTOP-V", "F06-SIGSTOP-E", "F01-raise-H", "F02-leave-K",
+    "F03-SIGKILL-K", "F06-SIGSTOP-H", "F06-SIGSTOP-K",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if str(row) in SLOW else ()) for row in ROWS], ids=str)
-def test_a_lost_rank(launch, row):
-    job = launch(SCRIPT, workers=3, arguments=[row.how, row.phase], env={"SYNCVAR_TRANSPORT": row.transport})
+def test_a_lost_rank(launch, tmp_path, row):
+    folder = tmp_path / "checkpoint"
+    job = launch(SCRIPT, workers=3, arguments=[row.how, row.phase, str(folder)], env={"SYNCVAR_TRANSPORT": row.transport})
     if row.how.startswith("SIG"):
         job.await_events("ready")
         if row.phase == "X":
@@ -160,6 +179,18 @@ def test_a_lost_rank(launch, row):
         injected = job.await_events("inject")[0]["at"]
     code = job.wait()
     assert code == row.exit_code, str(job)
+    if row.phase == "K":
+        whole = sv.Checkpoint(n=0)
+        whole.restore(folder)
+        assert whole.n == 1, "the checkpoint before is whole"
+    if (row.how, row.phase) == ("raise", "K"):
+        last, raised = last_exception(job, [0, 2])
+        for event in raised.values():
+            assert event["error"] == "CheckpointError", str(job)
+            assert "rank 1: writing" in event["text"], str(job)
+            assert "ValueError: planted failure" in event["text"], str(job)
+        check_bound(str(row), last - injected, row.bound_s)
+        return
     for event in job.events("raised"):
         if row.phase in "SE":
             assert event["error"] == "PeerLost", str(job)
