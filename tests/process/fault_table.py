@@ -51,7 +51,7 @@ ROWS = {
     "F01": Row("uncaught exception in a rank", (1, 0.5), _lost("F01-raise", "SRHCXVKE")),
     "F02": Row("os._exit(0) before shutdown", (1, 0.5), _lost("F02-leave", "CXVKE")),
     "F03": Row("SIGKILL of a rank", (1, 0.5), _lost("F03-SIGKILL", "SRHCXVE") | {
-        "K": (f"{LOST_RANK}[F03-SIGKILL-K]", "process/test_checkpoint_processes.py::test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_the_bit",),
+        "K": (f"{LOST_RANK}[F03-SIGKILL-K]", "process/test_checkpoint_processes.py::test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_the_bit"),
     }),
     "F04": Row("SIGSEGV, SIGBUS, abort in C", (1, 0.5), {
         "C": (f"{ENDS}test_a_script_that_ends[segmentation-spawn]", f"{ENDS}test_a_script_that_ends[abort-spawn]"),
