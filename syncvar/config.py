@@ -149,6 +149,10 @@ class RuntimeConfig(_Settings):
         "", "compare every use of shared memory with what has been given out, to find bugs of this library", choices=("off", "on"), default="off"
     )
     check_every: int = _knob("runs", "how often copies of variables that are kept equal are compared; 0 for never", 0, default=100)
+    check_finite: str = _knob(
+        "", "what to do about NaN and infinity in what a rank brings to a reduction or writes to a variable",
+        choices=("off", "warn", "raise"), default="off",
+    )
     auto_log: str = _knob("path", "file to which AUTO's decisions are added, as JSON lines", default="")
     auto_replay: str = _knob("path", "file of such decisions, which AUTO follows instead of deciding", default="")
 

@@ -23,6 +23,7 @@ from syncvar.collectives._reducing import checked_scale, contribution, described
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.runtime import finite
 from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import OPS, Reduction, divided, finish, quiet, reduction
@@ -131,6 +132,8 @@ def _request(
 ) -> Request:
     """Return the request of a public call; scales make new contributions and results around the plain one."""
     if prescale is None and postscale is None and weight is None:
+        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if finite.is_on else ():
+            finite.look(as_array(leaf), "all_reduce")
         return reduce_request(
             communicator, x, op, out=out, reproducible=reproducible, keep=keep, algorithm=algorithm
         )
@@ -144,6 +147,8 @@ def _request(
     if weight is not None and not how.is_mean:
         raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
     target = None if out is None else checked_output(out, array.shape, how.result)
+    if weight is None or weight:  # what a rank of weight 0 brings does not count
+        finite.look(array, "all_reduce")
     work = contribution(array, how, communicator.member_rank, prescale)
     if how.element_shape:
         work, how = work.view(how.result), how._replace(element_shape=())

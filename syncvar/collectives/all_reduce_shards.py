@@ -16,6 +16,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.objects import gather_bytes
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.plans import Chunk, even_chunks, runs_of, whole_nodes
+from syncvar.runtime import finite
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.kernels import finish, reduction
 from syncvar.runtime.operation import Stage
@@ -183,6 +184,8 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
         number = int(given)
         structure, parts = flatten(value)
         arrays = [as_array(part, f"shard {number}") for part in parts]
+        for array in arrays:
+            finite.look(array, f"shard {number} of all_reduce_shards")
         leaves[number] = arrays
         kinds[number] = _Kind(structure, tuple((dtype_index(array.dtype), array.shape) for array in arrays))
     ids = sorted(leaves)

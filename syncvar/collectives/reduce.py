@@ -15,6 +15,7 @@ from syncvar.collectives._arguments import (
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.runtime import finite
 from syncvar.runtime.group import Request, fingerprint
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def reduce(
         else:
             structure, leaves = None, [x]
         arrays = [as_array(leaf) for leaf in leaves]
+        for array in arrays:
+            finite.look(array, "reduce")
         parts = [described(array, op, "reduce", target, algorithm, shown=f", root {target}") for array in arrays]
         hows = [how for how, _, _ in parts]
         into = None

@@ -15,6 +15,7 @@ from syncvar.collectives._reducing import contribution, described, outcome, run_
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.plans import even_chunks
+from syncvar.runtime import finite
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import OPS, reduction
 from syncvar.runtime.shared_moves import Blocks, Fold, Layout
@@ -103,6 +104,7 @@ def _request(
 ) -> Request:
     """Check the arguments and return the request; `keep` takes a copy of `x` now."""
     array = as_array(x)
+    finite.look(array, "reduce_scatter")
     if array.ndim == 0:
         raise ConfigError("reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce")
     rows = _rows(lengths, array.shape[0], communicator.size)

@@ -9,6 +9,7 @@ import numpy as np
 from syncvar.collectives._arguments import as_array, checked_output
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
+from syncvar.runtime import finite
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import identity
 
@@ -117,6 +118,7 @@ def _prefix(
 
     def check() -> Request:
         array = as_array(x)
+        finite.look(array, name)
         how, digest, what = described(array, op, name, algorithm)
         neutral = identity(how) if name == "exscan" else None
         into = None if out is None else checked_output(out, array.shape, how.result)

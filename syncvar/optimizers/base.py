@@ -31,6 +31,7 @@ from syncvar.optimizers.clipping import Clipping
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
+from syncvar.runtime import finite
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import context_of, current_owner
@@ -432,6 +433,7 @@ class Optimizer(Rule):
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
+            finite.look(gradient, f"the step, as the gradient of variable {part.variable.name!r}")
             factor = None if calls == 1 and part.is_apart else weight
             part.load(gradient, factor, number, calls, mean=mean)
         if self._nonfinite == "error":

@@ -89,6 +89,10 @@ class Context:
         self._control = control
         self._zeromq: zmq.Context[Any] | None = None
         self._next_group = _WORLD + 1
+        if config.check_finite != "off":
+            from syncvar.runtime import finite
+
+            finite.turn_on()
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
         self.recorder = Recorder(
@@ -165,6 +169,7 @@ class Context:
             identity, members, self.rank, self.engine, channel,
             recorder=self.recorder, forced=self._forced, hosts=self._hosts_of(identity, members) if shares else None,
         )  # fmt: skip
+        made.prepares = self.config.check_finite == "off"  # a prepared call looks at nothing
         self._communicators.add(made)
         return made
 

@@ -194,6 +194,7 @@ class Communicator:
         self._forced = dict(forced or {})
         self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
         self.own_messages: dict[int, deque[NDArray[Any]]] = {}  # what this rank has sent itself, by tag
+        self.prepares = True
         self.shortcuts: dict[Any, Shortcut] = {}  # by (op, dtype, shape, reproducible)
         self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}
         self._forked: UsageError | None = None
@@ -284,11 +285,12 @@ class Communicator:
         return self.keep_shortcut(key, reduce_shortcut(self, how, shape, digest, what, apply))
 
     def keep_shortcut(self, key: Any, made: Shortcut | None) -> Shortcut | None:
-        """Remember the short way of calls, if there is one."""
-        if made is not None:
-            if len(self.shortcuts) >= _SHORTCUTS_MAX:
-                self.shortcuts.clear()
-            self.shortcuts[key] = made
+        """Remember the short way of calls, if there is one and calls of this group may be prepared."""
+        if made is None or not self.prepares:
+            return None
+        if len(self.shortcuts) >= _SHORTCUTS_MAX:
+            self.shortcuts.clear()
+        self.shortcuts[key] = made
         return made
 
     @property

@@ -9,6 +9,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import shortcut_of
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
+from syncvar.runtime import finite
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.kernels import reduction
 from syncvar.variables.casting import operand_array
@@ -584,14 +585,17 @@ class Variable(ArrayProtocol):
         Raises:
             ConfigError: It cannot be one.
         """
-        if type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape and self._dtype.kind != "b":
-            return x
         what = f"{operation.value} of variable {self.name!r}"
+        if type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape and self._dtype.kind != "b":
+            finite.look(x, what)
+            return x
         if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
             raise ConfigError(f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'")
         if reduced:
             self._check_sum(what)
-        return operand_array(x.read_value() if isinstance(x, Variable) else x, self._shape, self._dtype, what)
+        array = operand_array(x.read_value() if isinstance(x, Variable) else x, self._shape, self._dtype, what)
+        finite.look(array, what)
+        return array
 
     def _count_write(self) -> None:
         self._writes += 1
