@@ -156,7 +156,7 @@ PHASES = {
     "F01": "SRHCXVKE", "F02": "CXVK", "F03": "SRHCXVKE", "F04": "CX", "F05": "CXK", "F06": "RHCXVKE", "F07": "CX", "F08": "X",
     "F09": "C", "F10": "C", "F11": "X", "F12": "SRCXKE", "F13": "SRCXKE", "F14": "CXK", "F15": "CX", "F16": "CX", "F17": "RCX",
     "F18": "CX", "F19": "S", "F20": "RCXK", "F21": "CX", "F22": "CX", "F23": "X", "F24": "X", "F25": "RHX", "F26": "X", "F27": "HX",
-    "F28": "RC", "F29": "RH", "F30": "X", "F31": "XE", "F33": "V", "F34": "H", "F35": "R", "F36": "S", "F37": "RCXK",
+    "F28": "RC", "F29": "RH", "F30": "X", "F31": "XE", "F32": "X", "F33": "V", "F34": "H", "F35": "R", "F36": "S", "F37": "RCXK",
     "F38": "SR", "F39": "S", "F40": "SX", "F41": "SR", "F42": "CX", "F43": "X", "F44": "VE", "F45": "K", "F46": "K", "F47": "K",
     "F48": "K", "F49": "SK", "F50": "K", "F51": "CX", "F52": "X", "F53": "X", "F54": "CX", "F55": "C", "F56": "C", "F57": "X",
     "F58": "CXK", "F59": "XK", "F60": "R",
@@ -165,7 +165,7 @@ PHASES = {
 
 MISSING = {
     "F11": "X",
-    "F15": "X", "F16": "CX", "F32": "X", "F35": "R", "F37": "RCXK", "F38": "SR", "F39": "S", "F41": "SR", "F49": "S", "F55": "C",
+    "F15": "X", "F16": "CX", "F35": "R", "F37": "RCXK", "F38": "SR", "F39": "S", "F41": "SR", "F49": "S", "F55": "C",
     "F57": "X", "F60": "R",
 }  # fmt: skip
 """What no test shows yet, of the rows that wait for nothing."""
