@@ -71,12 +71,14 @@ def plan_binding(
     if mode not in MODES:
         raise ConfigError(f"bind must be one of {', '.join(MODES)}, not {mode!r}")
     if cores_per_worker is not None and workers * cores_per_worker > usable:
-        fitting = usable // workers
-        lower = f"--cores-per-worker {fitting} or " if fitting else ""
+        fewer_cores, fewer_workers = usable // workers, usable // cores_per_worker
+        remedies = [f"--cores-per-worker {fewer_cores}"] * (fewer_cores > 0)
+        remedies += [f"at most {_count(fewer_workers, 'worker')}"] * (fewer_workers > 0)
+        use = f"use {' or '.join(remedies)}, or " if remedies else ""
         raise ConfigError(
             f"{_count(workers, 'worker')} with {_count(cores_per_worker, 'core')} each need "
             f"{workers * cores_per_worker} cores, but this host lets us use {usable}: "
-            f"use {lower}at most {_count(usable // cores_per_worker, 'worker')}, or leave --cores-per-worker out"
+            f"{use}leave --cores-per-worker out"
         )
     unbound: tuple[None, ...] = (None,) * workers
     if mode == "none":

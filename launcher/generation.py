@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import ConfigError
 from syncvar.runtime.store import Store
 from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.flight import FlightRecords
+from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
 from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence
@@ -171,7 +171,7 @@ class Generation:
                     named=named,
                 )
         except OSError as error:
-            raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
+            raise cannot_start(argv[0], error) from error
         finally:
             for descriptor in (null, *named.values()):
                 os.close(descriptor)
@@ -187,11 +187,11 @@ class Generation:
             finally:
                 server.close()
             return
-        self.forwarder.say(
-            f"syncvar: the process that workers are forked from {exits.describe_exit(status)} before it was ready: "
-            f"what it says stands above; --start-method spawn does without it\n"
+        self.supervisor.never_began(
+            f"the process that workers are forked from {exits.describe_exit(status)} before it was ready: "
+            f"what it says stands above; --start-method spawn does without it",
+            exits.exit_code_of(status) or exits.INTERNAL,
         )
-        self._never_begin(status or exits.INTERNAL)
 
     def _never_begin(self, status: int) -> None:
         """Let all workers end before they begin."""

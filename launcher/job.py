@@ -12,11 +12,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
 from syncvar_launcher.forking import ForkServer
+from syncvar_launcher.limits import cannot_start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -166,4 +166,4 @@ class Job:
         try:
             return ForkServer(argv, environ, self.options.cwd, self.pass_fds())
         except OSError as error:
-            raise ConfigError(f"a worker cannot be started: {argv[0]}: {error.strerror}") from error
+            raise cannot_start(argv[0], error) from error

@@ -45,6 +45,9 @@ _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
+_MOST = 1 << 16
+"""The most ranks, fake hosts and cores: far more than a host can have, and no more than lists may be long."""
+
 _LAYERS = ("default", "file", "environment", "command line")
 
 # What `--debug` makes endless: a person at a breakpoint is not a failure. The graces and the shutdown stay finite,
@@ -461,13 +464,17 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
         return _read_seconds(value, is_text=is_text, above_zero=kind == "limit")
     if kind == "workers" and value == "auto":
         return core_count()
-    return _read_whole(value, is_text=is_text, low=0 if kind in ("rank", "restarts") else 1, also="auto or " if kind == "workers" else "")
+    if kind in ("rank", "restarts"):
+        return _read_whole(value, is_text=is_text, low=0, high=None, also="")
+    return _read_whole(value, is_text=is_text, low=1, high=_MOST, also="auto or " if kind == "workers" else "")
 
 
-def _read_whole(value: Any, *, is_text: bool, low: int, also: str) -> int:
-    number = int(value) if is_text and value.isascii() and value.isdigit() and len(value) < 10 else value
+def _read_whole(value: Any, *, is_text: bool, low: int, high: int | None, also: str) -> int:
+    number = int(value) if is_text and value.isascii() and value.isdigit() and len(value) < 100 else value
     if isinstance(number, bool) or not isinstance(number, int) or number < low:
         raise ConfigError(f"must be {also}a whole number of at least {low}, not {value!r}")
+    if high is not None and number > high:
+        raise ConfigError(f"must be {also}a whole number of at most {high}, not {value!r}")
     return number
 
 

@@ -16,17 +16,24 @@ def main(argv: list[str] | None = None) -> int:
     """Run `syncvar-launch`; returns its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some daemons leave it, no end of a rank could be told
     _open_streams()
     import gc
 
     from syncvar.errors import ConfigError, SyncvarError
     from syncvar_launcher import exits
+    from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
 
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         sys.stderr.write(f"syncvar-launch: {error}\n")
-        return exits.CONFIGURATION
+        return exits.LIMITS if isinstance(error, LimitTooLow) else exits.CONFIGURATION
+    except OSError as error:
+        if error.errno not in OF_LIMITS:
+            raise
+        sys.stderr.write(f"syncvar-launch: a limit of the system is too low: {error.strerror}\n")
+        return exits.LIMITS
     except SyncvarError as error:
         sys.stderr.write(f"syncvar-launch: {error}\n")
         return exits.INTERNAL
@@ -39,6 +46,7 @@ def _run(arguments: list[str]) -> int:
 
     from syncvar_launcher import options
     from syncvar_launcher.job import Job
+    from syncvar_launcher.limits import check_limits
 
     try:
         here, is_there = Path.cwd(), True
@@ -49,6 +57,7 @@ def _run(arguments: list[str]) -> int:
     if chosen.dry_run:
         sys.stdout.write(job.dry_run())
         return 0
+    check_limits(chosen)
     return job.run()
 
 

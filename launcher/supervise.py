@@ -220,6 +220,11 @@ class Supervisor:
         self._end_at(now + self.config.abort_grace_s)
         return []
 
+    def never_began(self, reason: str, exit_code: int) -> None:
+        """Note that no worker has begun or will."""
+        self.job_cause = self.job_cause or Cause(-1, Weight.OWN, None, exit_code, reason)
+        self.running.clear()
+
     def signalled(self, number: int, now: float) -> list[Action]:
         """Handle a signal to the launcher: the first ends gracefully, the second at once."""
         if self.interrupted or self._killed:

@@ -8,6 +8,8 @@ import sys
 import pytest
 from launching import await_true
 
+from syncvar_launcher.limits import needed_files
+
 MODULE = (sys.executable, "-m", "syncvar_launcher")
 ENTRY = (sys.executable, "-c", "import sys; from syncvar_launcher.run import main; sys.exit(main())")  # as the installed command does
 
@@ -133,3 +135,84 @@ def test_an_arena_that_no_process_can_map_is_refused(tmp_path, size):
     assert ended.returncode == 78
     assert is_one_sentence(ended.stderr), ended.stderr
     assert f"arena_bytes ({size}) is more than a process can map: at most {1 << 46}" in ended.stderr
+
+
+# Limits of the system.
+
+
+def limited(number):
+    return ("sh", "-c", f'ulimit -n {number}; exec "$@"', "sh")
+
+
+@pytest.mark.parametrize(("workers", "allowed"), [(16, 64), (2, 16)])
+def test_f41_too_few_open_files_are_told_before_anything_starts(launch, workers, allowed):
+    job = launch("import probe", workers=workers, prefix=limited(allowed))
+    assert job.wait() == 71, str(job)
+    needed, _ = needed_files(workers, 1, has_logs=False, are_linked=False)
+    assert is_one_sentence(job.err), job.err
+    assert f"needs {needed} open files for {workers} ranks, and {allowed} are allowed" in job.err
+    assert "ulimit -n" in job.err
+    assert not job.events(), "nothing was started"
+    assert not list(job.folder.glob("syncvar-flight*"))
+
+
+@pytest.mark.parametrize("how", ["arena", "zmq", "fake hosts"])
+def test_f41_what_is_said_to_be_needed_suffices(launch, how, tmp_path):
+    hosts = 2 if how == "fake hosts" else 1
+    needed, _ = needed_files(4, hosts, has_logs=True, are_linked=how != "arena")
+    options = ("--log-dir", str(tmp_path / "logs"), *(("--fake-hosts", "2") if hosts == 2 else ()))
+    script = """
+        import numpy as np, syncvar as sv
+        for size in (1, 1000, 300_000):
+            sv.all_reduce(np.ones(size)), sv.all_gather(np.ones(size)), sv.all_to_all(np.ones(4 * size))
+    """
+    job = launch(script, workers=4, prefix=limited(needed), options=options, env={"SYNCVAR_TRANSPORT": "zmq"} if how == "zmq" else {})
+    assert job.wait() == 0, str(job)
+    short = launch(script, workers=4, prefix=limited(needed - 1), options=options, env={"SYNCVAR_TRANSPORT": "zmq"} if how == "zmq" else {})
+    assert short.wait() == 71, str(short)
+
+
+def test_f41_too_few_processes_are_told(monkeypatch):
+    """The system asks root for no limit, so that this limit is only said to be there."""
+    import resource
+
+    from syncvar_launcher import limits, options
+
+    chosen = options.parse(["-n", "16", "--no-python", "true"], {}, "/")
+    allowed = limits.needed_tasks(16)
+    monkeypatch.setattr(os, "getuid", lambda: os.stat("/proc/self").st_uid or 1)
+    monkeypatch.setattr(limits, "_tasks_of_user", lambda: 7)
+    real = resource.getrlimit
+    for soft, hard, words in ((allowed + 7, allowed + 7, ""), (allowed + 6, 4096, f"ulimit -u {allowed + 7}"), (9, 9, "goes up to 9 here")):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft, hard=hard: (soft, hard) if which == resource.RLIMIT_NPROC else real(which))
+        if not words:
+            limits.check_limits(chosen)
+            continue
+        with pytest.raises(limits.LimitTooLow, match=f"16 ranks need {allowed} processes and threads beside the 7 .* {soft} are allowed") as raised:
+            limits.check_limits(chosen)
+        assert words in str(raised.value)
+
+
+def test_the_tasks_of_a_user_are_counted():
+    from syncvar_launcher import limits
+
+    before = limits._tasks_of_user()
+    with subprocess.Popen([sys.executable, "-c", "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print(1, flush=True)"],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # fmt: skip
+        process.stdout.readline()
+        assert os.stat(f"/proc/{process.pid}/task").st_nlink - 2 == 2
+        assert limits._tasks_of_user() >= 2
+        process.stdin.close()
+    assert before >= 1
+
+
+# What was ignored before.
+
+
+def test_the_end_of_a_rank_is_known_where_sigchld_was_ignored(launch):
+    prefix = (sys.executable, "-c", "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])")
+    script = "import os, syncvar as sv; sv.all_reduce(1); os.kill(os.getpid(), 9) if sv.rank() else sv.all_reduce(1)"
+    job = launch(script, workers=2, prefix=prefix)
+    assert job.wait() == 137, str(job)
+    assert "rank 1 on" in job.report
+    assert "was killed by signal 9 (SIGKILL)" in job.report

@@ -186,6 +186,8 @@ def test_a_server_that_cannot_fork(launch, tmp_path, text, words):
     assert job.wait() != 0, str(job)
     assert words in job.report, str(job)
     assert "--start-method spawn" in job.report, str(job)
+    assert "syncvar: the job failed after" in job.report, "no rank is blamed, for none has begun"
+    assert "rank 0 on" not in job.report, str(job)
     assert not job.events("began"), "no worker has begun"
 
 

@@ -141,6 +141,8 @@ def test_usage_errors(capsys, argv, message):
         ("--workers", "2.0", "must be auto or a whole number of at least 1, not '2.0'"),
         ("--workers", "train.py", "must be auto or a whole number of at least 1, not 'train.py'"),
         ("--workers", "\u0663", "must be auto or a whole number of at least 1, not '\u0663'"),
+        ("--workers", "1000000000", "must be auto or a whole number of at most 65536, not '1000000000'"),
+        ("--workers", "9" * 50, "must be auto or a whole number of at most 65536, not"),
         ("--debug", "-1", "must be a whole number of at least 0, not '-1'"),
         ("--cores-per-worker", "0", "must be a whole number of at least 1, not '0'"),
         ("--timeout", "0", "must be seconds above 0, not '0'"),

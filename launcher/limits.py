@@ -1,0 +1,107 @@
+"""What a job needs of the system, told before anything is started: open files, and processes of the user."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from typing import TYPE_CHECKING
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from syncvar_launcher.options import LaunchOptions
+
+__all__ = ["OF_LIMITS", "LimitTooLow", "cannot_start", "check_limits", "needed_files", "needed_tasks"]
+
+# Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
+_FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
+_TASKS_OF_A_RANK = 4  # the script, two threads of ZeroMQ, and the one that makes progress
+_TASKS = 5  # the launcher with its threads, the guardian, and what ranks are forked from
+OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+
+
+class LimitTooLow(ConfigError):
+    """A limit of the system is too low for the job; the exit code is 71."""
+
+
+def needed_files(workers: int, hosts: int, *, has_logs: bool, are_linked: bool) -> tuple[int, str]:
+    """Return how many files the launcher and each rank must be allowed to have open, and for whom the most are needed.
+
+    Args:
+        workers: Ranks of the job.
+        hosts: As how many hosts this machine poses.
+        has_logs: The launcher writes two files for each rank.
+        are_linked: Ranks are connected to each other, since they share no memory.
+
+    Example:
+        >>> needed_files(16, 1, has_logs=False, are_linked=False)
+        (106, 'the launcher')
+    """
+    launcher = _FILES + workers * (_FILES_OF_A_RANK + 2 * has_logs) + 2 * hosts
+    rank = _FILES + ((workers + hosts) * _FILES_OF_A_LINK if are_linked else 0)
+    return max((launcher, "the launcher"), (rank, "each rank"))
+
+
+def needed_tasks(workers: int) -> int:
+    """Return how many processes and threads a job has at least."""
+    return _TASKS + workers * _TASKS_OF_A_RANK
+
+
+def check_limits(options: LaunchOptions) -> None:
+    """Refuse a job that the limits of the system leave no room for.
+
+    Raises:
+        LimitTooLow: What is needed, what is allowed, and what to write.
+    """
+    workers = options.workers
+    are_linked = options.fake_hosts > 1 or options.runtime.transport == "zmq"
+    needed, whose = needed_files(workers, options.fake_hosts, has_logs=options.log_dir is not None, are_linked=are_linked)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _is_below(soft, needed):
+        raise LimitTooLow(
+            f"{whose} needs {needed} open files for {_ranks(workers)}, and {soft} are allowed: "
+            f"{_remedy('n', needed, hard)}, or start fewer ranks"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft == resource.RLIM_INFINITY or os.getuid() == 0:  # the system asks root for none
+        return
+    needed, used = needed_tasks(workers), _tasks_of_user()
+    if _is_below(soft, used + needed):
+        raise LimitTooLow(
+            f"{_ranks(workers)} need {needed} processes and threads beside the {used} that this user has, and {soft} are allowed: "
+            f"{_remedy('u', used + needed, hard)}, or start fewer ranks"
+        )
+
+
+def cannot_start(program: str, error: OSError) -> ConfigError:
+    """Return what to raise where a process cannot be started."""
+    kind = LimitTooLow if error.errno in OF_LIMITS else ConfigError
+    return kind(f"a worker cannot be started: {program}: {error.strerror}")
+
+
+def _is_below(limit: int, needed: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < needed
+
+
+def _ranks(workers: int) -> str:
+    return f"{workers} rank{'s' * (workers > 1)}"
+
+
+def _remedy(letter: str, needed: int, hard: int) -> str:
+    if _is_below(hard, needed):
+        return f"ask for a higher limit (ulimit -{letter} goes up to {hard} here)"
+    return f"ulimit -{letter} {needed}"
+
+
+def _tasks_of_user() -> int:
+    """Return how many processes and threads of this user there are, as the system counts them."""
+    own, count = os.getuid(), 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == own:
+                    count += os.stat(f"/proc/{entry.name}/task").st_nlink - 2  # noqa: PTH116
+            except OSError:  # it has ended meanwhile
+                continue
+    return count
