@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.errors import ConfigError
-from syncvar.wire import dtype_index
+from syncvar.wire import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,8 +43,23 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
             raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {error}") from error
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
-    dtype_index(value.dtype)
+    if value.dtype.name not in DTYPE_NAMES:
+        raise ConfigError(_untravelled(value, what))
     return np.asarray(value)
+
+
+def _untravelled(array: NDArray[Any], what: str) -> str:
+    """Return why an array cannot travel, and what to write."""
+    if array.dtype.kind != "O":
+        return f"{what}: dtype {array.dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}: x.astype('float64'), for instance"
+    for item in array.flat:
+        if not isinstance(item, _PLAIN_LEAVES):
+            return f"{what} holds {reprlib.repr(item)} of type {type(item).__name__}, which is no number: pass np.zeros(shape), or other numbers"
+        if isinstance(item, int) and not -(1 << 63) <= item < 1 << 64:
+            return f"{what} holds {reprlib.repr(item)}, which no integer dtype can: pass float(x), which rounds it, or several smaller integers"
+    dtype = np.asarray(array.tolist()).dtype
+    name = dtype.name if dtype.name in DTYPE_NAMES else "float64"
+    return f"{what} is an array of Python objects (dtype object), here {reprlib.repr(array.tolist())}: pass x.astype('{name}')"
 
 
 def _is_masked(value: Any) -> bool:

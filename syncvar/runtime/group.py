@@ -377,6 +377,8 @@ class Communicator:
                 with quiet():
                     request = check()
             except Exception as error:
+                if isinstance(error, ConfigError) and self.size > 1:
+                    error.add_note(f"refused on rank {self.members[self.member_rank]}; the other ranks of the group raise MismatchError")
                 self.recorder.refused(Told(name, self.identity, self.members, 0, 0, ""), call, error)
                 if engine is not None and self.size > 1:
                     engine.announce(self.identity, call + 1)

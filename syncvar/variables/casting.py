@@ -128,13 +128,14 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise ConfigError(
                 f"{what}: {dtype.name} holds {limits.min} to {limits.max}, not {array.tolist()!s:.120}. Make the "
-                f"variable with dtype='int64'"
+                f"variable with dtype='{'uint64' if int(array.max()) > np.iinfo(np.int64).max else 'int64'}'"
             )
     with np.errstate(over="ignore"):
         made = array.astype(dtype)
     if dtype.kind not in "biu" and bool(np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))):
         raise ConfigError(
-            f"{what}: {dtype.name} cannot hold {array.tolist()!s:.120}. Make the variable with dtype='float64'"
+            f"{what}: {dtype.name} cannot hold {array.tolist()!s:.120}. Make the variable with "
+            f"dtype='{'complex128' if dtype.kind == 'c' else 'float64'}'"
         )
     return made
 

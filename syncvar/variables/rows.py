@@ -60,8 +60,9 @@ def checked_rows(
     if rows.dtype.kind not in "iu" and rows.size:
         raise ConfigError(f"{what}: indices must be integers, not {rows.dtype.name}")
     parts = operand_array(values, (*rows.shape, *shape[1:]), dtype, f"{what}: values")
-    flat = rows.reshape(-1).astype(np.int64)
-    outside = flat[(flat < 0) | (flat >= shape[0])]
+    given = rows.reshape(-1)
+    outside = given[(given < 0) | (given >= shape[0])]
+    flat = given.astype(np.int64)
     if outside.size:
         row, count = int(outside[0]), shape[0]
         fix = f"Negative rows do not count from the end: write rows % {count}" if row < 0 < count else (

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import syncvar as sv
 from syncvar.testing import run_ranks
@@ -42,3 +43,23 @@ def test_merge_call_gives_back_the_parts_of_structures_and_takes_named_tuples():
         return sv.MirroredStrategy().run(step)
 
     assert everywhere(2, program) == [{"all": [float(rank), "x"], "is": True} for rank in range(2)]
+
+
+def test_a_refusal_names_its_rank():
+    def program():
+        v = sv.Variable(np.zeros(2), aggregation="SUM")
+        try:
+            v.assign(np.zeros(2) if sv.rank() == 0 else np.zeros(3))
+        except (sv.ConfigError, sv.MismatchError) as error:
+            return type(error).__name__, getattr(error, "__notes__", [])
+
+    assert run_ranks(2, program, timeout_s=20) == [
+        ("MismatchError", []),
+        ("ConfigError", ["refused on rank 1; the other ranks of the group raise MismatchError"]),
+    ]
+
+
+def test_a_row_is_named_as_it_was_given():
+    v = sv.Variable(np.zeros(3), synchronization="NONE")
+    with pytest.raises(sv.RowOutOfRange, match=f"row {2**63 + 1} is outside"):
+        v.scatter_add(np.array([1, 2**63 + 1], np.uint64), np.ones(2))

@@ -77,6 +77,41 @@ def _():
     sv.Variable([0.0, 0.0], name="v", aggregation="SUM").assign(1.0)
 
 
+@refusal("an integer that no dtype holds", "pass float(x)")
+def _():
+    sv.Variable(0, name="v", aggregation="SUM").assign(2**70)
+
+
+@refusal("an array of Python objects", "pass x.astype('int64')")
+def _():
+    sv.Variable([0], name="v", synchronization="NONE").assign(np.array([1], object))
+
+
+@refusal("rows of integers that no dtype holds", "pass float(x)")
+def _():
+    sv.Variable([0, 0], name="v", synchronization="NONE").scatter_add([0], [2**70])
+
+
+@refusal("an initial value that is no number", "pass np.zeros(shape)")
+def _():
+    sv.Variable([print], name="v")
+
+
+@refusal("an initial value of dates", "x.astype('float64')")
+def _():
+    sv.Variable(np.zeros(2, "datetime64[s]"), name="v")
+
+
+@refusal("an integer that is too large for int64", "dtype='uint64'")
+def _():
+    sv.Variable(0, name="v", aggregation="SUM").assign(2**63)
+
+
+@refusal("a number that is too large for complex64", "dtype='complex128'")
+def _():
+    sv.Variable(0, dtype="complex64", name="v", aggregation="SUM").assign(1e300)
+
+
 @refusal("wrong shape, as another rank sees it", "np.broadcast_to(x, (2,))", rank=1)
 def _():
     v = sv.Variable([0.0, 0.0], name="v", aggregation="SUM")
