@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from inspect import signature
 from itertools import count, product
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
+from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
 from syncvar.cli.contributions import FOLDED_OPS, Case, first_wrong, part
 from syncvar.cli.registry import available, dtypes, has_result_like_input, ops_of
 from syncvar.cli.selftest import Outcome, outcome_lines, parsed
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["wanted", "work"]
 
 _MANY = 10_007
+_LONG_BYTES = (SMALL_BYTES + 4096, SEGMENT_BYTES, SEGMENT_BYTES + 4096)  # in shared memory each goes another way
+_TURNS = 8
+_PLACES = ("private", "in the arena", "inside something private", "inside something in the arena")
 _FAILURES_MAX = 5
 _BARRIERS = 20
 
@@ -95,6 +100,7 @@ def _proves(one: Collective) -> str:
     parameters = signature(getattr(sv, one.functions[-1])).parameters
     ways = ["out="] * ("out" in parameters and one.name != "all_to_all") + ["in place"] * one.in_place
     ways += ["async"] * ("async_op" in parameters) or ["brought in reverse order"]
+    ways.append("repeated with arrays anywhere")
     return "; ".join([*words, f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}", ", ".join(ways)])
 
 
@@ -129,6 +135,33 @@ def _test_arrays(one: Collective, outcome: Outcome) -> None:
             for how, got in _ways(one, case, is_first=op == ops[0]):
                 what = f"{dtype}{f', {op}' if op else ''}, {_shape_text(shape)}{f', root {root}' if one.has_root else ''}"
                 _judge(outcome, f"{what}{how}", got, one.wanted(case), case, one)
+    _test_places(one, outcome)
+
+
+def _test_places(one: Collective, outcome: Outcome) -> None:
+    """Repeat calls until they are prepared and beyond, while the array of each rank lies elsewhere each time."""
+    rank, size = sv.rank(), sv.world_size()
+    draw = np.random.default_rng(0)
+    for nbytes in _LONG_BYTES:
+        case = Case(rank, size, one.shape(nbytes // 4, size), root=size - 1)
+        x, target = one.contribution(case), one.wanted(case)
+        for turn in range(_TURNS):
+            where = _PLACES[draw.integers(0, len(_PLACES), size)[rank]]
+            is_same = one.in_place and turn % 2 == 0
+            mine = _placed(where, x if x is not None else part(case, rank) if is_same else None)
+            out = {"out": mine} if is_same and target is not None else {}
+            what = f"call {turn + 1} of {_shape_text(case.shape)}{', in place' if is_same else ''}, {where}"
+            _judge(outcome, what, partial(one.call, case, None if x is None else mine, **out), target, case, one)
+
+
+def _placed(where: str, x: Any) -> Any:
+    """Return a copy of an array that lies in private memory, in the arena, or inside something larger."""
+    if x is None:
+        return None
+    make = np.empty if where.endswith("private") else sv.empty
+    made = make(x.size + 2, x.dtype)[1:-1].reshape(x.shape) if where.startswith("inside") else make(x.shape, x.dtype)
+    made[...] = x
+    return made
 
 
 def _ways(one: Collective, case: Case, *, is_first: bool) -> Iterator[tuple[str, Callable[[], Any]]]:

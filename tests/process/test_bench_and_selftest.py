@@ -144,6 +144,22 @@ def test_what_a_failed_proof_says(launch):
     assert last.startswith("broadcast          OK  ")
 
 
+@pytest.mark.slow
+def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
+    """Prepared in-place calls did once, where one rank's array is private; only calls that are repeated with such show it."""
+    script = """
+    import sys
+    from syncvar.cli.selftest_worker import parsed, work
+    from syncvar.runtime import shared_reduce
+    shared_reduce._all_known = lambda places: [place or 0 for place in places]
+    sys.exit(work(parsed()))
+    """
+    job = launch(script, arguments=["all_reduce"], env={"SYNCVAR_CHECK_ARENA": "on"})
+    assert job.wait(60) != 0, str(job)
+    assert "InternalError" in job.err
+    assert "is nobody's" in job.err
+
+
 def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
     # The module is found first in the folder of the workers' start; it ends rank 1 in the middle.
     (tmp_path / "sitecustomize.py").write_text(
