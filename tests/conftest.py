@@ -44,6 +44,12 @@ def pytest_configure(config):
     os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime
 
 
+def pytest_collection_finish():
+    """Let the collector leave alone what stays to the end: thousands of collected tests, and modules."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
     """Ring more than once: what still waits after the failure, a `with` for instance, is interrupted too."""

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from harness import covering
 
 import syncvar as sv
 from syncvar.runtime.context import current, use
@@ -206,21 +207,21 @@ def _placed(where, count, dtype):
     return made
 
 
-@pytest.mark.parametrize(("dtype", "op"), [(np.float32, "sum"), (np.float16, "mean")])
-@pytest.mark.parametrize(
-    ("size", "of_x", "of_out"),
-    [
-        (2, "resident", "x"),
-        (2, "private", "x"),
-        (2, "private", "resident"),
-        (3, "resident", "resident"),
-        (3, "resident", "private"),
-        (3, "by rank", "x"),
-        (4, "by rank", "other by rank"),
-        (4, "resident", "x or resident"),
-    ],
-)
-def test_long_arrays_are_reduced_where_they_lie(dtype, op, size, of_x, of_out):
+PLACES = [
+    (2, "resident", "x"),
+    (2, "private", "x"),
+    (2, "private", "resident"),
+    (3, "resident", "resident"),
+    (3, "resident", "private"),
+    (3, "by rank", "x"),
+    (4, "by rank", "other by rank"),
+    (4, "resident", "x or resident"),
+]
+
+
+@pytest.mark.parametrize(("places", "what"), covering(PLACES, [(np.float32, "sum"), (np.float16, "mean")], strength=1))
+def test_long_arrays_are_reduced_where_they_lie(places, what):
+    (size, of_x, of_out), (dtype, op) = places, what
     counts = LONG if op == "sum" else LONG[:3]
 
     def where(word, index):

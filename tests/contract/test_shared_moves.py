@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from harness import covering, everywhere
 
 import syncvar as sv
 from syncvar.arena.reaching import Reach
@@ -10,23 +11,21 @@ from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
 
 COUNTS = [0, 1, 7, 5_000, 40_000, 300_000]  # nothing, small slots, one window, several
+WAYS = [*((count, "auto") for count in COUNTS), (40_000, "off"), (150_000, "off")]
 
 
 def results(size, fn, single_copy="auto"):
-    found = run_ranks(size, fn, shared=True, timeout_s=60, config=RuntimeConfig(single_copy=single_copy))
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+    return everywhere(size, fn, shared=True, config=RuntimeConfig(single_copy=single_copy))
 
 
 def block(rank, count, dtype="f4", turn=0):
     return (np.arange(count) % 97 + 100 * rank + turn).astype(dtype)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("count", "single_copy"), [*((count, "auto") for count in COUNTS), (40_000, "off"), (150_000, "off")])
-def test_prepared_and_first_calls_give_the_same(size, count, single_copy):
+@pytest.mark.parametrize(("size", "way"), covering([2, 3, 4], WAYS, strength=1))
+def test_prepared_and_first_calls_give_the_same(size, way):
+    count, single_copy = way
+
     def fn():
         rank = sv.rank()
         everyone = [block(other, count) for other in range(size)]
@@ -60,11 +59,16 @@ def test_prepared_and_first_calls_give_the_same(size, count, single_copy):
     results(size, fn, single_copy)
 
 
-@pytest.mark.parametrize("reads", ["all", "none", "all but rank 1"])
-@pytest.mark.parametrize("of_x", ["private", "resident", "resident on even ranks"])
-@pytest.mark.parametrize(("size", "dtype", "op"), [(2, "f4", "sum"), (3, "f2", "mean"), (4, "i4", "mean")])
-def test_blocks_are_taken_wherever_they_lie(size, dtype, op, of_x, reads):
-    count = 20_000
+@pytest.mark.parametrize(
+    ("what", "of_x", "reads"),
+    covering(
+        [(2, "f4", "sum"), (3, "f2", "mean"), (4, "i4", "mean")],
+        ["private", "resident", "resident on even ranks"],
+        ["all", "none", "all but rank 1"],
+    ),
+)
+def test_blocks_are_taken_wherever_they_lie(what, of_x, reads):
+    (size, dtype, op), count = what, 20_000
 
     def placed(values):
         is_resident = of_x == "resident" or (of_x != "private" and sv.rank() % 2 == 0)

@@ -174,13 +174,13 @@ def assert_same(result, want):
         assert result == want
 
 
-@pytest.mark.parametrize("block_of_seeds", range(4))
+@pytest.mark.parametrize("block_of_seeds", range(2))
 def test_every_schedule_of_every_algorithm_fulfils_its_contract_in_symbols(block_of_seeds):
     for seed in range(block_of_seeds * 250, block_of_seeds * 250 + 250):
         simulate_symbols(seed)
 
 
-@pytest.mark.parametrize("block_of_seeds", range(4))
+@pytest.mark.parametrize("block_of_seeds", range(2))
 def test_every_schedule_of_the_collectives_gives_the_exact_result(block_of_seeds):
     for seed in range(block_of_seeds * 250, block_of_seeds * 250 + 250):
         simulate_collectives(seed)
@@ -189,7 +189,7 @@ def test_every_schedule_of_the_collectives_gives_the_exact_result(block_of_seeds
 @pytest.mark.slow
 @pytest.mark.parametrize("block_of_seeds", range(20))
 def test_many_more_schedules(block_of_seeds):
-    for seed in range(1000 + block_of_seeds * 500, 1500 + block_of_seeds * 500):
+    for seed in range(500 + block_of_seeds * 500, 1000 + block_of_seeds * 500):
         simulate_symbols(seed)
         simulate_collectives(seed)
 

@@ -13,7 +13,7 @@ import syncvar as sv
 
 RANK, SIZE = sv.rank(), sv.world_size()
 COUNTS = sorted({0, 1, max(0, SIZE - 1), SIZE, SIZE + 1, 10_007})
-DTYPES = ["float32", "float64", "int32", "uint8", "complex64", "float16", "bfloat16"]
+DTYPES = ["float32", "float64", "int32", "uint8", "complex64", "float16", "bfloat16", "bool"]
 FOLD = {
     "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
@@ -38,6 +38,8 @@ def part(rank, count, dtype, op="sum"):
 def ops_of(dtype):
     if dtype.kind == "c":
         return ["sum", "prod"]
+    if dtype.kind == "b":
+        return ["min", "max", "and", "or", "xor"]
     return ["sum", "prod", "min", "max", *(["and", "or", "xor"] if dtype.kind in "iu" else [])]
 
 

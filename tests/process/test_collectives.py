@@ -1,4 +1,6 @@
-"""Every collective over real processes: one launch for each number of ranks checks all of it.
+"""What collectives take and give besides plain arrays: kinds of input, views, structures, objects; other settings.
+
+That each collective gives what it must at every count is test_width.py's claim.
 
 Inputs are exactly representable, so that results are compared with `==`. The reference is what every rank can compute
 by itself, because the contribution of each rank is a function of its number.
@@ -36,36 +38,15 @@ def part(who, count, dtype, seed=0):
     return draw.integers(low, 4, count).astype(dtype)
 
 
-FOLD = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+FOLD = {"sum": np.add, "max": np.maximum}
 COUNTS = sorted({0, 1, n - 1, n, n + 1, 10_007})
-DTYPES = [np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_]
 
-for dtype, op, count in itertools.product(DTYPES, ["sum", "mean", "prod", "min", "max"], COUNTS):
-    if dtype == np.bool_ and op not in ("min", "max"):
-        if count == 1:
-            try:
-                sv.all_reduce(part(rank, count, dtype), op)
-                failed.append(f"{op} of bool was accepted")
-            except sv.ConfigError:
-                pass
-        continue
-    parts = [part(who, count, dtype) for who in range(n)]
-    if op == "mean":
-        wanted = np.add.reduce([one.astype(np.float64 if np.dtype(dtype).kind in "iu" else dtype) for one in parts])
-        wanted = wanted / wanted.dtype.type(n)
-    else:
-        wanted = parts[0]
-        for one in parts[1:]:
-            wanted = FOLD[op](wanted, one)
-    mine = parts[rank]
-    check(f"all_reduce {op} {np.dtype(dtype)} {count}", sv.all_reduce(mine, op), wanted)
-    check(f"input of all_reduce {op} {np.dtype(dtype)} {count}", mine, part(rank, count, dtype))
-    if count == 10_007:
-        out = np.empty_like(wanted)
-        result = sv.all_reduce(mine, op, out=out)
-        assert result is out
-        check(f"all_reduce out= {op} {np.dtype(dtype)}", out, wanted)
-        check(f"all_reduce async {op} {np.dtype(dtype)}", sv.all_reduce(mine, op, async_op=True).wait(), wanted)
+for op in ("sum", "mean", "prod"):
+    try:
+        sv.all_reduce(part(rank, 1, np.bool_), op)
+        failed.append(f"{op} of bool was accepted")
+    except sv.ConfigError:
+        pass
 
 # Shapes and kinds of input.
 for x in (np.float32(rank), rank, float(rank), True, np.array(rank), np.zeros((0, 3)), [[1, rank], [2, 3]],
@@ -109,10 +90,6 @@ assert list(total) == ["a", "b"] or set(total) == {"a", "b"}
 assert isinstance(total["b"][1], tuple)
 
 # Broadcast.
-for root, count, dtype in itertools.product(range(n), COUNTS, [np.float32, np.int64, np.bool_]):
-    wanted = part(root, count, dtype, 1)
-    check(f"broadcast {root} {count}", sv.broadcast(part(rank, count, dtype, 1), root=root), wanted)
-    check(f"broadcast None {root} {count}", sv.broadcast(wanted if rank == root else None, root=root), wanted)
 out = np.zeros((3, 4), np.float32)
 check("broadcast out", sv.broadcast(np.full((3, 4), rank, np.float32), root=n - 1, out=out), np.full((3, 4), n - 1, np.float32))
 got = sv.broadcast({"x": np.full(3, rank), "y": [rank, 2.5]}, root=n - 1)
@@ -120,13 +97,7 @@ check("broadcast structure", got["x"], np.full(3, n - 1))
 check("broadcast structure: numbers are one array", got["y"], np.array([n - 1, 2.5]))
 check("broadcast async", sv.broadcast(np.full(7, rank), root=0, async_op=True).wait(), np.zeros(7, np.int64))
 
-# All-gather, even and uneven, along each axis.
-for count, dtype in itertools.product(COUNTS, [np.float32, np.int32, np.uint8, np.bool_]):
-    wanted = np.concatenate([part(who, count, dtype, 2) for who in range(n)])
-    check(f"all_gather {count}", sv.all_gather(part(rank, count, dtype, 2)), wanted)
-    lengths = [(who * 37 + count) % (count + 1) for who in range(n)]
-    wanted = np.concatenate([part(who, lengths[who], dtype, 3) for who in range(n)])
-    check(f"all_gather uneven {lengths}", sv.all_gather(part(rank, lengths[rank], dtype, 3)), wanted)
+# All-gather along each axis.
 for axis in (0, 1, -1):
     blocks = [np.full((2, who, 3) if axis == 1 else (who, 2, 3) if axis == 0 else (2, 3, who), who, np.float64) for who in range(n)]
     check(f"all_gather axis {axis}", sv.all_gather(blocks[rank], axis=axis), np.concatenate(blocks, axis=axis))
@@ -184,13 +155,12 @@ probe.note("checks", done=done, failed=failed[:20])
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
-def test_every_collective(launch, workers):
+def test_what_collectives_take_and_give(launch, workers):
     job = launch(CHECKS, workers=workers)
     assert job.wait(60) == 0, str(job)
     checks = job.events("checks")
     assert {event["rank"] for event in checks} == set(range(workers)), str(job)
     assert not [words for event in checks for words in event["failed"]], json.dumps(checks, indent=1)
-    assert all(event["done"] > 300 for event in checks)
 
 
 TRANSPORT = """

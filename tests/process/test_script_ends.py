@@ -31,13 +31,17 @@ CASES = {
 
 
 FORKED = ("end", "name", "syntax", "keyboard", "exit 3", "exit none", "exit text", "segmentation")
-ENDS = [*((name, "spawn") for name in CASES), *((name, "fork") for name in FORKED)]
+ENDS = [(name, how) for how in ("spawn", "fork") for name in CASES if how == "spawn" or name in FORKED]
 
 
-@pytest.mark.parametrize(("name", "how"), ENDS, ids=[f"{name.replace(' ', '-')}-{how}" for name, how in ENDS])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [pytest.param(*end, marks=pytest.mark.slow if end[0] in FORKED and end[1] == "spawn" else ()) for end in ENDS],
+    ids=[f"{name.replace(' ', '-')}-{how}" for name, how in ENDS],
+)
 def test_a_script_that_ends(launch, name, how):
     script, code, words = CASES[name]
-    job = launch(script, workers=2, options=["--start-method", how])
+    job = launch(script, workers=2, start=how)
     assert job.wait() == code, str(job)
     if words is None:
         assert job.report.strip() == "", str(job)

@@ -1,5 +1,6 @@
 """Control messages: every field of every kind has its type, and nothing but WireError comes of anything else."""
 
+import itertools
 import random
 import tracemalloc
 
@@ -53,20 +54,26 @@ def test_a_message_is_read_as_it_was_written(kind):
     assert parse_message(pack_message(kind, **GOOD[kind])) == {"kind": kind, **GOOD[kind]}
 
 
-@pytest.mark.parametrize(("kind", "field"), FIELDS)
-def test_a_missing_field_is_refused(kind, field):
-    fields = {name: value for name, value in GOOD[kind].items() if name != field}
-    with pytest.raises(WireError, match=field):
+def refusal_of(kind, fields):
+    """Return the text with which a message is refused; empty where it is taken."""
+    try:
         parse_message(pack_message(kind, **fields))
+    except WireError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("wrong", [None, b"x", [b"x"], {"x": b"x"}, [[1]], {1: [1]}, {1: {2: 3}}, True])
-@pytest.mark.parametrize(("kind", "field"), FIELDS)
-def test_a_field_of_another_type_is_refused(kind, field, wrong):
-    if isinstance(wrong, bool) and isinstance(GOOD[kind][field], bool):
-        return  # that is its type
-    with pytest.raises(WireError, match=field):
-        parse_message(pack_message(kind, **GOOD[kind] | {field: wrong}))
+def test_a_missing_field_is_refused():
+    for kind, field in FIELDS:
+        fields = {name: value for name, value in GOOD[kind].items() if name != field}
+        assert field in refusal_of(kind, fields), (kind, field)
+
+
+def test_a_field_of_another_type_is_refused():
+    for (kind, field), wrong in itertools.product(FIELDS, [None, b"x", [b"x"], {"x": b"x"}, [[1]], {1: [1]}, {1: {2: 3}}, True]):
+        if isinstance(wrong, bool) and isinstance(GOOD[kind][field], bool):
+            continue  # that is its type
+        assert field in refusal_of(kind, GOOD[kind] | {field: wrong}), (kind, field, wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""What tests of worlds in one process share: ranks of which none may fail, a caught error, and which cases run by default."""
+
+import itertools
+
+import pytest
+
+import syncvar as sv
+from syncvar.errors import SyncvarError
+from syncvar.testing import run_ranks
+
+
+def everywhere(size, fn, *, timeout_s=60, **world):
+    """Run ranks of which none may fail; return their results. Of several errors the cause is raised, not a consequence."""
+    results = run_ranks(size, fn, timeout_s=timeout_s, **world)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
+    return results
+
+
+def caught(fn):
+    """Call and return the error; None where there was none."""
+    try:
+        fn()
+    except SyncvarError as error:
+        return error
+    return None
+
+
+def covering(*axes, strength=2):
+    """Return all combinations of the axes' values; those that are not needed to see the values together are slow tests.
+
+    Args:
+        axes: The values of each argument.
+        strength: Of each so many axes every combination of values is in some case of the default run: 2 is every pair,
+            1 every value.
+    """
+    every = list(itertools.product(*axes))
+
+    def seen_in(case):
+        return {
+            tuple((place, axes[place].index(case[place])) for place in places)
+            for places in itertools.combinations(range(len(axes)), strength)
+        }
+
+    wanted = set().union(*map(seen_in, every))
+    chosen = set()
+    while wanted:
+        best = max(range(len(every)), key=lambda number: len(seen_in(every[number]) & wanted))
+        chosen.add(best)
+        wanted -= seen_in(every[best])
+    return [case if number in chosen else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(every)]
