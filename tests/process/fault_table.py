@@ -20,6 +20,10 @@ CURVE = "contract/test_curve.py::"
 TRANSPORT = "contract/test_transport.py::"
 OUTPUT = "pure/test_output.py::"
 SLOW = "process/test_faults_slow_ranks.py::"
+START = "process/test_faults_start.py::"
+STREAMS = "process/test_faults_streams.py::"
+UNREAD = "process/test_unread_output.py::"
+STOPPED = "process/test_stopped_job.py::"
 ARENA = "process/test_arena_launch.py::"
 
 
@@ -82,8 +86,14 @@ ROWS = {
     "F14": Row("a second SIGINT during the grace", (0.5, 0.5), {
         phase: (f"{LAUNCHER}test_f14_second_interrupt_kills_at_once[{phase}]",) for phase in "CXK"
     }),
-    "F15": Row("SIGHUP; standard output closed", (12, 3), {"C": (f"{ENDS}test_a_hangup_ends_the_job_unless_it_was_ignored_from_the_start",)}),
-    "F16": Row("SIGTSTP, later SIGCONT", None, {}),
+    "F15": Row("SIGHUP; standard output closed", (12, 3), {
+        "C": (
+            *(f"{START}test_f15_the_terminal_or_the_reader_is_gone[{how}-C]" for how in ("HUP", "EPIPE")),
+            f"{ENDS}test_a_hangup_ends_the_job_unless_it_was_ignored_from_the_start",
+        ),
+        "X": tuple(f"{START}test_f15_the_terminal_or_the_reader_is_gone[{how}-X]" for how in ("HUP", "EPIPE")),
+    }),
+    "F16": Row("SIGTSTP, later SIGCONT", None, _all("CX", f"{STOPPED}test_f16_stopped_and_continued")),
     "F17": Row("the agent of another host is killed", (3, 2), {}, "hosts"),
     "F18": Row("the ssh client is killed", (3, 3), {}, "hosts"),
     "F19": Row("hosts that cannot be reached", (15, 5), {}, "hosts"),
@@ -117,11 +127,15 @@ ROWS = {
         "V": ("process/test_auto_and_checker.py::test_a_flipped_bit_ends_a_launched_job_with_name_place_and_window",),
     }),
     "F34": Row("another protocol, byte order or configuration", (5, 2), {}, "hosts"),
-    "F35": Row("two processes claim one rank; too few; too many; a rank out of range", (300, 10), {}),
+    "F35": Row("two processes claim one rank; too few; too many; a rank out of range", (300, 10), _all(
+        "R", f"{START}test_f35_a_process_that_claims_a_rank_is_refused_and_the_job_goes_on", f"{ENDS}test_missing_ranks_are_named",
+        "pure/test_env.py::test_a_rank_outside_its_world_is_refused")),
     "F36": Row("mistakes in a file of hosts", (1, 1), {}, "hosts"),
-    "F37": Row("the wall clock jumps", None, {}),
-    "F38": Row("the chosen port is taken; thousands of ports in TIME_WAIT", (1, 1), {}),
-    "F39": Row("the runtime directory cannot be written, is full, has too long a path", (1, 1), {}),
+    "F37": Row("the wall clock jumps", None, _all(
+        "RCXK", f"{START}test_f37_a_wall_clock_that_jumps_changes_nothing", "tidy/test_source.py::test_the_wall_clock_decides_nothing")),
+    "F38": Row("the chosen port is taken; thousands of ports in TIME_WAIT", (1, 1), _all(
+        "SR", f"{START}test_f38_a_port_that_is_taken_is_named", f"{START}test_f38_thousands_of_ports_in_time_wait")),
+    "F39": Row("the runtime directory cannot be written, is full, has too long a path", (1, 1), _all("S", f"{START}test_f39_a_runtime_directory_that_cannot_be_used")),
     "F40": Row("/dev/shm is small or absent; memfd refused", None, _all("SX", f"{ARENA}test_f40_little_or_no_shared_memory")),
     "F41": Row("too few descriptors or processes are allowed", (1, 1), {}),
     "F42": Row("the program forks after init; the child calls, and exits", (0.1, 0.1), _all("CX", f"{USER}test_f42_fork")),
@@ -133,7 +147,9 @@ ROWS = {
         "K", "process/test_checkpoint_processes.py::test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new")),
     "F48": Row("a flipped bit, a truncated, missing or swapped shard, another manifest", (1, 1), _all(
         "K", f"{CHECKPOINT}test_damage_is_seen_on_every_rank_and_nothing_is_restored", f"{CHECKPOINT}test_any_flipped_bit_of_a_shard_is_seen")),
-    "F49": Row("two jobs, one folder of checkpoints", (1, 1), {"K": (f"{CHECKPOINT}test_a_second_job_is_refused_until_the_first_has_ended",)}),
+    "F49": Row("two jobs, one folder of checkpoints", (1, 1), _all(
+        "SK", f"{START}test_f49_a_second_job_is_refused_a_folder_that_is_in_use",
+        f"{CHECKPOINT}test_a_second_job_is_refused_until_the_first_has_ended")),
     "F50": Row("restored on another number of ranks", None, _all(
         "K", "contract/test_checkpoint_contents.py::test_every_dtype_and_shape_on_another_number_of_replicas")),
     "F51": Row("a parameter server is killed or stopped", (17, 2), {}, "servers"),
@@ -143,13 +159,19 @@ ROWS = {
         "C": (f"{RESTARTS}test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_on",),
         "X": ("process/test_checkpoint_processes.py::test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75",),
     }),
-    "F55": Row("a rank writes 100 MB/s, a line of 10 MB, or raw bytes", None, {}),
+    "F55": Row("a rank writes 100 MB/s, a line of 10 MB, or raw bytes", None, _all(
+        "C", f"{STREAMS}test_f55_much_output_long_lines_and_raw_bytes",
+        f"{UNREAD}test_f55_a_late_reader_gets_every_line_in_order_and_the_launcher_stays_small")),
     "F56": Row("the folder of logs is full", (1, 1), _all("C", f"{OUTPUT}test_a_full_disk_is_told_once_and_the_job_goes_on")),
-    "F57": Row("a receiver stops reading for 5 s", None, {}),
+    "F57": Row("a receiver stops reading for 5 s", None, _all(
+        "X", f"{STREAMS}test_f57_a_receiver_that_does_not_read_costs_its_sender_no_more_than_the_window",
+        "contract/test_engine.py::test_large_arrays_pass_a_tiny_window_which_is_never_exceeded")),
     "F58": Row("all ranks are killed at once; a whole host is gone", (17, 2.5), {}, "hosts"),
     "F59": Row("restarted after F03: the same results", None, _all(
         "XK", f"{RESTARTS}test_killed_and_started_again_and_again_the_weights_are_the_same_to_the_bit")),
-    "F60": Row("a failure during recovery", (300, 10), {}),
+    "F60": Row("a failure during recovery", (300, 10), _all(
+        "R", f"{START}test_f60_a_rank_is_killed_while_the_ranks_meet_again",
+        f"{RESTARTS}test_killed_and_started_again_and_again_the_weights_are_the_same_to_the_bit")),
 }  # fmt: skip
 
 PHASES = {
@@ -164,9 +186,7 @@ PHASES = {
 """The phases in which each fault may come."""
 
 MISSING = {
-    "F11": "X",
-    "F15": "X", "F16": "CX", "F35": "R", "F37": "RCXK", "F38": "SR", "F39": "S", "F41": "SR", "F49": "S", "F55": "C",
-    "F57": "X", "F60": "R",
+    "F11": "X", "F41": "SR",
 }  # fmt: skip
 """What no test shows yet, of the rows that wait for nothing."""
 

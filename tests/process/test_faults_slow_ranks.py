@@ -86,9 +86,9 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("how", ["busy", pytest.param("idle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=pytest.mark.slow)])
 def test_f10_a_rank_that_holds_pythons_lock(launch, how):
-    job = launch(HOLDING, workers=3, arguments=[how], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "4"})
+    job = launch(HOLDING, workers=3, arguments=[how], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "3.5"})
     assert job.wait() == 70, str(job)
     last, raised = last_exception(job, [0, 2])
     for event in raised.values():
@@ -101,6 +101,7 @@ def test_f10_a_rank_that_holds_pythons_lock(launch, how):
     assert "no Python thread answers" in job.report.split("others:")[1], f"in the block too\n{job}"
 
 
+@pytest.mark.slow
 def test_f09_a_rank_that_only_computes_answers(launch):
     job = launch(
         """

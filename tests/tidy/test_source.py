@@ -101,6 +101,49 @@ def test_no_test_is_left_out():
     assert not found, found
 
 
+WALL_CLOCK = {"time.time", "time.time_ns", "time.ctime", "time.gmtime", "time.localtime", "time.strftime", "datetime"}
+# What a person reads: the time beside a line of output, in a record and in a lock. Nothing is decided by it.
+SHOWN_TIMES = {
+    "launcher/output.py": {"datetime"},
+    "launcher/running.py": {"time.time"},
+    "syncvar/runtime/recorder.py": {"time.time_ns"},
+    "syncvar/checkpoint/lock.py": {"time.strftime", "time.gmtime"},
+}
+
+
+def wall_clock(tree):
+    """Yield the names by which a file asks what time of day it is, however it has imported them."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            name = names.get(node.id, "")
+        else:
+            first, _, rest = dotted(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
+            name = f"{names.get(first, first)}.{rest}"
+        if name in WALL_CLOCK or name.startswith("datetime."):
+            yield name if name.startswith("time.") else "datetime"
+
+
+def test_the_wall_clock_decides_nothing():
+    """Clocks of hosts differ and jump: deadlines and waits are measured by the monotonic clock, here and nowhere else."""
+    found = {str(path.relative_to(REPOSITORY)): set(wall_clock(ast.parse(path.read_text()))) for path in SOURCES}
+    assert {name: words for name, words in found.items() if words} == SHOWN_TIMES
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import time\ntime.time()", "from time import time\ntime()", "import time as t\nt.time_ns()", "from datetime import datetime\ndatetime.now()",
+     "import datetime\ndatetime.datetime.now()", "from time import time_ns as now\nx = now"],
+)  # fmt: skip
+def test_the_search_finds_the_wall_clock(text):
+    assert list(wall_clock(ast.parse(text)))
+
+
 def tracked():
     listed = subprocess.run(
         ["git", "-C", str(REPOSITORY), "ls-files", "-z"], capture_output=True, check=False
