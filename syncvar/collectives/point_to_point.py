@@ -37,6 +37,7 @@ __all__ = ["recv", "send"]
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
 _TAG_MAX = (1 << 31) - 1
+_STREAMS_MAX = 128  # of a group: beyond, pairs and tags that wait for nothing are let go
 
 
 def send(
@@ -181,13 +182,27 @@ def _plan(stream: Communicator, *steps: Step) -> Prepared:
 
 
 def _stream(communicator: Communicator, source: int, dest: int, tag: int) -> Communicator:
-    """Return the pair's own calls: message number k of the sender meets message number k of the receiver."""
-    found = communicator.streams.get((source, dest, tag))
+    """Return the pair's own calls: message number k of the sender meets message number k of the receiver.
+
+    A tag may be a step's number. What is kept of one that is not used any more is the number of its next message.
+    """
+    streams = communicator.streams
+    found = streams.get((source, dest, tag))
     if found is None:
+        if len(streams) >= _STREAMS_MAX:
+            _let_go(streams)
         identity = fingerprint("message", communicator.identity, source, dest, tag)
         pair = (communicator.members[source], communicator.members[dest])
-        found = communicator.streams[source, dest, tag] = current().communicator(identity, pair, shares=False)
+        found = streams[source, dest, tag] = current().communicator(identity, pair, shares=False)
     return found
+
+
+def _let_go(streams: dict[tuple[int, int, int], Communicator]) -> None:
+    for key, stream in list(streams.items()):
+        engine = stream.engine
+        if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
+            del streams[key]
+            engine.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
 def _own(communicator: Communicator, tag: int) -> deque[NDArray[Any]]:

@@ -71,7 +71,7 @@ class CallBook:
     @property
     def has_refusals(self) -> bool:
         """Whether any call may have to be refused."""
-        return bool(self.left) or any(old["last_call"] >= self._following(old["group"]) - 1 for old in self._doomed)
+        return bool(self.left) or any(old["last_call"] >= self.following(old["group"]) - 1 for old in self._doomed)
 
     def may_refuse(self, group: int, call: int) -> bool:
         """Return whether a call may have to be refused: there is a verdict, or a rank has left."""
@@ -96,7 +96,7 @@ class CallBook:
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group, of those used last."""
         for group in list(self.counted):
-            self._next_call[group] = self._following(group)
+            self._next_call[group] = self.following(group)
         recent = list(self._next_call.items())[-_ENTERED_MAX:]
         return {group: following - 1 for group, following in recent}
 
@@ -118,7 +118,7 @@ class CallBook:
         for group, last, epoch_end in zip(skipped[0::3], skipped[1::3], skipped[2::3], strict=False):
             groups.setdefault(group, []).append((last, epoch_end))
 
-    def _following(self, group: int) -> int:
+    def following(self, group: int) -> int:
         """Return the number of the next call of a group; calls in shared memory are counted by their communicator."""
         following = self._next_call.get(group, 0)
         caller = self.counted.get(group)
@@ -129,7 +129,7 @@ class CallBook:
     def keep(self, frame: Frame) -> bool:
         """Keep a frame for a call that has not begun; False for one of a call that lies behind."""
         header = frame.header
-        if header.call < self._following(header.group):
+        if header.call < self.following(header.group):
             return False
         if header.kind == Kind.KNOCK:
             self._has_skipped = True  # a call in shared memory may begin and end without a word to this book
@@ -145,7 +145,7 @@ class CallBook:
         if self._has_skipped:
             self._has_skipped = any(frames[0].header.kind == Kind.KNOCK for frames in self.early.values())
             for group, call in list(self.early):
-                if call < self._following(group):
+                if call < self.following(group):
                     yield group, call, self.early.pop((group, call))
 
     # -- blocks of calls ------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class CallBook:
                 if verdict["call"] > block.last + 1:
                     blocks.insert(place, block._replace(epoch_end=verdict["call"] - 1))
         # Verdicts on calls that lie behind are of no use any more.
-        self._doomed = [old for old in self._doomed if old["last_call"] >= self._following(old["group"]) - 1]
+        self._doomed = [old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1]
         self._doomed.append(verdict)
 
     def refusal(self, operation: Operation) -> SyncvarError | None:

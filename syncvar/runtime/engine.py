@@ -112,6 +112,7 @@ class Engine:
         self._questions = Questions(rank, generation, transport, config.segment_bytes)
         self._asked: collections.deque[Question] = collections.deque()
         self._suspects: dict[int, tuple[str, float]] = {}
+        self._resting: collections.deque[tuple[int, int]] = collections.deque()  # (group, peer) of pairs that are let go
         self._late: dict[tuple[int, int], float] = {}  # calls of peers that this rank has passed: when to tell
         self._inbox: collections.deque[Operation] = collections.deque()
         self._shared: list[SharedOperation | HierarchicalOperation] = []  # those of the started calls that somebody has to look at
@@ -327,6 +328,21 @@ class Engine:
         """Note where a group stood whose communicator is gone."""
         self._book.note(group, next_call)
 
+    def following(self, group: int) -> int:
+        """Return the number of a group's next call here, as far as its calls have been started."""
+        return self._book.following(group)
+
+    def is_idle(self, group: int) -> bool:
+        """Return whether no call of a group is running or waits to be started."""
+        return not any(other == group for other, _ in list(self._active)) and not any(
+            operation.group == group for operation in list(self._inbox)
+        )
+
+    def rest(self, group: int, peer: int) -> None:
+        """Keep of a pair's calls no more than their number: they may go on after a long time, or never."""
+        self._resting.append((group, peer))
+        self._transport.wake()
+
     def count_by(self, communicator: Communicator) -> None:
         """Take the number of a group's next call from its communicator: calls in shared memory pass the book by."""
         self._book.counted[communicator.identity] = communicator
@@ -458,6 +474,8 @@ class Engine:
             self._start_waiting()
         while self._asked:
             self._put(self._asked.popleft())
+        while self._resting:
+            self._flow.settle(*self._resting.popleft())
         for group, call, frames in self._book.take_skipped():
             self._use_up(frames)
             self._check_passed(group, call)

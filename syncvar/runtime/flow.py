@@ -94,6 +94,14 @@ class Flow:
             return
         credit.outstanding -= nbytes
         self._go_on(peer, credit)
+        if not credit.outstanding and not credit.queue:
+            del self._credits[peer, group]
+
+    def settle(self, group: int, peer: int) -> None:
+        """Give back what is owed to a peer for a group that is not used for the time being, and keep no account of it."""
+        owed = self._owed.pop((peer, group), 0)
+        if owed:
+            self._transport.send(peer, pack_header(Kind.CREDIT, self._rank, self._generation, group, nbytes=owed))
 
     def go_on(self, group: int) -> None:
         """Send what may go now that an operation of a group has ended: another one may be the oldest."""

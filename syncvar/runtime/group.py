@@ -200,7 +200,8 @@ class Communicator:
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
-            engine.announce(identity, 0)
+            self.next_call = engine.following(identity)  # 0, but of a pair that was let go and comes back
+            engine.announce(identity, self.next_call)
             if channel is not None:
                 engine.count_by(self)
 

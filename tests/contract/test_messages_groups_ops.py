@@ -391,3 +391,27 @@ def test_a_rank_of_weight_zero_takes_no_part():
         for some, none in run_ranks(2, fn, shared=shared):
             assert some == [2.0] * 3
             assert np.isnan(none).all()
+
+
+def test_tags_that_are_not_used_any_more_are_let_go_and_can_be_used_again(ranks):
+    def fn():
+        rank, many = sv.rank(), 250
+        world = current().world
+        flow = world.engine._flow
+        kept = sv.recv(1 - rank, tag=10**6, async_op=True)  # waits all the time
+        sv.send(np.arange(3), 1 - rank, tag=10**6 + 1)  # is taken after all others
+        for turn in range(2):
+            for tag in range(many):
+                if rank == 0:
+                    sv.send(np.full(2, tag + turn), 1, tag=tag)
+                    assert sv.recv(1, tag=tag).tolist() == [tag + turn + 1] * 2
+                else:
+                    sv.send(sv.recv(0, tag=tag) + 1, 0, tag=tag)
+        sv.barrier()
+        counts = len(world.streams), len(flow._credits), len(flow._owed)
+        sv.send(np.array(7), 1 - rank, tag=10**6)
+        return counts, int(kept.wait()), sv.recv(1 - rank, tag=10**6 + 1).tolist()
+
+    for counts, kept, late in ranks(2, fn):
+        assert max(counts) <= 140, counts
+        assert (kept, late) == (7, [0, 1, 2])
