@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.errors import ConfigError
+from syncvar.arena.layout import bytes_in_words
+from syncvar.errors import ArenaFull, ConfigError
 from syncvar.runtime.context import current
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
 
     Raises:
         ConfigError: A wrong shape or dtype.
-        ArenaFull: There is no room; the text names what is in use, and `arena_bytes`.
+        ArenaFull: There is no room, in the arena or in private memory; the text names what is in use, and `arena_bytes`.
 
     Cost: microseconds where freed memory is used again; else pages are asked of the system, 0.2 ms for each MiB.
 
@@ -42,7 +44,13 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
     """
     lengths, kind = _checked(shape, dtype)
     arena = current().arena
-    return np.empty(lengths, kind) if arena is None else arena.empty(lengths, kind)
+    if arena is not None:
+        return arena.empty(lengths, kind)
+    try:
+        return np.empty(lengths, kind)
+    except (ValueError, MemoryError) as error:
+        nbytes = prod(lengths) * kind.itemsize
+        raise ArenaFull(f"{bytes_in_words(nbytes)} of private memory asked for (this process shares none): {error}") from error
 
 
 def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:

@@ -162,6 +162,7 @@ def along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDAr
     for array in arrays:
         if not -array.ndim <= axis < array.ndim:
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
+        array_record(array)  # refuses too many dimensions, also where no record travels
         axes.append(int(axis) % array.ndim)
     kinds = (arrays[0].dtype.name if arrays else "") + ("" if structure is None else f" in {describe(structure)}")
     return structure, arrays, axes, kinds

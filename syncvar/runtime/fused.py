@@ -70,6 +70,11 @@ class Fused(NamedTuple):
         """Elements of each array."""
         return tuple([source.size for source in self.sources])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what this rank brings."""
+        return sum([source.nbytes for source in self.sources])
+
     def only(self, places: Sequence[int]) -> Fused:
         """Return the same for some of the arrays."""
         return self._replace(

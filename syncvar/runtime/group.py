@@ -108,7 +108,10 @@ class Work:
         if timeout is not None and not operation.is_over:
             import time
 
-            operation.deadline = min(operation.deadline, time.monotonic() + _checked_timeout(timeout))
+            allowed = _checked_timeout(timeout)
+            until = time.monotonic() + allowed
+            if until < operation.deadline:
+                operation.deadline, operation.timeout_s = until, allowed
         return self._engine.wait(operation)
 
     def done(self) -> bool:

@@ -238,7 +238,7 @@ def staged(
             plan = stage.plan
             if not isinstance(plan, Published):
                 raise InternalError("a plan for links was given to a call in shared memory")
-            entry.stage(plan.algorithm, stage.work.nbytes)
+            entry.stage(plan.algorithm, stage.work.nbytes if stage.fused is None else stage.fused.nbytes)
             if plan.reduces:
                 if stage.ufunc is None:
                     raise InternalError("an all-reduce was given no op")

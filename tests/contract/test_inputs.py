@@ -1,6 +1,7 @@
 """What a call is given: it is taken when the call is made, and what would lose something on the way is refused."""
 
 import itertools
+import threading
 from inspect import signature
 
 import ml_dtypes
@@ -196,3 +197,35 @@ def test_arrays_of_libraries_whose_dlpack_knows_not_the_dtype():
     assert got.dtype == ml_dtypes.bfloat16
     with pytest.raises(sv.ConfigError, match="Foreign cannot be an array: Unsupported dtype"):
         sv.all_gather(Foreign(np.ones(3)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", [sv.all_gather, sv.gather, sv.broadcast])
+def test_too_many_dimensions_are_the_same_error_on_every_path(layout, call):
+    """Those that tell each other shapes have room for 13 lengths, whether they have to tell them or not."""
+
+    def fn():
+        for _ in range(3):
+            with pytest.raises(sv.ConfigError, match=r"an array of 20 dimensions cannot be communicated; reshape it to 13 or fewer"):
+                call(np.ones((1,) * 20))
+            got = call(np.ones((1,) * 13))
+            assert got is None or got.ndim == 13
+        return float(sv.all_reduce(1.0))
+
+    assert results(2, fn, layout) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("layout", ["links", "arena"])
+def test_the_deadline_of_a_wait_is_the_one_that_is_told(layout):
+    given_up = threading.Event()
+
+    def fn():
+        if sv.rank() == 1:
+            assert given_up.wait(20)  # in no call
+            return None
+        with pytest.raises(sv.DeadlineExceeded, match=r"did not finish within 0\.2 s: rank 0 waited") as caught:
+            sv.all_reduce(1.0, async_op=True).wait(timeout=0.2)
+        given_up.set()
+        return caught.value.timeout_s
+
+    assert run_ranks(2, fn, config=SOON, timeout_s=60, **LAYOUTS[layout]) == [0.2, None]

@@ -193,6 +193,7 @@ def program():
     sv.broadcast(np.zeros(100_000))
     work.wait()
     sv.barrier()
+    sv.all_reduce([x, x])
     return current().recorder.events()
 
 
@@ -202,11 +203,11 @@ def test_every_rank_records_the_same_calls(shared):
     told = [[(e.what, e.group, e.call, e.fingerprint, e.state) for e in events if e.state != "noted"] for events in each]
     assert sorted(told[0]) == sorted(told[1]) == sorted(told[2])
     calls = [event for event in each[0] if event.group == 0]
-    assert sorted(event.call for event in calls) == list(range(6))
+    assert sorted(event.call for event in calls) == list(range(7))
     assert all(event.state == "done" and event.began_ns <= event.ended_ns for event in calls)
     assert all(event.path.startswith("arena" if shared else "links") for event in calls)
     for event in calls:
-        at_least = 800_000 if "broadcast" in event.what else 32 if "all_reduce" in event.what else 0
+        at_least = 800_000 if "broadcast" in event.what else 64 if "64 bytes" in event.what else 32 if "all_reduce" in event.what else 0
         assert at_least <= event.nbytes < at_least + 1000  # and what the ranks tell each other beforehand
     assert each[0][0].what == "joined"
 

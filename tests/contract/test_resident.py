@@ -34,6 +34,16 @@ def test_an_array_has_the_shape_and_dtype_asked_for(shape, dtype):
     assert everywhere(2, program) == [(wanted.shape, wanted.dtype, True, True)] * 2
 
 
+@pytest.mark.parametrize("shape", [1 << 60, 1 << 50, (1 << 40, 1 << 40)])
+def test_more_than_any_machine_has_is_the_same_error_on_every_path(shape):
+    def program():
+        with pytest.raises(sv.ArenaFull, match=r"TiB of (shared|private) memory asked for"):
+            sv.empty(shape)
+
+    everywhere(2, program)
+    assert run_ranks(2, program) == [None, None]
+
+
 def test_without_an_arena_it_is_an_ordinary_array():
     made = sv.zeros((2, 2), "float32")
     assert made.dtype == np.float32
