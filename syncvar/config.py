@@ -148,7 +148,12 @@ class RuntimeConfig(_Settings):
     check_arena: str = _knob(
         "", "compare every use of shared memory with what has been given out, to find bugs of this library", choices=("off", "on"), default="off"
     )
-    check_every: int = _knob("runs", "how often copies of variables that are kept equal are compared; 0 for never", 0, default=100)
+    check_every: int = _knob(
+        "runs",
+        "in one of so many runs all copies of variables that are kept equal are compared, each before its first write there and "
+        "all at the end; outside runs before one of so many writes; 0 for never",
+        0, default=100,
+    )  # fmt: skip
     check_finite: str = _knob(
         "", "what to do about NaN and infinity in what a rank brings to a reduction or writes to a variable",
         choices=("off", "warn", "raise"), default="off",

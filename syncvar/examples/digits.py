@@ -23,6 +23,8 @@ import numpy as np
 import syncvar as sv
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 MICRO_SHARDS = 24  # of every step, whatever the number of workers
@@ -180,11 +182,11 @@ class Trainer:
         return made.hexdigest()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run as one worker."""
     parser = argparse.ArgumentParser(prog="syncvar.examples.digits", allow_abbrev=False)
     parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N", help=f"rounds over all digits ({EPOCHS})")
-    epochs = parser.parse_args().epochs
+    epochs = parser.parse_args(arguments).epochs
     began = time.perf_counter()
     sv.init()
     strategy = sv.MultiWorkerMirroredStrategy()

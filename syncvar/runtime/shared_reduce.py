@@ -5,8 +5,8 @@ Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing he
 * **small**: each rank publishes its vector in its slot and sums all slots itself; one phase.
 * **into all**: every rank's target lies in the arena: each owner sums its part of all sources and writes the sum (or what
   becomes of the target with it) into all targets. Where the sources lie there too, two phases do; where source and
-  target are the same array it is reduced in place, with no copy. What becomes of a target is worked out by the owner of
-  each part from its own copy: copies that have come to differ get the same.
+  target are the same array it is reduced in place, with no copy. What becomes of a target is worked out from that target
+  itself: copies that have come to differ stay different, as on other ways, so that somebody can still find it.
 * **by segments**: the vector is cut into segments that stay in the caches. In one phase each rank sums its part of
   segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
   read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.
@@ -359,12 +359,12 @@ def _into_all(channel: Channel, vector: Vector, places: Sequence[int], terms: li
         goals = [target[start:stop] for target in targets]
         made = goals[0] if is_straight else room[: stop - start]  # no term but the first lies where this one goes
         _combined(vector, [term[start:stop] for term in terms], made, hold=hold)
-        if not is_straight:
-            _store(goals[rank], made, vector.apply, copy)
+        if vector.apply is None and not is_straight:
+            _store(goals[rank], made, None, copy)
             made = goals[rank]
         for goal in goals:
             if goal is not made:
-                copy(goal, made)
+                _store(goal, made, vector.apply, copy)
 
 
 def _combined(vector: Vector, terms: list[NDArray[Any]], made: NDArray[Any], *, hold: bool) -> None:

@@ -79,11 +79,15 @@ class Strategy:
 
     @property
     def check_every(self) -> int:
-        """At the end of every so many runs, copies that are kept equal are compared by digests; 0 for never.
+        """In every so many runs, all copies that are kept equal are compared by digests of all their bytes; 0 for never.
 
-        May be set, to the same on every replica. `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). A check looks
-        at no more than 16 KiB for each run since the last one, and goes round all variables; so a large model is compared
-        in parts, and what differs may be found some checks later. `run` then raises MismatchError on every replica.
+        May be set, to the same on every replica. `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). In such a run
+        a variable is compared before it is first written, and all are at the end; outside runs all are compared before
+        every so manieth write. Where copies differ, the write or `run` raises MismatchError on every replica. What differs
+        and is covered up by a write before the next comparison (by `assign`, or because a sum is rounded) is not found:
+        1 compares before every first write of a run.
+
+        Cost: 0.1 to 0.2 ns for each byte of all variables, and two small exchanges; that divided by check_every for each run.
 
         Raises:
             ConfigError: It is set to anything but a whole number of at least 0.
@@ -195,6 +199,8 @@ class Strategy:
         try:
             if refused is not None:  # a block of calls has begun: the replicas' numbers stay the same
                 raise refused
+            if roster is not None:
+                roster.begin_run(self._check_every)
             result = fn(*given, **named)
             self._send_queued()
             if roster is not None:
@@ -206,6 +212,8 @@ class Strategy:
             raise
         finally:
             del stack[depth:]
+            if roster is not None:
+                roster.leave_run()
         for communicator, end in zip(aligned, ends, strict=True):
             communicator.end_epoch(end)
         return result

@@ -57,25 +57,23 @@ def block_bytes(array: NDArray[Any], block: int) -> NDArray[np.uint8]:
     return flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
 
 
-def block_digests(array: NDArray[Any], start: int, stop: int) -> NDArray[np.uint64]:
-    """Return the digests of blocks `start` to `stop` - 1.
+def block_digests(array: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return the digests of all blocks.
 
     Args:
         array: Contiguous; any dtype and shape.
-        start: Number of a block.
-        stop: Likewise.
 
     Cost: about 0.1 ns for each byte in cache, and 2 us for each block.
 
     Example:
         >>> one, other = np.zeros(10), np.zeros(10)
         >>> other[3] = -0.0
-        >>> bool(block_digests(one, 0, 1) == block_digests(other, 0, 1))
+        >>> bool((block_digests(one) == block_digests(other)).all())
         False
     """
     factors = _factors()
-    found = np.empty(stop - start, np.uint64)
-    for place, block in enumerate(range(start, stop)):
+    found = np.empty(block_count(array.nbytes), np.uint64)
+    for block in range(found.size):
         part = block_bytes(array, block)
         count, rest = divmod(part.size, 8)
         digest = np.dot(part[: count * 8].view(np.uint64), factors[:count])
@@ -83,7 +81,7 @@ def block_digests(array: NDArray[Any], start: int, stop: int) -> NDArray[np.uint
             last = np.zeros(8, np.uint8)
             last[:rest] = part[count * 8 :]
             digest = np.add(digest, np.multiply(last.view(np.uint64), factors[count]), dtype=np.uint64)[0]
-        found[place] = digest
+        found[block] = digest
     return found
 
 

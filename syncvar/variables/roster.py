@@ -2,9 +2,13 @@
 
 At the end of every few runs (`pace.period`), and outside every scope at every 64th increment of a variable, the replicas
 agree by one small all-reduce on what they have counted of AUTO's variables, and `pace` decides from the same numbers
-everywhere; so all change at the same point of the program. At the ends of every `check_every` runs they agree besides which
-variables still exist on all of them (garbage is collected at different times), and the `checker` compares these. What is gone
-is told to all when another variable is made, too, so that a loop of temporaries leaves nothing.
+everywhere; so all change at the same point of the program.
+
+In every run whose number `check_every` divides the `checker` compares all copies of all variables: of each one before it is
+first written in that run, because a write may cover a difference up or take it to all, and of all at the run's end. Outside
+runs it compares before every `check_every`-th write. For the comparison of all the replicas first agree which variables
+still exist on all of them (garbage is collected at different times). What is gone is told to all when another variable is
+made, too, so that a loop of temporaries leaves nothing.
 
 Nothing here is made where there is one replica.
 """
@@ -21,13 +25,12 @@ import numpy as np
 from syncvar.collectives.all_reduce import reduce_request, shortcut_of
 from syncvar.collectives.objects import gather_objects
 from syncvar.errors import MismatchError
-from syncvar.variables.checker import Checker
+from syncvar.variables.checker import compare
 from syncvar.variables.decisions import Change, Point, append, read
-from syncvar.variables.digests import block_count
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -44,6 +47,10 @@ _WHAT = "counts of AUTO's variables, and which still exist"
 _log = logging.getLogger("syncvar")
 
 
+def _is_due(number: int, check_every: int) -> bool:
+    return check_every > 0 and number % check_every == 0
+
+
 class Entry:
     """A variable of the roster: the same on all replicas, but for the reference and what was counted.
 
@@ -51,21 +58,22 @@ class Entry:
         name: Its name.
         number: In the order of creation.
         nbytes: Of its value.
+        good: Where the program was when its copies were last equal: "run 7".
         is_auto: AUTO may defer it.
-        run: Number of the run before which it was made; its copies are equal then.
     """
 
-    __slots__ = ("counted", "good", "is_auto", "is_pinned", "name", "nbytes", "number", "reference")
+    __slots__ = ("counted", "good", "is_auto", "is_pinned", "is_told", "name", "nbytes", "number", "reference")
 
-    def __init__(self, name: str, number: int, nbytes: int, run: int, *, is_auto: bool) -> None:
+    def __init__(self, name: str, number: int, nbytes: int, good: str, *, is_auto: bool) -> None:
         self.name = name
         self.number = number
         self.nbytes = nbytes
         self.is_auto = is_auto
         self.is_pinned = False
+        self.is_told = False  # that its copies differ: the next write, which may mend it, is made without another look
         self.reference: weakref.ref[Variable] | None = None
         self.counted = (0, 0, 0)  # when they were last agreed on
-        self.good: NDArray[np.int64] = np.full(block_count(nbytes), run)  # by block: the run after which it was last equal
+        self.good = good
 
     def variable(self) -> Variable | None:
         """Return the variable, if it lives in this process."""
@@ -89,7 +97,10 @@ class Roster:
         self._decided = 0  # at the end of that one
         self._sends = 0
         self._bar = Bar()
-        self._checker = Checker()
+        self.is_watching = True  # the next write may have to be compared first: outside runs, and in some
+        self._is_running = False
+        self._writes = 0  # that were made outside runs
+        self._compared: set[int] = set()  # in this run, before a write
         self._config = owner.context.config
         self._replay: dict[Point, list[tuple[str, str]]] | None = None
         self._has_begun = False
@@ -106,7 +117,8 @@ class Roster:
     def enter(self, name: str, nbytes: int, *, is_auto: bool) -> None:
         """Take a name that all replicas have just agreed on."""
         self._numbers += 1
-        self.entries[name] = Entry(name, self._numbers, nbytes, self.runs, is_auto=is_auto)
+        good = f"write {self._writes}" if self.owner.is_default and not self.runs else f"run {self.runs}"
+        self.entries[name] = Entry(name, self._numbers, nbytes, good, is_auto=is_auto)
         if is_auto:
             self._expect(self.runs + self._costs.runs)
 
@@ -147,6 +159,43 @@ class Roster:
 
     # -- points that all replicas reach ---------------------------------------------------------------------------
 
+    def begin_run(self, check_every: int) -> None:
+        """Be in a run, which has been counted."""
+        self._is_running = True
+        self.is_watching = _is_due(self.runs, check_every)
+        self._compared.clear()
+
+    def leave_run(self) -> None:
+        """Be outside runs again."""
+        self._is_running = False
+        self.is_watching = True
+
+    def before_write(self, variables: Iterable[Variable]) -> None:
+        """Compare copies, if it is time, before they are written; called by all replicas, for all in one call.
+
+        Args:
+            variables: Which are written, the same on every replica.
+
+        Raises:
+            MismatchError: Copies of a variable differ; nothing has been written.
+        """
+        owner = self.owner
+        found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001  (its other half)
+        mended = {entry.number for entry, _ in found if entry.is_told}  # perhaps, by this write
+        for entry, _ in found:
+            entry.is_told = False
+        if self._is_running:
+            pairs = [(entry, one) for entry, one in found if entry.number not in self._compared | mended]
+            if pairs:
+                shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3]) + (", …" if len(pairs) > 3 else "")
+                before = f" before {shown} {'are' if len(pairs) > 1 else 'is'} written"
+                compare(owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before)
+                self._compared.update(entry.number for entry, _ in pairs)
+        elif owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
+            self._writes += 1
+            if _is_due(self._writes, owner.check_every) and self.entries:
+                self._agree(Point("write", self._writes), is_decision=False, is_check=True, mended=mended)
+
     def end_run(self, check_every: int) -> None:
         """Decide and compare, if it is time; called by all replicas at the end of a run, when nothing waits.
 
@@ -154,7 +203,7 @@ class Roster:
             MismatchError: Copies of a variable differ.
         """
         run = self.runs
-        is_check = check_every > 0 and run % check_every == 0 and bool(self.entries)
+        is_check = _is_due(run, check_every) and bool(self.entries)
         is_decision = run >= self._decision
         if not (is_check or is_decision):
             return
@@ -178,7 +227,7 @@ class Roster:
 
     # -- what they agree on ---------------------------------------------------------------------------------------
 
-    def _agree(self, point: Point, *, is_decision: bool, is_check: bool) -> None:
+    def _agree(self, point: Point, *, is_decision: bool, is_check: bool, mended: Container[int] = ()) -> None:
         asked = [one for one in self.entries.values() if is_check or (one.is_auto and not one.is_pinned)]
         if not asked:
             self._decision = _NEVER
@@ -211,8 +260,12 @@ class Roster:
             rows = largest[1 + len(asked) :]
             self._decide(point, autos, list(zip(rows[0::2], rows[1::2], strict=True)), largest[0], gone)
         if is_check:
-            found = [(one, variable) for one, variable in pairs if variable is not None and one.name not in gone]
-            self._checker.check(self.owner, found, point.step)
+            found = [
+                (one, variable)
+                for one, variable in pairs
+                if variable is not None and one.name not in gone and one.number not in mended
+            ]
+            compare(self.owner, found, f"{point.at} {point.step}")
 
     def _largest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the elementwise maximum of all replicas."""

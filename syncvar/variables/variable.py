@@ -507,14 +507,18 @@ class Variable(ArrayProtocol):
         queue = self._queue
         if queue is not None:
             if self._is_deferrable(operation):
+                self._watch()
                 return self._defer(queue, operation, x)
             self._settle()
         prepared = self._prepared.get(operation.value)
+        is_watched = False
         if prepared is not None and type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape:
             context, shortcut, increments = prepared
             stack = places(self._owner.context)
             is_there = stack and stack[-1].owner is self._owner and stack[-1].context is context
             if is_there and self._owner.communicator.channel is not None:
+                self._watch()
+                is_watched = True  # once: outside runs the replicas count
                 storage = self._storage
                 storage.is_being_written = True
                 try:
@@ -526,6 +530,8 @@ class Variable(ArrayProtocol):
                     self._added += increments
                     return self
         action = self._decide(operation)
+        if not is_watched:
+            self._watch()
         if isinstance(x, Variable):
             x = x.read_value()
         what = f"{operation.value} of variable {self.name!r}"
@@ -569,6 +575,12 @@ class Variable(ArrayProtocol):
                 roster.after_write(self, self._added)
         return self
 
+    def _watch(self) -> None:
+        """Let the copies be compared before a write, if it is time."""
+        roster = self._owner.roster
+        if roster is not None and roster.is_watching and self._entry is not None:
+            roster.before_write((self,))
+
     def _prepare(self, operation: Operation, action: Action, what: str, ufunc: np.ufunc | None) -> None:
         """Prepare the short way of a write that has just gone the long way."""
         owner = self._owner
@@ -603,6 +615,7 @@ class Variable(ArrayProtocol):
 
     def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
         action = self._decide(operation)
+        self._watch()
         self._settle()
         what = f"{operation.value} of variable {self.name!r}"
         indices = indices.read_value() if isinstance(indices, Variable) else indices

@@ -97,10 +97,10 @@ def test_any_counts_give_a_choice_for_each_with_a_reason(rows, runs, sends, left
 @given(st.integers(1, 2 * BLOCK_BYTES + 100), st.data())
 def test_any_flipped_bit_changes_the_digest_of_its_block_only(nbytes, data):
     array = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
-    before = block_digests(array, 0, block_count(nbytes))
+    before = block_digests(array)
     place = data.draw(st.integers(0, nbytes - 1))
     array[place] ^= np.uint8(1 << data.draw(st.integers(0, 7)))
-    after = block_digests(array, 0, block_count(nbytes))
+    after = block_digests(array)
     assert np.flatnonzero(before != after).tolist() == [place // BLOCK_BYTES]
     assert combined(before) != combined(after)
 
@@ -109,11 +109,9 @@ def test_words_that_change_places_change_the_digest():
     array = np.arange(1000, dtype=np.int64)
     swapped = array.copy()
     swapped[[3, 700]] = swapped[[700, 3]]
-    assert block_digests(array, 0, 1) != block_digests(swapped, 0, 1)
+    assert block_digests(array) != block_digests(swapped)
 
 
-def test_a_part_of_the_blocks():
-    array = np.arange(50_000, dtype=np.float32)
-    assert block_digests(array, 1, 3).tolist() == block_digests(array, 0, block_count(array.nbytes))[1:3].tolist()
-    assert block_digests(np.float64(0.5).reshape(()), 0, 1).size == 1
-    assert block_digests(np.zeros((0, 3)), 0, 0).size == 0
+def test_there_are_as_many_digests_as_blocks():
+    for array in (np.arange(50_000, dtype=np.float32), np.float64(0.5).reshape(()), np.zeros((0, 3))):
+        assert block_digests(array).size == block_count(array.nbytes)
