@@ -152,6 +152,8 @@ class _Host:
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._watched: set[int] = set()
         self._ends = threading.Event()
+        self._is_waiting = False  # for the others to leave: this process takes no part any more
+        self._asked = 0.0
         self._handing: Handing | None = None
         self.store: Store | None = None
         umask = os.umask(0o077)
@@ -181,6 +183,7 @@ class _Host:
         if os.getpid() != self._process:
             return
         if self.store is not None:
+            self._is_waiting = True
             failing = getattr(sys, "last_value", None) is not None
             until = time.monotonic() + (0.0 if failing else self._config.rendezvous_timeout_s)
             while time.monotonic() < until and not self._is_deserted():
@@ -191,10 +194,12 @@ class _Host:
         self._close()
 
     def _is_deserted(self) -> bool:
-        assert self.store is not None
-        coordinator = self.store.coordinator
-        others = set(coordinator.roll.members) - {self._told.rank}
-        return all(rank in coordinator.left or rank in coordinator.gone for rank in others)
+        return self.store is not None and not self._present(self.store)
+
+    def _present(self, store: Store) -> set[int]:
+        """Return the others who have joined and have neither left nor been lost."""
+        coordinator = store.coordinator
+        return set(coordinator.roll.members) - {self._told.rank} - set(coordinator.left) - set(coordinator.gone)
 
     def _serve(self) -> None:
         while not self._ends.is_set():
@@ -209,6 +214,9 @@ class _Host:
             if self.store is not None:
                 self.store.serve(now)
                 self._watch(self.store)
+                if self._is_waiting and now - self._asked > self._config.heartbeat_interval_s:
+                    self._asked = now
+                    self._look_for_lost(self.store, now)
                 for item in ready:
                     if item in self._pidfds:
                         self._ended(self.store, item, now)
@@ -230,6 +238,13 @@ class _Host:
                 self._watched.add(member.pid)
                 with contextlib.suppress(OSError):
                     self._pidfds[os.pidfd_open(member.pid)] = rank
+
+    def _look_for_lost(self, store: Store, now: float) -> None:
+        """Look for ranks of other hosts whose channel has closed: no link of this process tells of them any more."""
+        closed = [rank for rank in self._present(store) if not store.is_connected(rank)]
+        store.serve(now)  # what they have said before, that they leave for instance
+        for rank in self._present(store).intersection(closed):
+            store.ended(rank, "its process ended without leaving", now)
 
     def _ended(self, store: Store, descriptor: int, now: float) -> None:
         rank = self._pidfds.pop(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -55,6 +56,7 @@ class Store:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what is sent to nobody is told, for `is_connected`
         self.socket.setsockopt(zmq.SNDHWM, 10_000)
         self.socket.setsockopt(zmq.RCVHWM, 10_000)
         self._gate: Gate | None = None
@@ -97,6 +99,16 @@ class Store:
     def finished(self, rank: int, now: float) -> None:
         """Note that a rank ended in order."""
         self._carry_out(self.coordinator.finished(rank, now))
+
+    def is_connected(self, rank: int) -> bool:
+        """Return whether a rank that has joined still has its channel; asks it whether it is there."""
+        peer = self._peers.get(rank)
+        try:
+            if peer is not None:
+                self.socket.send_multipart([peer, pack_message("are_you_there")], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != errno.EHOSTUNREACH
+        return peer is not None
 
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""

@@ -29,6 +29,11 @@ try:
         time.sleep(0.5)
         print("took", time.process_time() - begun, "beside busy threads:", crowd.is_there(), flush=True)
         sv.barrier()
+    if "late" in sys.argv and sv.rank() == 1:
+        until = time.monotonic() + 20
+        while 0 not in current().engine._book.left and time.monotonic() < until:
+            time.sleep(0.01)
+        raise ValueError("after rank 0 has left")
     if "again" in sys.argv:
         sv.shutdown()
         sv.init()
@@ -143,6 +148,15 @@ def test_while_the_program_waits_nothing_else_runs(start):
         assert code == 0, out
         assert float(out.split("took")[1].split()[0]) < 0.05, out  # seconds of processor time in half a second
         assert "beside busy threads: False" in out  # what serves the roll and the arena is not what a call has to mind
+
+
+def test_rank_0_does_not_wait_for_a_rank_of_another_host_that_has_failed(start):
+    number, key = port(), secrets.token_hex(32)
+    several = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2}
+    told = [torch(rank, 2, number, **several, GROUP_RANK=rank, SYNCVAR_KEY=key, SYNCVAR_RENDEZVOUS_TIMEOUT_S=300) for rank in range(2)]
+    (first, out), (second, error) = start(told, "late")
+    assert (first, second) == (0, 1), (out, error)
+    assert "after rank 0 has left" in error
 
 
 def test_tf_config(start):
