@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.cli.explain import explained
 from syncvar.cli.records import load
-from syncvar.cli.trace import merged, unaligned
+from syncvar.cli.trace import merged, stragglers, unaligned
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "add_options", "run"]
 
 COMMANDS = ("trace", "explain")
+_STRAGGLERS = 4  # lines; the first is the rank to look at
 
 
 def add_options(commands: Any) -> None:
@@ -58,4 +59,6 @@ def run(chosen: argparse.Namespace) -> int:
         sys.stderr.write(f"syncvar: the clocks of hosts {', '.join(hosts)} are not known to be the same\n")
     count = sum(len(record.events) for record in records)
     print(f"{chosen.output}: {count} events of {len(records)} ranks; open it in ui.perfetto.dev or chrome://tracing")
+    for rank, calls, seconds in stragglers(records)[:_STRAGGLERS]:
+        print(f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to {seconds:.3g} s for it in all")
     return 0

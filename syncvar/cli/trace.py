@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.recorder import Event
 
-__all__ = ["merged", "unaligned"]
+__all__ = ["merged", "stragglers", "unaligned"]
 
 _EVENTS_ROW = 0
 
@@ -47,6 +47,25 @@ def merged(records: Sequence[Record]) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"job": records[0].job if records else "", "begins_at_ns": zero},
     }
+
+
+def stragglers(records: Sequence[Record]) -> list[tuple[int, int, float]]:
+    """Return (rank, calls to which it came last, seconds that others waited for it), the most waited for first.
+
+    Args:
+        records: Of all ranks that left one.
+    """
+    last_in: dict[int, int] = {}
+    waited_ns: dict[int, int] = {}
+    for generation in {record.generation for record in records}:
+        for calls in calls_of([record for record in records if record.generation == generation]).values():
+            for events in calls.values():
+                if len(events) > 1:
+                    last = max(events, key=lambda rank: (events[rank].began_ns, rank))
+                    last_in[last] = last_in.get(last, 0) + 1
+                    first = min(event.began_ns for event in events.values())
+                    waited_ns[last] = waited_ns.get(last, 0) + events[last].began_ns - first
+    return sorted(((rank, last_in[rank], waited_ns[rank] / 1e9) for rank in last_in), key=lambda one: -one[2])
 
 
 def unaligned(records: Iterable[Record]) -> list[str]:

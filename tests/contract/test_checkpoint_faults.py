@@ -307,6 +307,59 @@ def test_a_link_in_place_of_a_shard_is_not_followed(tmp_path):
         sv.Checkpoint(n=0).restore(path)
 
 
+HOSTILE = ("a/../../../b", "-rf", ".hidden", "..", "x" * 128)
+
+
+def test_no_name_reaches_outside_the_folder(tmp_path):
+    """Files are named by a random identity and a rank: names of variables and keys stand in the manifest only."""
+    folder = tmp_path / "in" / "c"
+    variables = {f"v{number}": sv.Variable(float(number), name=name) for number, name in enumerate(HOSTILE)}
+    state = {"../../../etc/x": 1.5, "a/b": np.arange(3.0), "~/x": 2, "\u202e": 3}
+    checkpoint = sv.Checkpoint(state=state, **variables)
+    checkpoint.save(folder)
+    made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert made[:3] == ["in", "in/c", "in/c/manifest.json"]
+    assert len(made) == 4
+    assert made[3].startswith("in/c/shard-")
+    for variable in variables.values():
+        variable.assign(-1.0)
+    checkpoint.restore(folder)
+    assert [float(one) for one in variables.values()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    for name in ("../x y", "%2e%2e%2fx", "a\n", "", "x" * 129, "\u0430", "a\0b"):
+        with pytest.raises(sv.ConfigError, match="a variable's name must be"):
+            sv.Variable(0.0, name=name)
+
+
+@pytest.mark.parametrize("where", ["../outside/", "{folder}/../outside/", "./../outside/", "sub/../../outside/"])
+def test_a_manifest_that_names_files_elsewhere_opens_none(tmp_path, where, monkeypatch):
+    """Even where the other file is whole and its digest right."""
+    from syncvar.checkpoint.manifest import digest_of
+
+    path = tmp_path / "c"
+    sv.Checkpoint(v=sv.Variable(np.arange(5.0)), n=3).save(path)
+    (shard,) = shards(path)
+    (tmp_path / "outside").mkdir()
+    (path / "sub").mkdir()
+    (path / shard).rename(tmp_path / "outside" / shard)
+    text = (path / "manifest.json").read_text()
+    body = json.loads(text.replace(shard, where.format(folder=path) + shard))
+    assert body != json.loads(text)
+    del body["digest"]
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    (path / "manifest.json").write_text(json.dumps(body | {"digest": digest_of(canonical)}))
+    opened = []
+
+    def recording(name, *arguments, plain=os.open, **keywords):
+        opened.append(str(name))
+        return plain(name, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", recording)
+    with pytest.raises(sv.CheckpointError):
+        sv.Checkpoint(v=sv.Variable(np.zeros(5)), n=0).restore(path)
+    assert opened
+    assert not [name for name in opened if "outside" in name]
+
+
 def test_a_link_of_another_user_on_the_way_is_not_followed(tmp_path, foreign_link):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "own").symlink_to(tmp_path / "theirs")

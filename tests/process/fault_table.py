@@ -24,6 +24,7 @@ START = "process/test_faults_start.py::"
 STREAMS = "process/test_faults_streams.py::"
 UNREAD = "process/test_unread_output.py::"
 STOPPED = "process/test_stopped_job.py::"
+BEGINS = "process/test_launcher_begins.py::"
 ARENA = "process/test_arena_launch.py::"
 
 
@@ -76,7 +77,7 @@ ROWS = {
     "F10": Row("a rank blocks in C with the GIL held", (300, 5), {
         "C": (f"{SLOW}test_f10_a_rank_that_holds_pythons_lock", f"{SLOW}test_f09_a_rank_that_only_computes_answers"),
     }),
-    "F11": Row("a rank four times as slow as the others", None, {}),
+    "F11": Row("a rank four times as slow as the others", None, {"X": (f"{SLOW}test_f11_a_rank_four_times_as_slow",)}),
     "F12": Row("SIGKILL of the launcher", (3, 2), {
         phase: (f"{LAUNCHER}test_f12_launcher_killed[{phase}-spawn]",) for phase in "SRCXKE"
     }),
@@ -137,7 +138,9 @@ ROWS = {
         "SR", f"{START}test_f38_a_port_that_is_taken_is_named", f"{START}test_f38_thousands_of_ports_in_time_wait")),
     "F39": Row("the runtime directory cannot be written, is full, has too long a path", (1, 1), _all("S", f"{START}test_f39_a_runtime_directory_that_cannot_be_used")),
     "F40": Row("/dev/shm is small or absent; memfd refused", None, _all("SX", f"{ARENA}test_f40_little_or_no_shared_memory")),
-    "F41": Row("too few descriptors or processes are allowed", (1, 1), {}),
+    "F41": Row("too few descriptors or processes are allowed", (1, 1), _all(
+        "SR", f"{BEGINS}test_f41_too_few_open_files_are_told_before_anything_starts", f"{BEGINS}test_f41_what_is_said_to_be_needed_suffices",
+        f"{BEGINS}test_f41_too_few_processes_are_told")),
     "F42": Row("the program forks after init; the child calls, and exits", (0.1, 0.1), _all("CX", f"{USER}test_f42_fork")),
     "F43": Row("two threads start collectives at once", None, _all("X", f"{USER}test_f43_threads")),
     "F44": Row("exceptions and exits in odd places", (2, 1), _all("VE", f"{USER}test_f44_ends")),
@@ -185,10 +188,8 @@ PHASES = {
 }  # fmt: skip
 """The phases in which each fault may come."""
 
-MISSING = {
-    "F11": "X", "F41": "SR",
-}  # fmt: skip
-"""What no test shows yet, of the rows that wait for nothing."""
+MISSING: dict[str, str] = {}
+"""By fault, the phases that no test shows yet, of the rows that wait for nothing."""
 
 CONTROLS = {
     "C8": ("messages, handshakes and connections of strangers are limited", (
@@ -196,12 +197,17 @@ CONTROLS = {
         f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
         "contract/test_store.py::test_a_message_that_is_too_long_closes_only_its_own_connection",
     )),
-    "C13": ("values from the wire are no names of attributes, files, formats or log templates", ()),
+    "C13": ("values from the wire are no names of attributes, files, formats or log templates", (
+        "tidy/test_source.py::test_log_templates_and_formats_are_our_own", "tidy/test_source.py::test_no_name_comes_from_the_wire",
+    )),
     "C14": ("the runtime directory and all sockets in it are this user's only, and no foreign link is followed", (
         "process/test_launcher_options.py::test_private_directory_and_no_listening_port",
         f"{CHECKPOINT}test_a_link_of_another_user_on_the_way_is_not_followed",
     )),
-    "C18": ("names of variables and checkpoints never reach outside their folder", ()),
+    "C18": ("names of variables and checkpoints never reach outside their folder", (
+        f"{CHECKPOINT}test_no_name_reaches_outside_the_folder", f"{CHECKPOINT}test_a_manifest_that_names_files_elsewhere_opens_none",
+        f"{CHECKPOINT}test_a_link_in_place_of_a_shard_is_not_followed",
+    )),
     "C27": ("flight records and traces are readable by this user only", (
         "contract/test_recorder.py::test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it",
     )),

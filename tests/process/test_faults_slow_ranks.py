@@ -1,6 +1,9 @@
 """Ranks that are stopped for long and go on (F08), hold Python's lock in C (F10), or are slow (F11)."""
 
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from fault_table import bound_s
@@ -99,6 +102,32 @@ def test_f10_a_rank_that_holds_pythons_lock(launch, how):
     assert len(said) == 1, str(job)
     assert f"CPU {how} (state {'R' if how == 'busy' else 'S'})" in said[0], str(job)
     assert "no Python thread answers" in job.report.split("others:")[1], f"in the block too\n{job}"
+
+
+SLOWLY = """
+import time
+import numpy as np
+import probe, syncvar as sv
+
+total = np.zeros(1000)
+for step in range(40):
+    time.sleep(0.04 if probe.RANK == 1 else 0.01)
+    total += sv.all_reduce(np.full(1000, step * (probe.RANK + 1.0)))
+assert (total == 6.0 * sum(range(40))).all()
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
+def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
+    job = launch(SLOWLY, workers=3, env={"SYNCVAR_TRACE": str(tmp_path / "trace"), "SYNCVAR_TRANSPORT": transport})
+    assert job.wait() == 0, str(job)
+    assert job.report.strip() == "", f"nobody is warned of what is no stall\n{job}"
+    line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", "trace", "merge", str(tmp_path / "trace"), "-o", str(tmp_path / "trace.json")]
+    said = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    found = re.fullmatch(r"rank 1 came last to (\d+) calls; others waited up to (\S+) s for it in all", said[1])
+    assert found, said
+    assert int(found[1]) > 20, said
+    assert float(found[2]) > 0.5, said
 
 
 @pytest.mark.slow

@@ -70,11 +70,11 @@ for _ in range(50):
     assert sv.all_reduce(np.ones(1000))[0] == sv.world_size()  # X
 checkpoint = sv.Checkpoint(n=1, own=sv.Variable(np.ones(100), name="own", synchronization="NONE"))
 with sv.CheckpointManager(checkpoint, "checkpoints", keep=2) as manager:  # K
-    for step in range(4):
+    for step in range(2):
         checkpoint.n = step
         manager.save(step)
-    assert manager.restore_latest().endswith("step-0000000003")
-assert checkpoint.n == 3
+    assert manager.restore_latest().endswith("step-0000000001")
+assert checkpoint.n == 1
 probe.note("ready")
 if probe.RANK == 1 and probe.gate("end") is None:
     raise ValueError("planted failure")
@@ -89,7 +89,7 @@ except sv.SyncvarError as error:
 def test_f37_a_wall_clock_that_jumps_changes_nothing(launch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
     job = launch(PHASES, workers=2, env={"PYTHONPATH": str(tmp_path)})
-    job.await_events("ready", 2)
+    job.await_events("ready", 2, limit_s=60)
     assert job.report.strip() == "", str(job)
     job.open_gate("end")
     assert job.wait() == 1, str(job)

@@ -67,4 +67,4 @@ def test_the_tests_speak_of_no_other_fault():
 
 
 def test_every_control_has_a_test():
-    assert [name for name, (_, tests) in table.CONTROLS.items() if not tests] == ["C13", "C18"]
+    assert all(tests for _, tests in table.CONTROLS.values())

@@ -101,6 +101,66 @@ def test_no_test_is_left_out():
     assert not found, found
 
 
+LOGGING = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+
+
+def templates(tree):
+    """Yield (line, word) for log templates and formats that are not texts of the source."""
+    own = {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        called, on = node.func.attr, node.func.value
+        if called in LOGGING and isinstance(on, ast.Name) and "log" in on.id:
+            template = node.args[1 if called == "log" else 0]
+            if not (isinstance(template, ast.Constant) or (isinstance(template, ast.Name) and template.id in own)):
+                yield node.lineno, f"{on.id}.{called}"
+        is_own = isinstance(on, ast.Constant) or (isinstance(on, ast.Name) and on.id in own)
+        is_own |= isinstance(on, ast.Attribute) and on.attr in FORMATS
+        if called in ("format", "format_map") and not is_own and (node.args or node.keywords):
+            yield node.lineno, dotted(node.func) or called
+
+
+FORMATS = {"fix"}  # of a rule in `syncvar.variables.policy`: texts of the source too
+
+# The rooms that read what comes from other processes, and the names under which they have it.
+READERS = [path for path in SOURCES if path.parts[-2] in ("wire", "transports", "runtime", "launcher") or path.name in ("word.py", "files.py", "manifest.py")]
+RECEIVED = {"message", "record", "verdict", "header", "frame", "roll", "fields", "told", "data", "identity", "parts"}
+NAMING = {"getattr", "setattr", "delattr", "hasattr", "open", "os.open", "os.unlink", "os.rename", "os.replace", "os.makedirs", "Path", "import_module", "importlib.import_module"}
+
+
+def received_names(tree):
+    """Yield (line, word) for calls that take an attribute's or a file's name from something received."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (dotted(node.func) in NAMING or (isinstance(node.func, ast.Name) and node.func.id in NAMING)):
+            for argument in node.args[1:2] if dotted(node.func) in ("getattr", "setattr", "delattr", "hasattr") else node.args[:1]:
+                for part in ast.walk(argument):
+                    if isinstance(part, ast.Subscript) and isinstance(part.value, ast.Name) and part.value.id in RECEIVED:
+                        yield node.lineno, f"{dotted(node.func)}({part.value.id}[…])"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_log_templates_and_formats_are_our_own(path):
+    """What another process has sent may stand in a log, and is never what a log or a text is made by."""
+    assert not list(templates(ast.parse(path.read_text())))
+
+
+def test_no_name_comes_from_the_wire():
+    found = {str(path.relative_to(REPOSITORY)): list(received_names(ast.parse(path.read_text()))) for path in READERS}
+    assert len(found) > 40
+    assert not {name: words for name, words in found.items() if words}
+
+
+@pytest.mark.parametrize("text", ["_log.warning(f'{x}')", "_log.info(message['text'])", "message.format(x)", "log.error(text)", "_log.log(level, text)"])
+def test_the_search_finds_templates(text):
+    assert list(templates(ast.parse(text)))
+
+
+@pytest.mark.parametrize("text", ["getattr(self, message['kind'])", "open(message['path'])", "os.open(f\"{record['name']}\", 0)", "setattr(x, fields['a'], 1)"])
+def test_the_search_finds_received_names(text):
+    assert list(received_names(ast.parse(text)))
+
+
 WALL_CLOCK = {"time.time", "time.time_ns", "time.ctime", "time.gmtime", "time.localtime", "time.strftime", "datetime"}
 # What a person reads: the time beside a line of output, in a record and in a lock. Nothing is decided by it.
 SHOWN_TIMES = {
