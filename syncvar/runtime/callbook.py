@@ -5,6 +5,7 @@ Bookkeeping only: nothing here sends, waits or reads a clock. The engine asks, a
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,6 +64,9 @@ class CallBook:
         self._hosts = hosts
         self._next_call: dict[int, int] = {}
         self._doomed: list[Message] = []
+        # Of blocks and verdicts: the user's thread ends a block while another one may follow what a peer has sent.
+        # A signal's handler may make calls, so that the thread which has it may come again.
+        self._lock = threading.RLock()
         self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
         self._passed: dict[int, deque[_Passed]] = {}
         self._has_skipped = False
@@ -106,9 +110,10 @@ class CallBook:
         Those who wait in a later call of such a block, when this rank has left, wait in vain.
         """
         found = []
-        for group, blocks in list(self._passed.items())[-_ENTERED_MAX // _BLOCKS_MAX :]:
-            for block in blocks:
-                found += [group, block.last, block.epoch_end]
+        with self._lock:
+            for group, blocks in list(self._passed.items())[-_ENTERED_MAX // _BLOCKS_MAX :]:
+                for block in blocks:
+                    found += [group, block.last, block.epoch_end]
         return found
 
     def leave(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
@@ -160,22 +165,23 @@ class CallBook:
             Whether it is known already that a rank is in such a call: the call after the block is refused here then,
             with `table`, and has to be by all.
         """
-        blocks = self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
-        if blocks and blocks[-1].epoch_end == last:
-            last = blocks.pop().last
-        overlapping = [
-            old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
-        ]
-        known = [old for old in overlapping if old["call"] <= last + 1]
-        if not known:
-            # Who left the block later than this rank may still be in one of the calls between.
-            blocks.append(_Passed(members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
-        if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
-            return False
-        following = epoch_end + 1
-        text = "another rank made a call before it that this rank did not make"
-        self._doomed.append({"group": group, "call": following, "last_call": following, "text": text, "table": table, "waits": False})
-        return True
+        with self._lock:
+            blocks = self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
+            if blocks and blocks[-1].epoch_end == last:
+                last = blocks.pop().last
+            overlapping = [
+                old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
+            ]
+            known = [old for old in overlapping if old["call"] <= last + 1]
+            if not known:
+                # Who left the block later than this rank may still be in one of the calls between.
+                blocks.append(_Passed(members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
+            if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
+                return False
+            following = epoch_end + 1
+            text = "another rank made a call before it that this rank did not make"
+            self._doomed.append({"group": group, "call": following, "last_call": following, "text": text, "table": table, "waits": False})
+            return True
 
     def overtaken(self, group: int, call: int, active: Iterable[tuple[int, int]]) -> Overtaken | None:
         """Return the block of `call`, if this rank left it without making that call; told once for each block.
@@ -185,11 +191,12 @@ class CallBook:
             call: That a peer has made.
             active: (group, call) of the calls that are running.
         """
-        blocks = self._passed.get(group, deque())
-        block = next((one for one in blocks if one.last < call <= one.epoch_end), None)
-        if block is None:
-            return None
-        blocks.remove(block)
+        with self._lock:
+            blocks = self._passed.get(group, deque())
+            block = next((one for one in blocks if one.last < call <= one.epoch_end), None)
+            if block is None:
+                return None
+            blocks.remove(block)
         running = [number for other, number in active if other == group and number > block.epoch_end]
         following = min(running, default=self._next_call.get(group, block.epoch_end + 1))
         return Overtaken(*block, following)
@@ -198,16 +205,17 @@ class CallBook:
 
     def doom(self, verdict: Message) -> None:
         """Note a verdict: the calls it names fail, also those that have not begun."""
-        blocks = self._passed.get(verdict["group"], deque())
-        for block in list(blocks):
-            if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
-                place = blocks.index(block)
-                del blocks[place]  # the group knows already, and later calls shall not fail for it
-                if verdict["call"] > block.last + 1:
-                    blocks.insert(place, block._replace(epoch_end=verdict["call"] - 1))
-        # Verdicts on calls that lie behind are of no use any more.
-        self._doomed = [old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1]
-        self._doomed.append(verdict)
+        with self._lock:
+            blocks = self._passed.get(verdict["group"], deque())
+            for block in list(blocks):
+                if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
+                    place = blocks.index(block)
+                    del blocks[place]  # the group knows already, and later calls shall not fail for it
+                    if verdict["call"] > block.last + 1:
+                        blocks.insert(place, block._replace(epoch_end=verdict["call"] - 1))
+            # Verdicts on calls that lie behind are of no use any more.
+            self._doomed = [old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1]
+            self._doomed.append(verdict)
 
     def refusal(self, operation: Operation) -> SyncvarError | None:
         """Return why a call cannot succeed, if that is known: a verdict, or a rank that left before it."""

@@ -1,0 +1,39 @@
+"""Where the calls of each group stand, when two threads ask at once."""
+
+import sys
+import threading
+
+import pytest
+
+from syncvar.runtime.callbook import CallBook
+
+GROUP, BLOCK = 7, 100
+
+
+@pytest.fixture
+def often():
+    """Let threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
+    book, wrong, over = CallBook({}), [], threading.Event()
+
+    def look():
+        try:
+            while not over.is_set():
+                book.overtaken(GROUP, -1, ())
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for number in range(1_500):
+        book.passed_over(GROUP, (0, 1), number * BLOCK, number * BLOCK + BLOCK - 1, {})
+    over.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not wrong, wrong
