@@ -29,7 +29,7 @@ class World:
         self.thread.start()
 
     def _live(self):
-        run_ranks(self.size, self._replica, faults=self.faults, shared=self.shared, config=CONFIG, timeout_s=600.0)
+        run_ranks(self.size, self._replica, faults=self.faults, shared=self.shared, config=CONFIG, timeout_s=1_700.0)
 
     def _replica(self):
         replica = Replica()
