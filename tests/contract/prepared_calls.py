@@ -8,11 +8,12 @@ All ranks draw the same numbers from one seed, so that each knows what all of th
 communication. Values are small whole numbers: results are exact in every order, and compared by their bytes. What lies
 around an array has to stay as it is, and so does what is only read.
 
-As a script, this is a rank of a job: `prepared_calls.py SEED CASES`.
+As a script, this is a rank of a job: `prepared_calls.py SEED CASES [COLLECTIVE ...]`.
 """
 
 import contextlib
 import sys
+from bisect import bisect_left
 from functools import lru_cache
 from functools import reduce as fold
 from typing import Any, NamedTuple
@@ -44,12 +45,12 @@ def limits(size):
     from syncvar.runtime import crowd, fused, shared_moves, shared_reduce
 
     segment, small = shared_reduce.SEGMENT_BYTES, channels.SMALL_BYTES
-    direct = max((nbytes for nbytes in range(0, small + 1, 8) if shared_reduce.is_direct(nbytes, size)), default=0)
+    direct = bisect_left(range(small + 1), True, key=lambda nbytes: not shared_reduce.is_direct(nbytes, size)) - 1
     found = {
         direct, small, segment, 2 * segment, segment // shared_moves._WINDOWS, shared_reduce._BLOCK_BYTES,
         fused._ALONE_BYTES, 2 * shared_reduce._WIDENED, 4 * crowd.PIECE,
     }  # fmt: skip
-    return sorted(found - {0})
+    return sorted(one for one in found if one > 0)
 
 
 def fill_the_arena(least=128 << 10):
@@ -639,15 +640,15 @@ class Rank:
             raise Wrong("the step has changed its gradient")
 
 
-def main(seed, cases):
+def main(seed, cases, *pairs):
     register_ops()
     rank = Rank(seed)
     rank.run(cases)
-    rank.run_pairs(["all_reduce"])
+    rank.run_pairs(pairs)
     sv.barrier()
     if sv.rank() == 0:
         print(f"made {rank.number} cases over {current().transport}", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -10,18 +10,50 @@ LAYOUTS = {"arena": {"env": ENV}, "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "z
 
 
 @pytest.mark.parametrize(
-    ("layout", "workers", "cases"),
+    ("layout", "workers", "cases", "pairs"),
     [
-        ("arena", 2, 8),
-        pytest.param("arena", 3, 100, marks=pytest.mark.slow),
-        pytest.param("arena", 4, 100, marks=pytest.mark.slow),
-        pytest.param("zmq", 3, 60, marks=pytest.mark.slow),
-        pytest.param("hosts", 4, 60, marks=pytest.mark.slow),
-        pytest.param("hosts", 3, 60, marks=pytest.mark.slow),
+        ("arena", 2, 12, []),
+        pytest.param("arena", 3, 100, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
+        pytest.param("arena", 4, 100, ["reduce_scatter"], marks=pytest.mark.slow),
+        pytest.param("zmq", 3, 60, ["all_reduce"], marks=pytest.mark.slow),
+        pytest.param("hosts", 4, 60, ["all_reduce"], marks=pytest.mark.slow),
+        pytest.param("hosts", 3, 60, ["all_gather"], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(400)
-def test_random_calls_on_processes(launch, layout, workers, cases):
-    job = launch(None, workers=workers, target=[str(SCRIPT)], arguments=["7", str(cases)], **LAYOUTS[layout])
+def test_random_calls_on_processes(launch, layout, workers, cases, pairs):
+    job = launch(None, workers=workers, target=[str(SCRIPT)], arguments=["7", str(cases), *pairs], **LAYOUTS[layout])
     assert job.wait(300) == 0, str(job)
     assert "cases over" in job.out
+
+
+TRAINING = """
+import numpy as np
+import syncvar as sv
+from probe import note
+
+strategy = sv.MirroredStrategy()
+with strategy.scope():
+    w = sv.Variable(np.zeros(20_000))
+    optimizer = sv.optimizers.SGD(1.0)
+held, step = [], 4 << 20
+sv.all_reduce(np.zeros(100_000))
+while sv.rank() == 1 and step >= 1 << 16:
+    try:
+        held.append(sv.empty(step, np.uint8))
+    except sv.ArenaFull:
+        step //= 2
+for call in range(10):
+    strategy.run(lambda: optimizer.apply_gradients([(np.full(20_000, call + sv.rank(), float), w)]))
+note("trained", first=float(w.numpy()[0]), last=float(w.numpy()[-1]), equal=len(np.unique(w.numpy())) == 1, held=len(held))
+"""
+
+
+def test_training_where_the_arena_of_one_rank_is_full(launch):
+    """Its buffer for gradients is private there, in shared memory elsewhere: that once added up what lies at offset 0."""
+    job = launch(TRAINING, env={"SYNCVAR_ARENA_BYTES": str(64 << 20)})
+    assert job.wait(60) == 0, str(job)
+    wanted = -sum(call + 0.5 for call in range(10))
+    seen = {event["rank"]: (event["first"], event["last"], event["equal"], event["held"] > 0) for event in job.events("trained")}
+    assert seen == {0: (wanted, wanted, True, False), 1: (wanted, wanted, True, True)}
+    assert "variables of this rank take private memory from now on" in job.err
