@@ -88,6 +88,7 @@ def alone(x: Any, out: Any, calls: int, apply: np.ufunc | None = None) -> float:
     """Return the time of a prepared all-reduce that finds all others where it needs them."""
     group = sv.new_group(range(sv.world_size()))
     sv.all_reduce(x, out=out, group=group)
+    sv.barrier()  # the other worker has left that call, and would take what follows for another one
     communicator = communicator_of(group)
     channel: Any = communicator.channel
     channel.others = (channel.entry,) * len(channel.others)  # the group makes no call with the other worker any more

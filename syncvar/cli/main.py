@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
     Example:
-        >>> main(["plan", "broadcast", "--ranks", "2", "--count", "3"])  # doctest: +ELLIPSIS
+        >>> main(["plan", "broadcast", "--ranks", "2", "--path", "links"])  # doctest: +ELLIPSIS
         tree: ...
         0
     """
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "plan":
-            print(plan.text(chosen), end="")
+            print(plan.text(chosen, RuntimeConfig.from_mapping(os.environ)), end="")
         elif chosen.command == "rules":
             print(rules_text(), end="")
         elif chosen.command == "collectives":

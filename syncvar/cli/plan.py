@@ -12,8 +12,10 @@ from syncvar.plans import (
     LINKS,
     build_all,
     choose,
+    parse_forced,
     plan_text,
     predicted_seconds,
+    suited,
     sums_by_the_tree,
     traffic,
     unsuited,
@@ -23,6 +25,7 @@ from syncvar.wire import DTYPE_NAMES
 if TYPE_CHECKING:
     import argparse
 
+    from syncvar.config import RuntimeConfig
     from syncvar.plans import CostModel, Plan
 
 __all__ = ["add_options", "text"]
@@ -41,17 +44,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--count", type=int, default=8, help="elements of the vector, or of each block (8)")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="float32", metavar="DTYPE", help="of the elements (float32)")
     parser.add_argument("--root", type=int, default=0, help="root of a broadcast, reduce, gather or scatter (0)")
-    parser.add_argument("--path", choices=("links", "arena"), default="links", help="sockets or shared memory (links)")
-    parser.add_argument("--algorithm", help="show this one instead of the one that would be chosen")
+    parser.add_argument("--path", choices=("links", "arena"), help="sockets, or shared memory as in a job on one host (arena)")
+    parser.add_argument("--algorithm", help="show this one instead of SYNCVAR_ALGORITHM's, or the one that would be chosen")
     parser.add_argument("--reproducible", action="store_true", help="reduce by the fixed tree")
     parser.add_argument("--full", action="store_true", help="show all ranks and rounds of a long plan")
 
 
-def text(chosen: argparse.Namespace) -> str:
+def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     """Return what the command prints.
 
     Args:
         chosen: The parsed options.
+        config: The settings that a job would have here.
 
     Raises:
         ConfigError: An option is out of range.
@@ -66,17 +70,22 @@ def text(chosen: argparse.Namespace) -> str:
         count = -(-parse_size(chosen.bytes) // (itemsize * blocks))
     if count < 0:
         raise ConfigError(f"--count must not be negative, not {count}")
-    is_shared = chosen.path == "arena"
+    path = chosen.path or ("links" if config.transport == "zmq" else "arena")
+    is_shared = path == "arena"
     nbytes = 0 if collective == "barrier" else count * blocks * itemsize
     options: dict[str, Any] = {"reproducible": chosen.reproducible, "shared": is_shared, "even": True}
-    choice = choose(collective, nbytes, n, forced=chosen.algorithm, **options)
+    demanded = suited(collective, parse_forced(config.algorithm).get(collective), n, even=True, reproducible=chosen.reproducible)
+    choice = choose(collective, nbytes, n, forced=chosen.algorithm or demanded, **options)
+    reason = choice.reason
+    if demanded and not chosen.algorithm:
+        reason = f"{demanded}: SYNCVAR_ALGORITHM demands it"
     model = ARENA if is_shared else LINKS
     plans = {
         algorithm: build_all(collective, algorithm, n, count=count, root=chosen.root)
         for algorithm in ALGORITHMS[collective]
         if unsuited(collective, algorithm, n, even=True) is None
     }
-    lines = [choice.reason]
+    lines = [reason]
     usual = choose(collective, nbytes, n, **options)
     if usual.algorithm != choice.algorithm:
         lines.append(f"else {usual.reason}")
@@ -84,6 +93,11 @@ def text(chosen: argparse.Namespace) -> str:
     lines += _table(collective, plans, itemsize, model, choice.algorithm)
     lines.append("")
     lines.append(f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for comparison, no promise.")
+    if chosen.path is None:
+        lines.append(
+            "Jobs on one host share memory; --path links shows those over sockets." if is_shared
+            else "SYNCVAR_TRANSPORT=zmq: over sockets; --path arena shows jobs that share memory."
+        )  # fmt: skip
     if any(sums_by_the_tree(collective, algorithm, n) for algorithm in plans):
         lines.append("tree: sums by the fixed tree over the ranks, as reproducible=True demands.")
     return "".join(f"{line}\n" for line in lines)

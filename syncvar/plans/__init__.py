@@ -70,7 +70,7 @@ from syncvar.plans.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
 from syncvar.plans.published import Publication, Take, publications
 from syncvar.plans.reproducible import reproducible_all_reduce, tree_order, tree_steps
 from syncvar.plans.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from syncvar.plans.select import Choice, choose, parse_forced
+from syncvar.plans.select import Choice, choose, parse_forced, suited
 from syncvar.plans.shards import runs_of, split, whole_nodes
 from syncvar.plans.table import ALGORITHMS, build, build_all, sums_by_the_tree, unsuited
 from syncvar.plans.tree import (
@@ -205,6 +205,7 @@ __all__ = [
     "split",
     "stages",
     "step_text",
+    "suited",
     "sums_by_the_tree",
     "traffic",
     "tree_expression",

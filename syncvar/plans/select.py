@@ -194,6 +194,27 @@ def choose(
     raise AssertionError(f"the table has no last row for {collective}")
 
 
+def suited(collective: str, wanted: str | None, world_size: int, *, even: bool, reproducible: bool) -> str | None:
+    """Return the algorithm that a job demands, or None for calls that it cannot serve: these choose for themselves.
+
+    Args:
+        collective: A key of `ALGORITHMS`.
+        wanted: What `parse_forced` has found for it, if anything.
+        world_size: Ranks of the group.
+        even: All blocks have the same count.
+        reproducible: A reduction must sum by the tree.
+
+    Example:
+        >>> suited("all_reduce", "ring", 4, even=True, reproducible=False)
+        'ring'
+        >>> suited("all_reduce", "ring", 4, even=True, reproducible=True)
+    """
+    if wanted is None or unsuited(collective, wanted, world_size, even=even):
+        return None
+    by_tree = reproducible and collective in REDUCTIONS
+    return None if by_tree and not sums_by_the_tree(collective, wanted, world_size) else wanted
+
+
 def parse_forced(text: str) -> dict[str, str]:
     """Read the setting that demands algorithms for a whole job.
 

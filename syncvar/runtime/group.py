@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
-from syncvar.plans import COMPOSED, build, build_all, choose, stages, sums_by_the_tree, unsuited
+from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
 from syncvar.runtime.kernels import quiet
@@ -246,14 +246,7 @@ class Communicator:
                 rows: Any = counts if is_matrix else (counts,)
                 is_even = len({count for row in rows for count in row}) == 1
                 total = sum(map(sum, counts)) // self.size if is_matrix else sum(counts)  # type: ignore[arg-type]
-            wanted = algorithm
-            if wanted is None:  # the job's demand holds where it can: not for calls that need another order or evenness
-                wanted = self.forced(collective)
-                if wanted and (
-                    unsuited(collective, wanted, self.size, even=is_even)
-                    or (reproducible and not sums_by_the_tree(collective, wanted, self.size))
-                ):
-                    wanted = None
+            wanted = algorithm or suited(collective, self.forced(collective), self.size, even=is_even, reproducible=reproducible)
             if wanted is None and self.hosts is not None and collective in COMPOSED:
                 parts = stages(
                     collective, self.hosts.sizes, self.member_rank, itemsize=itemsize, root=root, reproducible=reproducible, **sizes

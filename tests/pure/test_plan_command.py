@@ -6,6 +6,12 @@ from syncvar.cli.main import main
 from syncvar.plans import ALGORITHMS, build_all, plan_text
 
 
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in ("SYNCVAR_ALGORITHM", "SYNCVAR_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def printed(capsys, *arguments):
     assert main(["plan", *arguments]) == 0
     return capsys.readouterr().out
@@ -46,12 +52,29 @@ def test_a_demanded_algorithm_is_shown_with_what_would_be_chosen(capsys):
     assert plan_text(build_all("all_reduce", "ring", 3, count=8)) in text
 
 
+def test_the_jobs_settings_count_as_in_a_job(capsys, monkeypatch):
+    usual = printed(capsys, "all_reduce", "--ranks", "3")
+    assert "in shared memory with" in usual
+    assert "--path links" in usual
+    monkeypatch.setenv("SYNCVAR_TRANSPORT", "zmq")
+    assert "over links with" in printed(capsys, "all_reduce", "--ranks", "3")
+    monkeypatch.setenv("SYNCVAR_ALGORITHM", "all_reduce:ring,all_gather:doubling")
+    text = printed(capsys, "all_reduce", "--ranks", "3")
+    assert text.startswith("ring: SYNCVAR_ALGORITHM demands it\nelse direct: 32 bytes on 3 ranks: ")
+    assert plan_text(build_all("all_reduce", "ring", 3, count=8)) in text
+    assert printed(capsys, "all_reduce", "--ranks", "3", "--algorithm", "tree").startswith("tree: the caller demands it")
+    for where_it_cannot_be in (("all_gather", "--ranks", "3"), ("all_reduce", "--ranks", "3", "--reproducible")):
+        assert "SYNCVAR_ALGORITHM" not in printed(capsys, *where_it_cannot_be)
+    monkeypatch.setenv("SYNCVAR_ALGORITHM", "all_reduce:rign")
+    assert "did you mean 'ring'" in refused(capsys, "all_reduce")
+
+
 def test_the_root_is_shown(capsys):
     assert "rank 2  | w[0:8] to" in printed(capsys, "broadcast", "--root", "2")
 
 
 def test_a_reduction_by_the_tree(capsys):
-    text = printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--reproducible")
+    text = printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--reproducible", "--path", "links")
     assert text.startswith("reproducible: 1048576 bytes on 5 ranks: ")
     assert "tree: sums by the fixed tree over the ranks, as reproducible=True demands." in text
 
