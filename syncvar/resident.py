@@ -24,6 +24,9 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
     Collectives read and write such arrays where they lie: `sv.all_reduce(x, out=x)` of arrays of `sv.empty` on every
     rank copies nothing. Where there is no arena (one rank on a host, SYNCVAR_TRANSPORT=zmq) it is an ordinary array. Not collective.
 
+    A process that is forked from a rank shares the arena's memory with it: what the child writes into such an array, the
+    parent sees, and the other way round; an ordinary array would be the child's own. A child that writes takes `x.copy()` first.
+
     Args:
         shape: An integer or a tuple of integers, each >= 0.
         dtype: Any dtype whose elements hold no references.

@@ -143,7 +143,10 @@ TASKS = (
     Task(
         "some of the ranks", _NONE, "hvd.add_process_set([0])", "comm.Create_group(comm.group.Incl([0]))",
         "dist.new_group([0])", "sv.new_group([0])",
-        ((_MPI, "comm.Split(color, key) is group.split(color, key); cartesian grids are sv.mesh((2, 2))."),),
+        (
+            (_MPI, "comm.Create_group is called by the members only, sv.new_group by every rank of the world, in the same order."),
+            (_MPI, "comm.Split(color, key) is group.split(color, key); cartesian grids are sv.mesh((2, 2))."),
+        ),
     ),
     Task(
         "a strategy", "tf.distribute.MultiWorkerMirroredStrategy()", _NONE, _NONE, "DistributedDataParallel(model)",

@@ -19,6 +19,8 @@ class Explanation:
             defer, also increments (writes that can wait), turns (reads that came after one) and pending (that wait now).
         changes: (step, from, to, why) of each change of pace. The step is the number of the strategy's run at whose end
             (pin: after which) it changed; outside every scope that of the variable's increment (pin: write).
+        reason: Of an AUTO variable, why its pace is what it is now: what AUTO decided last, when, and from which numbers, also
+            where it changed nothing; or why there is nothing to decide.
     """
 
     mode: str
@@ -26,6 +28,7 @@ class Explanation:
     rule: str
     numbers: dict[str, int] = field(default_factory=dict)
     changes: list[tuple[int, str, str, str]] = field(default_factory=list)
+    reason: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -34,4 +37,5 @@ class Explanation:
             "numbers: " + ", ".join(f"{name} {value}" for name, value in self.numbers.items()),
         ]
         lines += [f"step {step}: {before} -> {after}, {why}" for step, before, after, why in self.changes]
+        lines += [f"now: {self.reason}"] if self.reason else []
         return "\n".join(lines)

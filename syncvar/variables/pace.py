@@ -4,8 +4,8 @@ Eager, each increment is one all-reduce. Deferred, it is put into the strategy's
 a run, or before whatever needs what waits: a read of such a variable, another kind of write. So deferring pays where many
 increments come between two such **breaks**, and costs where they take turns.
 
-The costs of a write, of a place in the queue, and of sending the queue are fixed numbers for each path, measured with two
-ranks; only their ratios count. A change has to promise a fifth less time than staying, and staying has to cost a quarter
+The costs of a write, of a place in the queue, and of sending the queue are a fixed table, measured once with two ranks for
+each path, and not on the machine where a job runs; only their ratios count. A change has to promise a fifth less time than staying, and staying has to cost a quarter
 more than estimated before it is left: so what is about even does not change to and fro.
 """
 
@@ -131,7 +131,7 @@ def choose(
         >>> [choice.is_deferred for choice in choose([busy, turns], 4, 0, Bar(), COSTS["arena", False])[0]]
         [True, False]
     """
-    alone: list[bool] = []
+    alone: list[str] = []  # why it does not pay for each
     chosen = total = filled = breaks = 0
     now = queued = 0.0
     are_deferred = True
@@ -139,8 +139,9 @@ def choose(
         eager, waiting = costs.eager(one.increments, one.nbytes), costs.queued(one.increments, one.nbytes)
         own_breaks = min(one.breaks, one.increments)
         limit = _BEARABLE if one.is_deferred else _WORTH
-        is_worth = waiting + costs.send_us * own_breaks <= limit * eager  # if sending at the ends of runs cost nothing
-        alone.append(is_worth)
+        least = waiting + costs.send_us * own_breaks  # if sending at the ends of runs cost nothing
+        is_worth = least <= limit * eager
+        alone.append("" if is_worth else f"at least {least:.0f} us deferred, {eager:.0f} us eager")
         if is_worth and one.increments:
             chosen += 1
             total += one.increments
@@ -172,9 +173,9 @@ def choose(
     for place, one in enumerate(windows):
         if not one.increments:
             choices.append(Choice(one.is_deferred, "nothing was added"))
-        elif not alone[place]:
+        elif alone[place]:
             said = f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
-            choices.append(Choice(is_deferred=False, why=f"{said}: waiting does not pay"))
+            choices.append(Choice(is_deferred=False, why=f"{said}: waiting does not pay ({alone[place]})"))
         else:
             choices.append(shared)
     return choices, bar

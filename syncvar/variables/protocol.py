@@ -87,6 +87,9 @@ class ArrayProtocol(NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read_value())
 
+    def __format__(self, spec: str) -> str:
+        return format(self.read_value(copy=False), spec) if spec else str(self)  # as repr, which never communicates
+
     def __float__(self) -> float:
         return float(self.read_value(copy=False))
 

@@ -309,6 +309,7 @@ class Roster:
         changes = []
         for variable, choice in chosen:
             if choice.is_deferred == variable.is_deferred:
+                variable.decided(point.step, choice.why)
                 continue
             before, after = ("eager", "deferred") if choice.is_deferred else ("deferred", "eager")
             variable.change_pace(after, point.step, choice.why)

@@ -73,7 +73,7 @@ class PerReplica(DistributedValues):
     )
     __rmatmul__ = __neg__ = __pos__ = __abs__ = __iadd__ = __isub__ = __imul__ = _refused("arithmetic")
     __itruediv__ = __and__ = __or__ = __xor__ = __invert__ = _refused("arithmetic")
-    __lt__ = __le__ = __gt__ = __ge__ = _refused("comparison")
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refused("comparison")
     __getitem__ = __setitem__ = _refused("indexing")
     __iter__ = __len__ = __contains__ = _refused("iteration")
     __float__ = __int__ = __bool__ = __complex__ = __index__ = _refused("conversion")
@@ -107,6 +107,9 @@ class Mirrored(DistributedValues, NDArrayOperatorsMixin):
 
     def __iter__(self) -> Any:
         return iter(np.asarray(self._value))
+
+    def __format__(self, spec: str) -> str:
+        return format(np.asarray(self._value), spec) if spec else str(self)
 
     def __float__(self) -> float:
         return float(np.asarray(self._value))

@@ -106,6 +106,7 @@ class Variable(ArrayProtocol):
         self._queue: WriteQueue | None = None  # while it is deferred
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
+        self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
         self._storage = made.owner.make_storage(made.value, self._synchronization)
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
         if action.travel is Travel.QUESTION:
@@ -316,6 +317,7 @@ class Variable(ArrayProtocol):
             mode ON_WRITE (eager), requested AUTO
             rule: AUTO behaves as ON_WRITE; only when its communication happens may differ
             numbers: replicas 1, reads 0, writes 0, collectives 0, nbytes 4
+            now: eager: with one replica nothing has to travel
         """
         auto = self._requested is VariableSynchronization.AUTO
         numbers = {
@@ -329,7 +331,24 @@ class Variable(ArrayProtocol):
             pending = 0 if self._queue is None else self._queue.waiting(self)
             numbers |= {"increments": self._added, "turns": self._turns, "pending": pending}
         mode = self._synchronization.name + (f" ({self._pace}{', pinned' if self._is_pinned else ''})" if auto else "")
-        return Explanation(mode, self._requested.name, self._rule, numbers, list(self._changes))
+        reason = f"{self._pace}: {self._why()}" if auto else ""
+        return Explanation(mode, self._requested.name, self._rule, numbers, list(self._changes), reason)
+
+    def _why(self) -> str:
+        """Return why an AUTO variable's pace is what it is."""
+        if self._replicas == 1:
+            return "with one replica nothing has to travel"
+        if self._is_pinned:
+            return f"v.pin({self._pace!r}) fixes it"
+        if not self._is_counted:
+            return f"{self._dtype.name} with aggregation {self._aggregation.name} has no increments that could wait"
+        if self._decided is None:
+            return "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope at every 64th increment"
+        return "decided at step {}: {}".format(*self._decided)
+
+    def decided(self, step: int, why: str) -> None:
+        """Take note why AUTO has left the pace as it is; for AUTO only."""
+        self._decided = step, why
 
     def pin(self, mode: str | None) -> None:
         """Fix the pace of an AUTO variable: "eager", "deferred", or None to let AUTO decide again. Collective.
@@ -461,7 +480,7 @@ class Variable(ArrayProtocol):
     def change_pace(self, pace: str, step: int, why: str) -> None:
         """Let increments travel at once or wait, from now on; on all replicas at the same point; for AUTO only."""
         self._changes.append((step, self._pace, pace, why))
-        self._pace = pace
+        self._pace, self._decided = pace, (step, why)
         self._queue = queue_of(self._owner) if pace == "deferred" and self._replicas > 1 else None
 
     def _is_deferrable(self, operation: Operation) -> bool:

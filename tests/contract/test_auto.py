@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -358,3 +359,42 @@ def test_a_file_that_holds_no_decisions_is_refused_on_all_replicas(tmp_path, tex
     assert isinstance(first, sv.ConfigError)
     assert str(path) in str(first)
     assert isinstance(second, sv.MismatchError | sv.PeerLost)
+
+
+def test_explain_says_why_a_variable_stays_eager(ranks):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        v = made(strategy, np.zeros(3))
+        first = v.explain().reason
+
+        def take_turns():
+            for _ in range(5):
+                v.assign_add(np.ones(3))
+                v.numpy()
+
+        for _ in range(12):
+            strategy.run(take_turns)
+        said = v.explain()
+        assert str(said).endswith(f"now: {said.reason}")
+        v.pin("deferred")
+        return first, said.mode, said.changes, said.reason, v.explain().reason
+
+    for first, mode, changes, reason, pinned in ranks(2, fn):
+        assert "nothing was decided yet" in first
+        assert (mode, changes) == ("ON_WRITE (eager)", [])
+        assert re.fullmatch(
+            r"eager: decided at step \d+: (25|50) increments, \1 reads or other writes after one in (5|10) runs: "
+            r"waiting does not pay \(at least \d+ us deferred, \d+ us eager\)",
+            reason,
+        )
+        assert pinned == "deferred: v.pin('deferred') fixes it"
+
+
+def test_explain_says_why_there_is_nothing_to_decide():
+    def fn():
+        strategy = sv.MirroredStrategy()
+        copied, own = made(strategy, aggregation="NONE"), made(strategy, synchronization="ON_READ")
+        return copied.explain().reason, own.explain().reason
+
+    assert run_ranks(2, fn) == [("eager: float32 with aggregation NONE has no increments that could wait", "")] * 2
+    assert run_ranks(1, fn) == [("eager: with one replica nothing has to travel", "")]

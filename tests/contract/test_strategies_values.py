@@ -143,9 +143,12 @@ def test_a_per_replica_is_no_number():
     x = sv.PerReplica(np.ones(2))
     assert isinstance(x, sv.DistributedValues)
     assert x.values[0].tolist() == [1, 1]
+    assert [x].index(x) == 0
+    assert {x: 1}[x] == 1
     for wrong in (
         lambda: x + 1, lambda: 1 + x, lambda: x[0], lambda: list(x), lambda: len(x), lambda: float(x), lambda: bool(x),
         lambda: np.asarray(x), lambda: np.add(x, 1), lambda: np.sum(x), lambda: x < 1, lambda: -x, lambda: np.ones(2) * x,
+        lambda: x == 1, lambda: x != 1, lambda: np.ones(2) == x, lambda: np.float64(1) == x, lambda: [x].index(1),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=r"strategy\.reduce"):
             wrong()

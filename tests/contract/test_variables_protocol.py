@@ -135,3 +135,12 @@ def test_a_view_shows_the_value_after_a_write_that_had_to_leave_its_memory(size,
         return w.numpy().tolist()
 
     assert run_ranks(size, fn, shared=shared and size > 1) == [[4.0 * size * size] * 3] * size
+
+
+def test_a_scalar_is_formatted_as_numpy_does():
+    v = sv.Variable(1.23456, synchronization="NONE")
+    assert (f"{v:.3f}", f"{v:>8.1f}", f"{v:e}") == ("1.235", "     1.2", "1.234560e+00")
+    assert f"{sv.Mirrored(np.float64(2.5)):.2f}" == "2.50"
+    assert f"{v}" == str(v) == repr(v), "without a format nothing is read"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{sv.Variable(np.zeros(2), synchronization='NONE'):.3f}"
