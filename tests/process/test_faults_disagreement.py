@@ -45,6 +45,8 @@ CASES = {
     "broadcast-shape": lambda: sv.broadcast(x[:11] if odd else x),
     "argument": lambda: sv.all_reduce(x, "sun" if odd else "sum"),
     "gather-dtype": lambda: sv.all_gather(x.astype(np.int32) if odd else x),
+    "reduce": lambda: sv.reduce(x[:11] if odd else x, root=2),  # the part of rank 0 needs nobody
+    "scan": lambda: sv.scan(x[:11] if odd else x),
 }
 for name, call in CASES.items():
     sv.barrier()
@@ -72,6 +74,8 @@ DIFFERENT = {
     "collective": ("all_reduce", "barrier"),
     "broadcast-shape": ("[12]", "[11]"),
     "gather-dtype": ("float32", "int32"),
+    "reduce": ("float32[12]", "float32[11]"),
+    "scan": ("float32[12]", "float32[11]"),
 }
 
 
