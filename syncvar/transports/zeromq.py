@@ -51,6 +51,7 @@ _GOODBYE_MS = 200
 _WATCH_EVERY_S = 0.02
 _HANDSHAKE_MS = 10_000
 _OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the other is about to; it may bring frames
+_MORE_S = 1.0  # as long as it brings frames, the next one may take so long: 1 MiB over 10 Mbit/s
 _UNIX_PATH_MAX = 107
 
 
@@ -513,6 +514,8 @@ class ZeromqTransport:
         if header.kind == Kind.BYE:
             self._departed.add(source)
             return None
+        if self._closing.get(source):  # what it sent before it left may be long: its goodbye comes behind that
+            self._closing[source] = time.monotonic() + _MORE_S
         return Frame(header, payload)
 
     def _meet(self, identity: bytes, first: Any) -> int | None:

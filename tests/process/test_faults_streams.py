@@ -32,10 +32,10 @@ probe.gate("looked")
 
 
 @pytest.mark.parametrize(
-    ("lines", "long", "raw"), [(50_000, 10_000_000, 2_000), pytest.param(1_000_000, 100_000_000, 50_000, marks=pytest.mark.slow)]
+    ("lines", "long", "raw"), [(50_000, 10_000_000, 2_000), pytest.param(500_000, 50_000_000, 20_000, marks=pytest.mark.slow)]
 )
 def test_f55_much_output_long_lines_and_raw_bytes(launch, lines, long, raw):
-    job = launch(WRITING, workers=3, arguments=[str(lines), str(long), str(raw)])
+    job = launch(WRITING, workers=3, arguments=[str(lines), str(long), str(raw)], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "100"})
     job.await_events("written", 3, limit_s=100)
     most = int(Path(f"/proc/{job.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0])
     job.open_gate("looked")
@@ -78,6 +78,25 @@ assert sv.all_reduce(x, out=x) is x
 assert (x == 3.0).all()
 probe.note("done")
 """
+
+
+LEAVING = """
+import numpy as np
+import probe, syncvar as sv
+
+x = np.full(8 << 20, probe.RANK + 1.0)  # 64 MiB, all of it on its way at once
+sv.broadcast(np.ones(10))
+sv.broadcast(x, out=x)
+assert (x == 1.0).all()
+probe.note("done")
+"""
+
+
+def test_who_leaves_with_much_still_on_its_way_is_not_lost(launch):
+    env = {"SYNCVAR_TRANSPORT": "zmq", "SYNCVAR_WINDOW_BYTES": str(64 << 20), "SYNCVAR_SEGMENT_BYTES": str(64 << 10), "SYNCVAR_SHUTDOWN_TIMEOUT_S": "20"}
+    job = launch(LEAVING, workers=2, env=env)
+    assert job.wait(60) == 0, str(job)
+    assert len(job.events("done")) == 2, str(job)
 
 
 def resident_mib(pid):
