@@ -23,6 +23,7 @@ import pytest
 MARK = "SYNCVAR_TEST_MARK"
 SETTLE_S = 2.0
 AGAIN_S = 20.0
+SLOW_S = 600.0
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "syncvar-"  # of the names that the library makes there
@@ -42,6 +43,13 @@ def pytest_configure(config):
     config.syncvar_runtime_before = os.environ.get("XDG_RUNTIME_DIR")
     config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp"))
     os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime
+
+
+def pytest_collection_modifyitems(items):
+    """Give slow tests the time that they may need beside other programs; the default limit is for the others."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
 
 
 def pytest_collection_finish():

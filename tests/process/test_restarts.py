@@ -310,7 +310,7 @@ def test_the_time_limit_counts_over_all_starts_and_pauses_grow(launch):
 @pytest.mark.slow
 def test_the_example_killed_and_started_again_ends_as_if_nothing_had_happened(launch, tmp_path):
     def start(name, *options):
-        return launch(target=["-m", "syncvar.examples.resume"], arguments=[str(tmp_path / name), "--steps", "120"], options=options)
+        return launch(target=["-m", "syncvar.examples.resume"], arguments=[str(tmp_path / name), "--steps", "120"], options=options, start="spawn")
 
     whole = start("whole")
     assert whole.wait() == 0, whole
