@@ -12,6 +12,7 @@ from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_arena="on")
 SHORT_BYTES = 96 << 10
+CASES = 120
 MIB = 1 << 20
 
 
@@ -70,7 +71,7 @@ def test_every_pair_of_manners(short_segments, layout, size, collectives):
     ("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("full", 2), ("full", 3), ("links", 2), ("links", 3), ("hosts", 3), ("hosts", 4)]
 )
 def test_thousands_of_random_calls(short_segments, layout, size, seed):
-    make_calls(layout, size, seed, cases=120)
+    make_calls(layout, size, seed, cases=CASES)
 
 
 @pytest.mark.slow
