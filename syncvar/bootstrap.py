@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import importlib.machinery
+import importlib.util
+import io
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import threading
 import traceback
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from syncvar.word import Word, adopt
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType, TracebackType
 
 __all__ = ["folder_of", "main"]
 
-_RUNPY = (runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+_FINDERS = (
+    runpy.__file__, importlib.util.__file__, "<frozen runpy>", "<frozen importlib.util>", "<frozen importlib._bootstrap>",
+    "<frozen importlib._bootstrap_external>",
+)  # fmt: skip
 _CONSEQUENCES = ("PeerLost", "GroupBroken")
 _EXIT_CODES = {
     "PeerLost": 70,
@@ -81,13 +89,53 @@ def folder_of(arguments: list[str]) -> str:
 
 
 def _run(arguments: list[str]) -> None:
+    """Run the script or module as the module `__main__`, which it stays: also for threads and handlers that run later."""
     sys.path[0] = folder_of(arguments)
     if arguments and arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        code, spec = _module_code(arguments[1])
+        sys.argv[0] = spec.origin or arguments[1]
+        origin = {"__spec__": spec, "__loader__": spec.loader, "__file__": spec.origin, "__cached__": spec.cached, "__package__": spec.parent}
     else:
         sys.argv[:] = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
+        path = arguments[0]
+        if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
+            runpy.run_path(path, run_name="__main__")
+            return
+        code = _script_code(path)
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        origin = {"__spec__": None, "__loader__": loader, "__file__": path, "__cached__": None, "__package__": None}
+    main = ModuleType("__main__")
+    vars(main).update(origin)
+    sys.modules["__main__"] = main
+    exec(code, vars(main))  # noqa: S102  (the user's own script)
+
+
+def _script_code(path: str) -> CodeType:
+    with io.open_code(os.path.abspath(path)) as file:  # noqa: PTH100
+        code: CodeType | None = pkgutil.read_code(file)
+        if code is None:
+            file.seek(0)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    return code
+
+
+def _module_code(name: str) -> tuple[CodeType, importlib.machinery.ModuleSpec]:
+    """Return what `python -m` would run; a package has it in its module `__main__`."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ImportError(f"Error while finding the module {name!r} ({type(error).__name__}: {error})") from error
+    if spec is None or spec.loader is None:
+        raise ImportError(f"No module named {name}")
+    if spec.submodule_search_locations is not None:
+        if name.endswith(".__main__"):
+            raise ImportError("Cannot use package as __main__ module")
+        return _module_code(f"{name}.__main__")
+    code: CodeType | None = getattr(spec.loader, "get_code", lambda _: None)(name)
+    if code is None:
+        raise ImportError(f"No code object available for {name}")
+    return code, spec
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -106,16 +154,41 @@ def _let_go(reason: str) -> None:
 def _fail(word: Word, error: BaseException) -> NoReturn:
     name = type(error).__name__
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
-    text = _traceback_text(error)
-    word.failed(name, str(error), text, code)
-    _let_go(f"uncaught {name}: {error}"[:2000])
-    if _is_ours(error) and name in _CONSEQUENCES:
+    text, message = _traceback_text(error), _message(error)
+    word.failed(name, message, text, code)
+    _let_go(f"uncaught {name}: {message}"[:2000])
+    if sys.excepthook is not sys.__excepthook__:
+        _call_hook(error)
+    elif _is_ours(error) and name in _CONSEQUENCES:
         # Every survivor would print the same traceback; the launcher shows the cause once, and this line for each.
-        sys.stderr.write(f"{name}: {error}\n")
+        sys.stderr.write(f"{name}: {message}\n")
     else:
         sys.stderr.write(text)
     sys.stderr.flush()
     raise SystemExit(code)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  (the script's own error may do anything here)
+        return "<exception str() failed>"  # as the interpreter says
+
+
+def _call_hook(error: BaseException) -> None:
+    """Call the `sys.excepthook` that the script has set, as the interpreter would."""
+    try:
+        sys.excepthook(type(error), error, _own_part(error.__traceback__))
+    except Exception as another:  # noqa: BLE001  (likewise)
+        sys.stderr.write(f"Error in sys.excepthook:\n{_traceback_text(another)}\nOriginal exception was:\n{_traceback_text(error)}")
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without our frames before those of the script."""
+    first = trace
+    while first is not None and first.tb_next is not None and _is_around(first.tb_frame.f_code.co_filename):
+        first = first.tb_next
+    return first
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -137,7 +210,7 @@ def _traceback_text(error: BaseException) -> str:
         frames = list(level.stack)
         is_syntax = level.exc_type is not None and issubclass(level.exc_type, SyntaxError)
         keep = 0 if is_syntax else 1  # a SyntaxError tells its own place
-        while len(frames) > keep and (frames[0].filename in _RUNPY or _is_inside(frames[0].filename)):
+        while len(frames) > keep and _is_around(frames[0].filename):
             del frames[0]
         if level.exc_type is not None and level.exc_type.__module__ == "syncvar.errors":
             while len(frames) > 1 and _is_inside(frames[-1].filename):
@@ -145,6 +218,10 @@ def _traceback_text(error: BaseException) -> str:
         level.stack = traceback.StackSummary.from_list(frames)
         level = level.__cause__ or level.__context__
     return "".join(whole.format())
+
+
+def _is_around(filename: str) -> bool:
+    return filename in _FINDERS or _is_inside(filename)
 
 
 def _is_inside(filename: str) -> bool:
