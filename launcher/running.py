@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -81,6 +82,8 @@ def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
         if code:
             outlets.patience_s = min(outlets.patience_s, patience_s(job.config))
         await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.timeout_s)
+        if watch.is_orphan:  # whose folder for the results of its workers nobody else removes now
+            shutil.rmtree(job.environ.get("SYNCVAR_RESULT_DIR", ""), ignore_errors=True)
         if outlets.dropped and not code:  # all ranks ended in order, but not all that they wrote could be written
             return 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
     return code

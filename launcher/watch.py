@@ -26,12 +26,13 @@ class Watch:
 
     Attributes:
         pending: Numbers of the signals to end that nobody has handled yet, oldest first.
+        is_orphan: The program that called `sv.run` is gone.
         is_to_stop: Ctrl-Z was pressed (SIGTSTP came): whoever polls calls `stop`.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.pending: deque[int] = deque()
-        self.is_to_stop = False
+        self.is_to_stop = self.is_orphan = False
         self._stopped_s = 0.0
         self._parent = int(environ.get("SYNCVAR_PARENT_FD", "-1"))
         if self._parent >= 0:
@@ -65,6 +66,7 @@ class Watch:
             os.read(self._read, 4096)
         elif descriptor == self._parent:
             self._parent = -1
+            self.is_orphan = True
             self.pending.append(signal.SIGHUP)
 
     def now(self) -> float:

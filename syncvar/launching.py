@@ -7,6 +7,8 @@ its arguments and results as plain data; nothing here is left behind when the ca
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 import os
 import shutil
 import signal
@@ -18,19 +20,31 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from syncvar.env import PREFIX
-from syncvar.errors import ConfigError, LaunchError, RankFailed
+from syncvar.errors import ConfigError, LaunchError, RankFailed, UsageError
 from syncvar.wire import pack_object, unpack_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["run"]
+__all__ = ["finding", "run"]
 
 _GRACE_S = 30.0
 _NOT_INHERITED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT", "RENDEZVOUS", "JOB_ID",
     "ROLE", "GENERATION", "RESTARTS", "HOST", "STATUS_FD", "FLIGHT_DIR",
 )  # fmt: skip
+
+_finding: list[str] = []  # the file or module that a worker imports just now, to find its function
+
+
+@contextlib.contextmanager
+def finding(place: str) -> Iterator[None]:
+    """Note that a worker imports a file or module to find its function: calls of `run` meanwhile are refused."""
+    _finding.append(place)
+    try:
+        yield
+    finally:
+        _finding.pop()
 
 
 def run(
@@ -58,6 +72,8 @@ def run(
 
     Raises:
         ConfigError: A wrong argument; nothing was started.
+        UsageError: A worker calls this while it imports the file that holds `fn`; put the call under
+            `if __name__ == "__main__":`.
         RankFailed: A worker failed; rank, host, exit code and traceback of the first failure are its attributes.
         LaunchError: The launcher itself failed.
 
@@ -72,6 +88,16 @@ def run(
         raise ConfigError(f"workers must be a positive integer, not {workers!r}")
     if not callable(fn):
         raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
+    if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
+        raise ConfigError(f"args must be a tuple or list of positional arguments, such as args=(x,), not {args!r:.100}")
+    if kwargs is not None and not (hasattr(kwargs, "keys") and all(isinstance(name, str) for name in kwargs)):
+        raise ConfigError(f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not {kwargs!r:.100}")
+    limit_s = math.inf if timeout is None else _seconds(timeout)
+    if _finding:
+        raise UsageError(
+            f"sv.run was called while a worker imports {_finding[0]}, to find the function that it is to call there: put the call "
+            f"under if __name__ == '__main__':, so that the file can be imported without starting workers"
+        )
     call = pack_object({"fn": _describe(fn), "args": tuple(args), "kwargs": dict(kwargs or {})})
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
@@ -80,8 +106,8 @@ def run(
         with open(call_fd, "wb", closefd=False) as file:  # noqa: PTH123
             file.write(call)
         command = [sys.executable, "-m", "syncvar_launcher", "--workers", str(workers)]
-        if timeout is not None:
-            command += ["--timeout", str(timeout)]
+        if limit_s != math.inf:
+            command += ["--timeout", str(limit_s)]
         environ = {name: value for name, value in os.environ.items() if name not in {PREFIX + n for n in _NOT_INHERITED}}
         environ |= {
             "SYNCVAR_PASS_FDS": str(call_fd),
@@ -108,6 +134,19 @@ def run(
         for descriptor in (call_fd, alive_read, alive_write):
             os.close(descriptor)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _seconds(timeout: Any) -> float:
+    number = timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        number = math.nan
+    try:
+        seconds = float(number)
+    except OverflowError:  # a whole number beyond all floats
+        seconds = math.inf if number > 0 else math.nan
+    if not seconds > 0:
+        raise ConfigError(f"timeout must be seconds above 0, or None for no limit, not {timeout!r:.100}")
+    return seconds
 
 
 def _describe(fn: Callable[..., Any]) -> tuple[str, ...]:

@@ -7,9 +7,11 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from syncvar.errors import ConfigError
+from syncvar.launching import finding
 from syncvar.wire import pack_object, unpack_object
 
 __all__ = ["main"]
@@ -39,14 +41,20 @@ def _find(how: str, *where: str) -> Any:
 
         return unpack_function(bytes.fromhex(where[0]))
     place, name = where
-    if how == "module":
-        found: Any = importlib.import_module(place)
-    else:
-        sys.path.insert(0, str(Path(place).parent))
-        namespace = runpy.run_path(place, run_name="__syncvar_main__")
-        found, _, name = namespace[name.partition(".")[0]], None, name.partition(".")[2]
-    for part in name.split(".") if name else ():
-        found = getattr(found, part)
+    with finding(place):
+        if how == "module":
+            found: Any = importlib.import_module(place)
+        else:
+            sys.path.insert(0, str(Path(place).parent))
+            found = SimpleNamespace(**runpy.run_path(place, run_name="__syncvar_main__"))
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ConfigError(
+            f"a worker has imported {place} and found no {name!r} in it: define it at the top of the file, not under "
+            f"if __name__ == '__main__':, which workers do not run"
+        ) from None
     return found
 
 
