@@ -58,6 +58,8 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.write(job.dry_run())
         return 0
     check_limits(chosen)
+    for sentence in options.doubtful_variables(os.environ):
+        sys.stderr.write(f"syncvar-launch: {sentence}\n")
     return job.run()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     flight.add_options(commands)
     arguments = sys.argv[1:] if argv is None else list(argv)
     chosen = parser.parse_args(arguments)
+    try:
+        code = _run(chosen, arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `syncvar settings | head -1`; what is left in the buffer has no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
     try:
         if chosen.command == "plan":
             print(plan.text(chosen, RuntimeConfig.from_mapping(os.environ)), end="")

@@ -216,3 +216,23 @@ def test_the_end_of_a_rank_is_known_where_sigchld_was_ignored(launch):
     assert job.wait() == 137, str(job)
     assert "rank 1 on" in job.report
     assert "was killed by signal 9 (SIGKILL)" in job.report
+
+
+# Names that are nearly right, and readers that leave.
+
+
+def test_a_variable_that_is_nearly_a_setting_is_told_once(tmp_path):
+    env = {**os.environ, "SYNCVAR_COLECTIVE_TIMEOUT_S": "1", "SYNCVAR_OF_MY_OWN": "1"}
+    ended = launched([*MODULE, "-n", "2", "--no-python", "true"], tmp_path, env=env)
+    assert ended.returncode == 0
+    assert ended.stderr == "syncvar-launch: SYNCVAR_COLECTIVE_TIMEOUT_S is no setting (did you mean SYNCVAR_COLLECTIVE_TIMEOUT_S?)\n"
+
+
+@pytest.mark.parametrize("words", [("settings",), ("coming-from", "mpi4py"), ("plan", "all_reduce", "--ranks", "8", "--count", "100")], ids=" ".join)
+def test_a_reader_of_the_syncvar_command_may_leave(tmp_path, words):
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", *words]
+    ended = subprocess.run(line, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")
