@@ -19,7 +19,10 @@ UNSAFE_ATTRIBUTES = {
 UNSAFE_DOTTED = {"os.system", "os.popen", "os.spawnl", "os.spawnv", "subprocess.getoutput", "subprocess.getstatusoutput"}
 
 # A notebook's function travels to a child that the notebook started itself, over an inherited pipe.
-ALLOWED = {("syncvar/notebook.py", "cloudpickle")}
+ALLOWED = {
+    ("syncvar/notebook.py", "cloudpickle"),
+    ("syncvar/bootstrap.py", "compile"), ("syncvar/bootstrap.py", "exec"),  # the user's own script, as `python script.py` does
+}  # fmt: skip
 
 
 def dotted(node):
