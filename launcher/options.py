@@ -57,16 +57,17 @@ _MOST = 1 << 16
 
 _LAYERS = ("default", "file", "environment", "command line")
 
-# What `--debug` makes endless: a person at a breakpoint is not a failure. The graces and the shutdown stay finite,
-# because they run only once a job ends, and a failed job must end.
-_ENDLESS = (
-    "rendezvous_timeout_s",
-    "handshake_timeout_s",
-    "suspect_after_s",
-    "lost_after_s",
-    "stall_warning_s",
-    "collective_timeout_s",
-)
+# What `--debug` sets, as configs/debug.toml does. Deadlines are endless: a person at a breakpoint is not a failure. The
+# graces and the shutdown stay finite, because they run only once a job ends, and a failed job must end.
+_DEBUGGED: dict[str, Any] = {
+    "rendezvous_timeout_s": math.inf,
+    "handshake_timeout_s": math.inf,
+    "suspect_after_s": math.inf,
+    "lost_after_s": math.inf,
+    "stall_warning_s": math.inf,
+    "collective_timeout_s": math.inf,
+    "check_arena": "on",
+}
 
 
 class LaunchOptions(NamedTuple):
@@ -317,7 +318,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
                 f"--debug {values['debug']}: there is no such rank among {values['workers']} "
                 f"({'the only rank is 0' if values['workers'] == 1 else 'ranks are 0 to ' + str(values['workers'] - 1)})"
             )
-        runtime = _endless(runtime, origin)
+        runtime = _debugged(runtime, origin)
 
     try:
         divided(values["workers"], values["fake_hosts"])
@@ -633,12 +634,11 @@ def _runtime(
     return RuntimeConfig(**values).consistent()
 
 
-def _endless(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:
-    # As everywhere, what was said nearer to the command line wins: only such a deadline stays beside `--debug`.
+def _debugged(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:
+    # As everywhere, what was said nearer to the command line wins: only such a setting stays beside `--debug`.
     below = _LAYERS[: _LAYERS.index(origin["debug"])]
-    endless = [name for name in _ENDLESS if origin[name] in below]
-    origin |= dict.fromkeys(endless, origin["debug"])
-    values: dict[str, Any] = dict.fromkeys(endless, math.inf)
+    values = {name: value for name, value in _DEBUGGED.items() if origin[name] in below}
+    origin |= dict.fromkeys(values, origin["debug"])
     return runtime.replaced(**values)
 
 

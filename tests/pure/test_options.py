@@ -423,7 +423,7 @@ def test_ci_is_short_and_debug_is_endless():
     assert (runtime.lost_after_s, runtime.abort_grace_s, runtime.shutdown_timeout_s) == (1.5, 0.5, 3)
     endless = run("--config", str(CONFIGS / "debug.toml"), "-m", "x").runtime
     assert endless == run("--debug", "0", "-m", "x").runtime
-    assert endless.collective_timeout_s == math.inf
+    assert (endless.collective_timeout_s, endless.check_arena) == (math.inf, "on")
 
 
 def test_the_launcher_imports_no_numpy():
