@@ -13,7 +13,7 @@ from worlds import Worlds
 from syncvar.transports.memory import Faults
 
 PROGRAMS = 2_000  # in each world, with the slow tests
-PROGRAMS_OVER_LINKS = 400
+PROGRAMS_OVER_LINKS = 300
 PROGRAMS_IN_ARENA = 80  # threads that wait for words of one another are slow
 PROGRAMS_DELAYED = 150
 PREDICTED = 2_000
