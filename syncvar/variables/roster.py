@@ -75,6 +75,11 @@ class Entry:
         self.counted = (0, 0, 0)  # when they were last agreed on
         self.good = good
 
+    @property
+    def is_open(self) -> bool:
+        """Whether AUTO decides of it."""
+        return self.is_auto and not self.is_pinned
+
     def variable(self) -> Variable | None:
         """Return the variable, if it lives in this process."""
         return None if self.reference is None else self.reference()
@@ -116,11 +121,11 @@ class Roster:
 
     def enter(self, name: str, nbytes: int, *, is_auto: bool) -> None:
         """Take a name that all replicas have just agreed on."""
+        if is_auto:
+            self._expect(self.runs + self._costs.runs)
         self._numbers += 1
         good = f"write {self._writes}" if self.owner.is_default and not self.runs else f"run {self.runs}"
         self.entries[name] = Entry(name, self._numbers, nbytes, good, is_auto=is_auto)
-        if is_auto:
-            self._expect(self.runs + self._costs.runs)
 
     def attach(self, variable: Variable) -> Entry | None:
         """Connect a name with its variable."""
@@ -142,15 +147,24 @@ class Roster:
 
     def pinned(self, entry: Entry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
         """Take note that a variable is not AUTO's to decide, or is so again, and what was counted until then."""
+        if entry.is_pinned and not is_pinned:
+            self._expect(self.runs + self._costs.runs)
         entry.is_pinned = is_pinned
         entry.counted = counts
-        if not is_pinned:
-            self._expect(self.runs + self._costs.runs)
 
     def _expect(self, run: int) -> None:
+        """Decide at the end of this run at the latest; called before there is one more variable to decide of."""
         if self._config.auto_replay and self._replay is not None:
             return
-        self._decision = min(self._decision, run if not self._config.auto_replay else self.runs + 1)
+        # A run that a replica has left by an exception ends for the others only, so nothing may change here where there is
+        # nothing to decide: a decision that had come due then stays so, until there is another variable.
+        due = self._decision if self._decides else _NEVER
+        self._decision = min(due, run if not self._config.auto_replay else self.runs + 1)
+
+    @property
+    def _decides(self) -> bool:
+        """Whether there is anything to decide."""
+        return any(entry.is_open for entry in self.entries.values())
 
     @property
     def _costs(self) -> Costs:
@@ -203,14 +217,13 @@ class Roster:
             MismatchError: Copies of a variable differ.
         """
         run = self.runs
+        point = Point("run", run)
         is_check = _is_due(run, check_every) and bool(self.entries)
         is_decision = run >= self._decision
-        if not (is_check or is_decision):
-            return
-        point = Point("run", run)
         if is_decision and self._config.auto_replay:
             self._follow(point)
             is_decision = False
+        is_decision = is_decision and self._decides
         if is_decision or is_check:
             self._agree(point, is_decision=is_decision, is_check=is_check)
 
@@ -228,13 +241,10 @@ class Roster:
     # -- what they agree on ---------------------------------------------------------------------------------------
 
     def _agree(self, point: Point, *, is_decision: bool, is_check: bool, mended: Container[int] = ()) -> None:
-        asked = [one for one in self.entries.values() if is_check or (one.is_auto and not one.is_pinned)]
-        if not asked:
-            self._decision = _NEVER
-            return
+        asked = [one for one in self.entries.values() if is_check or one.is_open]
         variables = [one.variable() for one in asked]  # so they live until this has ended
         pairs = list(zip(asked, variables, strict=True))
-        autos = [pair for pair in pairs if pair[0].is_auto and not pair[0].is_pinned] if is_decision else []
+        autos = [pair for pair in pairs if pair[0].is_open] if is_decision else []
         queue = self.owner.queue
         sends = 0 if queue is None else queue.sends
         counts = [sends - self._sends, *[int(variable is None) for variable in variables]]

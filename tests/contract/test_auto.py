@@ -59,6 +59,28 @@ def phases(strategy, v, x, lengths=(24, 24, 24)):
 # -- changes ----------------------------------------------------------------------------------------------------------
 
 
+def test_runs_that_one_replica_has_left_while_there_was_nothing_to_decide(ranks):
+    """Those that ended such runs must not know less of what is due than the one that left them."""
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        made(strategy).pin("eager")
+
+        def step():
+            if sv.rank() == 0:
+                raise ValueError("planted")
+
+        for _ in range(30):
+            with contextlib.suppress(ValueError):
+                strategy.run(step)
+        v = made(strategy)
+        for _ in range(30):
+            strategy.run(v.assign_add, args=(1.0,))
+        return float(v)
+
+    assert ranks(2, fn) == [60.0, 60.0]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_workload_that_turns_is_answered_within_20_steps_on_all_replicas_at_the_same_step(ranks, size):
     def fn():

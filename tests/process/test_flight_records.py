@@ -70,8 +70,19 @@ def test_an_exception_between_calls_is_explained(launch, syncvar):
     assert "uncaught ValueError: planted" in text
 
 
+KILLED = """
+if rank == 1:
+    probe.gate("0")
+    probe.gate("2")
+    os.kill(os.getpid(), signal.SIGKILL)
+work = sv.all_reduce(x, async_op=True)
+probe.open_gate(rank)
+work.wait()
+"""
+
+
 def test_a_killed_rank_leaves_none_and_is_named(launch, syncvar):
-    job = launch(BEGIN + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nsv.all_reduce(x)\n", workers=3)
+    job = launch(BEGIN + KILLED, workers=3)
     assert job.wait() == 137, str(job)
     folder = records(job)
     assert sorted(path.name for path in folder.iterdir()) == ["flight-rank0.json", "flight-rank2.json"]
