@@ -632,9 +632,7 @@ class Engine:
         block = None if self.failure is not None else self._book.overtaken(group, call, self._active)
         if block is None:
             return
-        reason = self._gone_on(group, block)
-        self.left_run(group, block.members, block.last, block.epoch_end, reason)
-        self._refuse_following(group, block, reason)
+        self._refuse_following(group, block, block.last, self._gone_on(group, block))
 
     def _gone_on(self, group: int, block: Overtaken) -> str:
         place = "computes"
@@ -643,9 +641,13 @@ class Engine:
             place = f"is in {operation.what} (call {block.following}) at {call_site(operation.thread)}"
         return f"has gone on without making a call that another rank made, and {place}"
 
-    def _refuse_following(self, group: int, block: Overtaken, reason: str) -> None:
-        """Let the call after a block fail on all ranks: those of other ranks in the block have failed."""
-        self.left_run(group, block.members, block.epoch_end, block.following, reason)
+    def _refuse_following(self, group: int, block: Overtaken, last: int, reason: str) -> None:
+        """Let all calls after `last` fail on the other ranks, and here the call after the block.
+
+        The others hear of both at once: who knew only that its call in the block has failed would make the next one, which
+        might succeed there, because this rank is in it already.
+        """
+        self.left_run(group, block.members, last, block.following, reason)
         self._judged(
             {
                 "group": group,
@@ -815,7 +817,7 @@ class Engine:
         if verdict["waits"]:  # a rank is in that call, and the arbiter has seen it first
             block = self._book.overtaken(group, verdict["call"], self._active)
             if block is not None:
-                self._refuse_following(group, block, self._gone_on(group, block))
+                self._refuse_following(group, block, block.epoch_end, self._gone_on(group, block))
         self._book.doom(verdict)
         for operation in list(self._active.values()):
             if self._book.concerns(verdict, operation):
