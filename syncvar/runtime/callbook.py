@@ -5,6 +5,7 @@ Bookkeeping only: nothing here sends, waits or reads a clock. The engine asks, a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -101,8 +102,11 @@ class CallBook:
         """Return the last call entered in each group, of those used last."""
         for group in list(self.counted):
             self._next_call[group] = self.following(group)
-        recent = list(self._next_call.items())[-_ENTERED_MAX:]
-        return {group: following - 1 for group, following in recent}
+        while True:
+            # The garbage collector may run meanwhile, and a group's finalizer note its number here.
+            with contextlib.suppress(RuntimeError):
+                recent = list(self._next_call.items())[-_ENTERED_MAX:]
+                return {group: following - 1 for group, following in recent}
 
     def skipped(self) -> list[int]:
         """Return (group, last, epoch_end) of each block that this rank ended after call `last`, one after another.

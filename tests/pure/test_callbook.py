@@ -1,5 +1,6 @@
 """Where the calls of each group stand, when two threads ask at once."""
 
+import gc
 import sys
 import threading
 
@@ -37,3 +38,30 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
     thread.join(20)
     assert not thread.is_alive()
     assert not wrong, wrong
+
+
+def test_the_garbage_collector_may_note_a_number_while_the_numbers_are_told():
+    """A group's finalizer notes where it stood, whenever the collector runs."""
+    book, ended = CallBook({}), []
+    for group in range(2_000):
+        book.note(group, 1)
+
+    class Group:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            ended.append(self)
+            book.note(0, 2)
+
+    before = gc.get_threshold()
+    gc.collect()
+    try:
+        gc.set_threshold(700)
+        for _ in range(50):
+            Group()
+            assert len(book.entered()) == 2_000
+    finally:
+        gc.set_threshold(*before)
+        ended.clear()
+    gc.collect()
