@@ -167,7 +167,18 @@ def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
         "import os, sys\n"
         "if os.environ.get('SYNCVAR_RANK') == '1':\n"
         "    import syncvar as sv\n"
-        "    sv.gather = lambda *_, **__: os._exit(3)\n"
+        "    def end(*_, **__):\n"
+        "        sv.barrier()\n"  # rank 0 is past the broadcasts, and in its gather
+        "        os._exit(3)\n"
+        "    sv.gather = end\n"
+        "elif os.environ.get('SYNCVAR_RANK') == '0':\n"
+        "    import syncvar as sv\n"
+        "    gather, waits = sv.gather, [sv.barrier]\n"
+        "    def later(*given, **named):\n"
+        "        while waits:\n"
+        "            waits.pop()()\n"
+        "        return gather(*given, **named)\n"
+        "    sv.gather = later\n"
     )
     ended = syncvar("test", "--workers", "2", "--transport", "zmq", "broadcast", "gather", SYNCVAR_LAUNCH_START_METHOD="spawn", PYTHONPATH=str(tmp_path))
     assert ended.returncode == 1, ended.stdout + ended.stderr

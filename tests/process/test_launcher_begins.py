@@ -1,9 +1,11 @@
 """What there is when the launcher begins: streams that are closed, a signal at once, a folder that is gone, wrong places."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launching import await_true
@@ -118,8 +120,8 @@ def test_a_folder_that_has_been_removed_is_told(tmp_path):
             assert sorted(ended.stdout.splitlines()) == [f"[0] {tmp_path}", f"[1] {tmp_path}"], ended
 
 
-def test_a_lock_that_is_a_link_is_not_followed_and_told(tmp_path):
-    base = tmp_path / "run" / "syncvar"
+def test_a_lock_that_is_a_link_is_not_followed_and_told(tmp_path, pytestconfig):
+    base = Path(pytestconfig.syncvar_runtime, "link", "syncvar")  # short, as a path of sockets must be
     base.mkdir(parents=True, mode=0o700)
     (base / ".lock").symlink_to(tmp_path / "elsewhere")
     ended = launched([*MODULE, "-n", "2", "--no-python", "true"], tmp_path, env={**os.environ, "XDG_RUNTIME_DIR": str(base.parent)})
@@ -127,6 +129,7 @@ def test_a_lock_that_is_a_link_is_not_followed_and_told(tmp_path):
     assert is_one_sentence(ended.stderr), ended.stderr
     assert f"{base}/.lock, which is a link" in ended.stderr
     assert not (tmp_path / "elsewhere").exists()
+    shutil.rmtree(base.parent)
 
 
 @pytest.mark.parametrize("size", ["9223372036854775807", str(10**30), str((1 << 46) + 1)])
