@@ -196,7 +196,8 @@ def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_
             sent = job.send(signal.SIGTERM)
         assert job.wait() == {"read": 0, "TERM": 143, "time limit": 124}[end], str(job)
         if end == "TERM":
-            check_bound("F13-TERM after the ranks' end", job.ended - sent, 3.0)
+            # The launcher gives the reader its patience where the signal comes before it has left its loop.
+            check_bound("F13-TERM after the ranks' end", job.ended - sent, PATIENCE_S + 0.5)
 
 
 def test_a_reader_that_comes_back_while_the_job_ends_gets_the_report(launch, tmp_path):
