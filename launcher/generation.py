@@ -299,8 +299,8 @@ class Generation:
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
             self.agent.send([debugged], signal.SIGINT)  # Ctrl-C belongs to the rank that has the terminal
             return
-        if self.supervisor.interrupted:
-            self.outlets.patience_s = 0.0  # at once means at once
+        if self.supervisor.interrupted or self.supervisor.is_over:
+            self.outlets.patience_s = 0.0  # at once means at once; and where no rank runs, only a reader is left to wait for
         self._do(self.supervisor.signalled(number, now))
 
     def _stop(self) -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import await_true, check_bound
+from launching import await_true, check_bound, state
 
 PATIENCE_S = 1.0  # half of the grace of the test profile
 
@@ -181,6 +181,20 @@ print("x" * 99 + "\\n" + "y" * 400_000)
 """
 
 
+def test_told_to_end_just_when_the_last_rank_ends_the_launcher_waits_for_no_reader(launch, tmp_path):
+    with unread("pipe", tmp_path) as (prefix, _):
+        job = launch(FEW + "probe.note('written')\nprobe.gate('end')", workers=1, prefix=prefix)
+        job.await_events("written")
+        job.send(signal.SIGSTOP)
+        await_true(lambda: state(job.process.pid) == "T", what="the launcher, to stop")
+        job.open_gate("end")
+        await_true(lambda: not state(job.pids()[0]), what="the end of the rank")
+        job.send(signal.SIGTERM)
+        sent = job.send(signal.SIGCONT)  # now it learns of both at once
+        assert job.wait() == 143, str(job)
+        check_bound("F13-TERM with the ranks' end", job.ended - sent, 0.5)
+
+
 @pytest.mark.parametrize("end", ["read", "TERM", "time limit"])
 def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_it(launch, tmp_path, end, nothing_left_behind):
     with unread("pipe", tmp_path) as (prefix, reader):
@@ -196,8 +210,7 @@ def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_
             sent = job.send(signal.SIGTERM)
         assert job.wait() == {"read": 0, "TERM": 143, "time limit": 124}[end], str(job)
         if end == "TERM":
-            # The launcher gives the reader its patience where the signal comes before it has left its loop.
-            check_bound("F13-TERM after the ranks' end", job.ended - sent, PATIENCE_S + 0.5)
+            check_bound("F13-TERM after the ranks' end", job.ended - sent, 0.5)
 
 
 def test_a_reader_that_comes_back_while_the_job_ends_gets_the_report(launch, tmp_path):
