@@ -2,32 +2,19 @@
 
 import ast
 import inspect
-import os
-import re
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import syncvar as sv
 from syncvar.cli import main
-from syncvar.cli.coming_from import LIBRARIES, TASKS, coming_from_text, table_text
+from syncvar.cli.coming_from import LIBRARIES, TASKS, coming_from_text
 from syncvar_launcher.options import parse
 
-README = Path(__file__).parents[2] / "README.md"
-MARKED = re.compile(r"(<!-- coming-from: output of `syncvar coming-from` -->\n)(.*?)(<!-- end of coming-from -->)", re.DOTALL)
 COMMANDS = [one.syncvar for one in TASKS if "syncvar-launch" in one.syncvar]
 STARTING = "sv.run(fn, workers=4)"
 CALLS = [one.syncvar for one in TASKS if one.syncvar not in (*COMMANDS, STARTING)]
-
-
-def test_the_table_of_the_readme_is_the_output_of_the_command():
-    text = README.read_text()
-    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        README.write_text(MARKED.sub(lambda found: found[1] + table_text() + found[3], text))
-        text = README.read_text()
-    assert MARKED.search(text)[2] == table_text(), "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
 
 
 @pytest.mark.parametrize("spelling", CALLS)

@@ -1,20 +1,5 @@
-import os
-import re
-from pathlib import Path
-
 from syncvar.cli.rules import rules_text
 from syncvar.variables.policy import Context, Operation, VariableAggregation, VariableSynchronization, decide
-
-README = Path(__file__).parents[2] / "README.md"
-MARKED = re.compile(r"(<!-- rules: output of `syncvar rules` -->\n)(.*?)(<!-- end of rules -->)", re.DOTALL)
-
-
-def test_the_table_of_the_readme_is_the_output_of_the_command():
-    text = README.read_text()
-    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
-        README.write_text(MARKED.sub(lambda found: found[1] + rules_text() + found[3], text))
-        text = README.read_text()
-    assert MARKED.search(text)[2] == rules_text()
 
 
 def test_the_table_has_every_operation_once_for_each_mode_and_aggregation():
