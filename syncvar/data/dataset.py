@@ -38,7 +38,8 @@ def from_arrays(
     Args:
         arrays: Array or structure of arrays with first axes of one length. They are not copied; batches are copies.
         batch_size: Rows of a batch, at least 1; the last batch may be short. None: the elements are single rows, for
-            `shard`, `map` and `batch`.
+            `shuffle`, `shard`, `map` and `batch`. (`shuffle` and `shard` are refused where batches have been made: they
+            would reorder and deal out whole batches.)
         shuffle: Read the rows in the order of (seed, epoch): the same on every replica, for any number of them.
         seed: Of the order, at least 0.
         drop_remainder: Leave a short last batch out.
@@ -57,8 +58,10 @@ def from_arrays(
     integer_of("seed", seed, 0)
     dataset = Dataset(Rows(arrays))
     if shuffle:
-        dataset = dataset.shuffle(seed)
-    return dataset if batch_size is None else dataset.batch(batch_size, drop_remainder=drop_remainder)
+        dataset = dataset.shuffle(seed=seed)
+    if batch_size is None:
+        return dataset
+    return Dataset(dataset.batch(batch_size, drop_remainder=drop_remainder)._source, rows=int(batch_size))  # noqa: SLF001
 
 
 def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
@@ -86,6 +89,9 @@ class Dataset:
     Made by `sv.data.from_arrays` and `sv.data.from_generator`. Each step returns another dataset. Reading it from the
     beginning is an epoch, and epochs are counted: shuffles have another order in each, a pure function of (seed, epoch).
 
+    Every step of an endless dataset (`repeat()`) is read as it comes, but for `shuffle`, which needs all elements and is
+    refused, and `len`, which raises TypeError.
+
     Example:
         >>> import numpy as np, syncvar as sv
         >>> rows = sv.data.from_arrays(np.arange(6), batch_size=None)
@@ -96,39 +102,53 @@ class Dataset:
         [(2,), (1,)]
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, rows: int | None = None) -> None:
         self._source = source
+        self._rows = rows  # of the batches that `from_arrays` has made; None elsewhere
         self._next_epoch = 0
 
-    def shuffle(self, seed: int = 0) -> Dataset:
+    def shuffle(self, buffer_size: None = None, *, seed: int = 0) -> Dataset:
         """Return the elements in the order of (seed, epoch), the same on every replica, for any number of them.
 
-        Elements of `from_arrays` are shuffled by their indices; others are all kept in memory for an epoch.
+        All elements of an epoch are shuffled, not those of a buffer: those of `from_arrays` by their indices, others are
+        all kept in memory for an epoch. Elements are what the steps before make: rows, or whole batches after `batch`.
 
         Args:
+            buffer_size: Not to be given: there is no buffer.
             seed: At least 0.
 
         Raises:
-            ConfigError: The seed is no such integer.
+            ConfigError: A wrong argument; the dataset is repeated without end (shuffle before `repeat`); `from_arrays` has
+                made batches; while reading: a generator has yielded a million elements and not come to its end.
         """
+        if buffer_size is not None:
+            raise ConfigError(
+                f"shuffle has no buffer whose size could be {buffer_size!r:.100}: all elements of an epoch are shuffled; write "
+                f"dataset.shuffle(), or dataset.shuffle(seed=1) for another order"
+            )
         seed = integer_of("seed", seed, 0)
+        self._refuse_batches("shuffle", "reorder", f"sv.data.from_arrays(x, batch_size={self._rows}, shuffle=True, seed={seed})")
         inner = self._source
         return Dataset(IndexedShuffle(inner, seed) if isinstance(inner, Indexed) else StreamShuffle(inner, seed))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return every `num_shards`-th element, from element `index` on.
 
+        Elements are what the steps before make: rows, or whole batches after `batch`.
+
         Args:
             num_shards: Shards that the elements are dealt out to, at least 1; `InputContext.num_input_pipelines`, say.
             index: Which of them, 0 to `num_shards` - 1; `InputContext.input_pipeline_id`.
 
         Raises:
-            ConfigError: A wrong argument.
+            ConfigError: A wrong argument, or `from_arrays` has made batches.
         """
         shards = integer_of("num_shards", num_shards, 1)
         index = integer_of("index", index, 0)
         if index >= shards:
             raise ConfigError(f"index {index} is none of {shards} shards: they are 0 to {shards - 1}")
+        rows = f"sv.data.from_arrays(x, batch_size=None).shard({shards}, {index}).batch({self._rows})"
+        self._refuse_batches("shard", "deal out", rows)
         inner = self._source
         kind = IndexedShard(inner, shards, index) if isinstance(inner, Indexed) else StreamShard(inner, shards, index)
         return Dataset(kind)
@@ -161,22 +181,23 @@ class Dataset:
         """
         _function("fn", fn, "write dataset.map(lambda batch: …)")
         inner = self._source
-        return Dataset(IndexedMap(inner, fn) if isinstance(inner, Indexed) else StreamMap(inner, fn))
+        return self._next(IndexedMap(inner, fn) if isinstance(inner, Indexed) else StreamMap(inner, fn))
 
     def repeat(self, times: int | None = None) -> Dataset:
         """Return the elements several times in a row, in one epoch; each pass is shuffled anew.
 
         Args:
-            times: Passes, at least 1; None repeats without end.
+            times: Passes, at least 1; None repeats without end, so that nothing after it may need all elements: `shuffle`
+                comes before.
 
         Raises:
             ConfigError: `times` is no such integer.
         """
         inner = self._source
         if times is None:
-            return Dataset(StreamRepeat(inner, None))
+            return self._next(StreamRepeat(inner, None))
         times = integer_of("times", times, 1)
-        return Dataset(IndexedRepeat(inner, times) if isinstance(inner, Indexed) else StreamRepeat(inner, times))
+        return self._next(IndexedRepeat(inner, times) if isinstance(inner, Indexed) else StreamRepeat(inner, times))
 
     def prefetch(self, size: int = 2) -> Dataset:
         """Return the same elements, read ahead in a thread while the program computes.
@@ -190,7 +211,19 @@ class Dataset:
         Raises:
             ConfigError: The size is no such integer.
         """
-        return Dataset(Prefetched(self._source, integer_of("the size", size, 1)))
+        return self._next(Prefetched(self._source, integer_of("the size", size, 1)))
+
+    def _next(self, source: Source) -> Dataset:
+        """Return what a step makes that leaves the batches of `from_arrays` batches."""
+        return Dataset(source, rows=self._rows)
+
+    def _refuse_batches(self, step: str, does: str, by_rows: str) -> None:
+        if self._rows is not None:
+            raise ConfigError(
+                f"{step} would {does} whole batches, because sv.data.from_arrays has made batches of {self._rows} rows: for the "
+                f"rows write {by_rows}; if whole batches are meant, "
+                f"sv.data.from_arrays(x, batch_size=None).batch({self._rows}).{step}(…)"
+            )
 
     @property
     def seed(self) -> str:
@@ -222,7 +255,8 @@ class Dataset:
     def __len__(self) -> int:
         count = self._source.count
         if count is None:
-            raise TypeError("this dataset does not know its length: its elements are generated, or repeated without end")
+            why = "it is repeated without end" if self._source.is_endless else "its elements are generated"
+            raise TypeError(f"this dataset does not know its length: {why}")
         return count
 
     def __bool__(self) -> bool:
@@ -230,7 +264,8 @@ class Dataset:
 
     def __repr__(self) -> str:
         count = self._source.count
-        return f"<sv.data.Dataset of {'unknown length' if count is None else f'{count} elements'}>"
+        length = f"{count} elements" if count is not None else "endless length" if self._source.is_endless else "unknown length"
+        return f"<sv.data.Dataset of {length}>"
 
 
 class DatasetIterator:

@@ -26,6 +26,8 @@ class Indexed(ABC):
         seeds: Seeds of the shuffles, from the innermost.
     """
 
+    is_endless = False
+
     def __init__(self, count: int, seeds: tuple[int, ...] = ()) -> None:
         self.count = count
         self.seeds = seeds

@@ -31,7 +31,7 @@ class Prefetched(Stream):
     """
 
     def __init__(self, inner: Source, size: int) -> None:
-        super().__init__(inner.count, inner.seeds)
+        super().__init__(inner.count, inner.seeds, is_endless=inner.is_endless)
         self._inner = inner
         self._size = size
 

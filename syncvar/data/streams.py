@@ -16,7 +16,20 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
-__all__ = ["Generated", "Source", "Stream", "StreamBatches", "StreamMap", "StreamRepeat", "StreamShard", "StreamShuffle"]
+__all__ = [
+    "SHUFFLED_MAX",
+    "Generated",
+    "Source",
+    "Stream",
+    "StreamBatches",
+    "StreamMap",
+    "StreamRepeat",
+    "StreamShard",
+    "StreamShuffle",
+]
+
+SHUFFLED_MAX = 1 << 20
+"""Elements that a shuffle keeps at most where they cannot be read by their indices: a generator may have no end."""
 
 
 class Stream(ABC):
@@ -25,11 +38,13 @@ class Stream(ABC):
     Args:
         count: Elements of an epoch; None where nobody knows before its end, or it has none.
         seeds: Seeds of the shuffles, from the innermost.
+        is_endless: An epoch is known to have no end.
     """
 
-    def __init__(self, count: int | None, seeds: tuple[int, ...] = ()) -> None:
+    def __init__(self, count: int | None, seeds: tuple[int, ...] = (), *, is_endless: bool = False) -> None:
         self.count = count
         self.seeds = seeds
+        self.is_endless = is_endless
 
     @abstractmethod
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
@@ -59,16 +74,28 @@ class Generated(Stream):
 
 
 class StreamShuffle(Stream):
-    """All elements of an epoch in the order of (seed, epoch); they are kept in memory."""
+    """All elements of an epoch in the order of (seed, epoch); they are kept in memory, at most `SHUFFLED_MAX`."""
 
     def __init__(self, inner: Source, seed: int) -> None:
+        if inner.is_endless:
+            raise ConfigError(
+                "shuffle brings all elements of an epoch into an order, and this dataset is repeated without end: shuffle before "
+                "repeat, dataset.shuffle(seed=1).repeat(), which gives each pass an order of its own"
+            )
         super().__init__(inner.count, (*inner.seeds, seed))
         self._inner = inner
         self._seed = seed
 
     def read(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements."""
-        elements = list(self._inner.read(epoch, 0))
+        with closing(self._inner.read(epoch, 0)) as coming:
+            elements = list(islice(coming, SHUFFLED_MAX + 1))
+        if len(elements) > SHUFFLED_MAX:
+            raise ConfigError(
+                f"shuffle keeps all elements of an epoch in memory, and this dataset has yielded {SHUFFLED_MAX} without coming to its "
+                f"end: if its generator has none, shuffle what it draws from; if it has one, shuffle the names or indices inside the "
+                f"generator, or read the rows with sv.data.from_arrays, which shuffles any number by their indices"
+            )
         for place in permutation(len(elements), self._seed, epoch)[start:]:
             yield elements[place]
 
@@ -77,7 +104,8 @@ class StreamShard(Stream):
     """Every n-th element, from element `index` on."""
 
     def __init__(self, inner: Source, shards: int, index: int) -> None:
-        super().__init__(None if inner.count is None else len(range(index, inner.count, shards)), inner.seeds)
+        count = None if inner.count is None else len(range(index, inner.count, shards))
+        super().__init__(count, inner.seeds, is_endless=inner.is_endless)
         self._inner = inner
         self._shards = shards
         self._index = index
@@ -93,7 +121,7 @@ class StreamBatches(Stream):
 
     def __init__(self, inner: Source, size: int, *, drop_remainder: bool) -> None:
         rounded = None if inner.count is None else inner.count + (0 if drop_remainder else size - 1)
-        super().__init__(None if rounded is None else rounded // size, inner.seeds)
+        super().__init__(None if rounded is None else rounded // size, inner.seeds, is_endless=inner.is_endless)
         self._inner = inner
         self._size = size
         self._drop_remainder = drop_remainder
@@ -111,7 +139,7 @@ class StreamMap(Stream):
     """What a function makes of each element."""
 
     def __init__(self, inner: Source, fn: Callable[[Any], Any]) -> None:
-        super().__init__(inner.count, inner.seeds)
+        super().__init__(inner.count, inner.seeds, is_endless=inner.is_endless)
         self._inner = inner
         self._fn = fn
 
@@ -126,7 +154,8 @@ class StreamRepeat(Stream):
     """Several passes one after the other, or passes without end, each an epoch of what is repeated."""
 
     def __init__(self, inner: Source, times: int | None) -> None:
-        super().__init__(None if times is None or inner.count is None else inner.count * times, inner.seeds)
+        count = None if times is None or inner.count is None else inner.count * times
+        super().__init__(count, inner.seeds, is_endless=times is None or inner.is_endless)
         self._inner = inner
         self._times = times
 

@@ -1,5 +1,6 @@
 """Datasets against a model in plain lists: any sequence of steps, any source, from any position."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.data import from_arrays, from_generator
+import syncvar as sv
+from syncvar.data import Dataset, from_arrays, from_generator, streams
 from syncvar.data.batches import (
     Kind,
     as_batch,
@@ -49,6 +51,8 @@ def applied(dataset, steps):
             dataset = dataset.map(lambda x: np.asarray(x) + 1000)
         elif name == "batch":
             dataset = dataset.batch(given_[0], drop_remainder=given_[1])
+        elif name == "shuffle":
+            dataset = dataset.shuffle(seed=given_[0])
         else:
             dataset = getattr(dataset, name)(*given_)
     return dataset
@@ -102,7 +106,7 @@ def test_any_pipeline_over_any_source_from_any_position(rows, steps, epoch, posi
 @given(rows=st.integers(1, 7), position=st.integers(0, 40), epoch=st.integers(0, 2))
 def test_repeating_without_end(rows, position, epoch):
     for dataset in (from_arrays(np.arange(rows), batch_size=None), from_generator(lambda: range(rows))):
-        endless = dataset.shuffle(5).repeat()
+        endless = dataset.shuffle(seed=5).repeat()
         expected = [x for number in range(12) for x in model(rows, [("shuffle", 5)], epoch + number)]
         found = [int(x) for _, x in zip(range(10), endless.at(epoch, position), strict=False)]
         if len(expected) >= position + 10:
@@ -202,7 +206,9 @@ def test_what_a_map_sees():
         (lambda: from_generator(list).shard(0, 0), "num_shards"),
         (lambda: from_generator(list).repeat(0), "times"),
         (lambda: from_generator(list).prefetch(0), "size"),
-        (lambda: from_generator(list).shuffle("a"), "seed"),
+        (lambda: from_generator(list).shuffle(seed="a"), "seed"),
+        (lambda: from_generator(list).shuffle(1000), r"no buffer whose size could be 1000.*write dataset.shuffle\(\)"),
+        (lambda: from_generator(list).shuffle(buffer_size=7), "no buffer whose size could be 7"),
         (lambda: from_generator(list).batch(2, drop_remainder=None), "drop_remainder"),
         (lambda: from_generator(list).at(-1), "epoch"),
         (lambda: list(from_generator(lambda: [[1, 2], [1, 2, 3]]).batch(2)), r"shapes \(2,\), \(3,\) cannot be one batch"),
@@ -212,6 +218,79 @@ def test_what_a_map_sees():
 def test_wrong_arguments(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+ENDLESS = {
+    "rows": lambda: from_arrays(np.arange(10), batch_size=None).repeat(),
+    "generated": lambda: from_generator(lambda: range(10)).repeat(),
+    "a generator without end": lambda: from_generator(itertools.count),
+}
+STREAMED = {
+    "shard": lambda dataset: dataset.shard(3, 1),
+    "batch": lambda dataset: dataset.batch(4),
+    "map": lambda dataset: dataset.map(lambda x: x),
+    "prefetch": lambda dataset: dataset.prefetch(2),
+    "repeat": lambda dataset: dataset.repeat(),
+    "repeat three times": lambda dataset: dataset.repeat(3),
+    "begin at a place": lambda dataset: dataset.at(epoch=1, position=7),
+    "all": lambda dataset: dataset.shard(2, 0).map(lambda x: x).batch(2, drop_remainder=True).repeat().prefetch(1),
+    "distribute": lambda dataset: sv.get_strategy().experimental_distribute_dataset(dataset.batch(2)),
+    "distribute from a function": lambda dataset: sv.get_strategy().distribute_datasets_from_function(
+        lambda context: dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+    ),
+}
+
+
+def public_steps():
+    return {name for name, member in vars(Dataset).items() if callable(member) and not name.startswith("_")}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("source", ENDLESS)
+@pytest.mark.parametrize("step", STREAMED)
+def test_a_step_of_an_endless_dataset_is_read_as_it_comes(source, step):
+    elements = iter(STREAMED[step](ENDLESS[source]()))
+    found = [next(elements) for _ in range(5)]
+    assert len(found) == 5
+    getattr(elements, "close", lambda: None)()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_step_that_needs_all_elements_of_an_endless_dataset_is_refused(source, monkeypatch):
+    monkeypatch.setattr(streams, "SHUFFLED_MAX", 2_000)
+    dataset = ENDLESS[source]()
+    is_known = source != "a generator without end"
+    for whole in (dataset, dataset.map(lambda x: x).prefetch(1).shard(2, 0), dataset.batch(2).repeat(2)):
+        with pytest.raises(ConfigError, match="shuffle before repeat" if is_known else "without coming to its end"):
+            next(iter(whole.shuffle(seed=1)))
+        with pytest.raises(TypeError, match="repeated without end" if is_known else "are generated"):
+            len(whole)
+        assert ("endless" if is_known else "unknown") in repr(whole)
+
+
+@pytest.mark.timeout(30)
+def test_a_generator_that_does_not_end_is_not_shuffled_for_ever():
+    with pytest.raises(ConfigError, match="has yielded 1048576 without coming to its end"):
+        next(iter(from_generator(itertools.count).shuffle()))
+
+
+def test_every_step_is_checked_against_endless_datasets():
+    assert public_steps() == {"shuffle", "shard", "batch", "map", "repeat", "prefetch", "at"}
+
+
+def test_what_would_shuffle_or_deal_out_batches_of_from_arrays_is_refused():
+    made = from_arrays(np.arange(10), batch_size=4)
+    for dataset in (made, made.map(lambda x: x), made.repeat(2), made.repeat(), made.prefetch(1)):
+        with pytest.raises(ConfigError, match=r"shuffle would reorder whole.*batch_size=4, shuffle=True, seed=3\)"):
+            dataset.shuffle(seed=3)
+        with pytest.raises(ConfigError, match=r"shard would deal out whole.*batch_size=None\)\.shard\(2, 1\)\.batch\(4\)"):
+            dataset.shard(2, 1)
+    rows = from_arrays(np.arange(10), batch_size=None)
+    by_rows = [batch.tolist() for batch in rows.shuffle(seed=3).batch(4)]
+    assert [batch.tolist() for batch in from_arrays(np.arange(10), batch_size=4, shuffle=True, seed=3)] == by_rows
+    assert [batch.tolist() for batch in rows.shard(2, 1).batch(4)] == [[1, 3, 5, 7], [9]]
+    assert sorted(batch.tolist() for batch in rows.batch(5).shuffle()) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], "asked for"
 
 
 @given(rows=st.integers(0, 60), parts=st.integers(1, 9))
