@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from typing import TYPE_CHECKING
 
+from syncvar.begin import command_of
 from syncvar.env import RankEnvironment
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
@@ -69,7 +69,7 @@ class Job:
             return [chosen.target, *chosen.args]
         how = ["-m", chosen.target] if chosen.kind == "module" else [chosen.target]
         first = "syncvar.forkserver" if chosen.start_method == "fork" else "syncvar.bootstrap"
-        return [sys.executable, "-m", first, *how, *chosen.args]
+        return [*command_of(first), *how, *chosen.args]
 
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host, for messages; a fake one has its number beside it."""

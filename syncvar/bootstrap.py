@@ -1,4 +1,4 @@
-"""What a worker runs first: `python -m syncvar.bootstrap script.py …` or `… -m module …`.
+"""What a worker runs first, by `syncvar.begin`: `syncvar.bootstrap script.py …` or `… -m module …`.
 
 It runs the user's script as `__main__` and sees to it that the launcher always learns how the script ended: in order,
 by an exception (with its traceback), or by exit. It joins nothing: the script does, when it first uses syncvar.
@@ -26,7 +26,7 @@ from syncvar.word import Word, adopt
 if TYPE_CHECKING:
     from types import CodeType, FrameType, TracebackType
 
-__all__ = ["folder_of", "main"]
+__all__ = ["add_folder", "main", "work"]
 
 _FINDERS = (
     runpy.__file__, importlib.util.__file__, "<frozen runpy>", "<frozen importlib.util>", "<frozen importlib._bootstrap>",
@@ -48,7 +48,13 @@ _EXIT_CODES = {
 
 
 def main() -> None:
-    """Run the script or module that the arguments name."""
+    """Run the script or module that the arguments name, in a fresh process."""
+    add_folder(sys.argv[1:])
+    work()
+
+
+def work() -> None:
+    """Run the script or module that the arguments name; what it imports is looked for in its own folder already."""
     word = Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()
@@ -76,22 +82,15 @@ def main() -> None:
         _fail(word, error)
 
 
-def folder_of(arguments: list[str]) -> str:
-    """Return the first folder in which a script or module finds what it imports.
-
-    Example:
-        >>> folder_of(["/a/b/train.py", "--lr", "0.1"])
-        '/a/b'
-    """
-    if arguments and arguments[0] == "-m":
-        return os.getcwd()  # noqa: PTH109
-    return os.path.dirname(os.path.realpath(arguments[0]))  # noqa: PTH120
+def add_folder(arguments: list[str]) -> None:
+    """Put the folder in which a script or module first looks for what it imports where Python has it, if it has it."""
+    if not sys.flags.safe_path:  # PYTHONSAFEPATH: whoever sets it wants no such folder
+        sys.path.insert(0, os.getcwd() if arguments[0] == "-m" else os.path.dirname(os.path.realpath(arguments[0])))
 
 
 def _run(arguments: list[str]) -> None:
     """Run the script or module as the module `__main__`, which it stays: also for threads and handlers that run later."""
-    sys.path[0] = folder_of(arguments)
-    if arguments and arguments[0] == "-m":
+    if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         code, spec = _module_code(arguments[1])
         sys.argv[0] = spec.origin or arguments[1]
@@ -227,7 +226,3 @@ def _is_around(filename: str) -> bool:
 def _is_inside(filename: str) -> bool:
     package = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
     return filename.startswith(package) and not filename.startswith(package + "examples" + os.sep)
-
-
-if __name__ == "__main__":
-    main()

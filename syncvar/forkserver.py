@@ -1,4 +1,4 @@
-"""What workers are forked from: `python -m syncvar.forkserver script.py …` or `… -m module …`, as for `syncvar.bootstrap`.
+"""What workers are forked from: `syncvar.forkserver script.py …` or `… -m module …`, as for `syncvar.bootstrap`.
 
 With `--start-method fork` the launcher starts one such process, which imports NumPy and syncvar once. Then the launcher
 asks for one worker after the other, over the socket SYNCVAR_FORK_FD: environment, cores and descriptors in, the number
@@ -48,7 +48,7 @@ def main() -> None:
     end = socket.socket(fileno=int(os.environ.pop(_FORK_FD)))
     shared: dict[str, Any] = {}
     atexit.register(_leave_whole, shared)  # registered first, so it runs last
-    sys.path[0] = bootstrap.folder_of(sys.argv[1:])  # what is imported here is what the script would import
+    bootstrap.add_folder(sys.argv[1:])  # what is imported here is what the script would import
     gc.disable()  # next to nothing of what is imported is garbage
     for name in _IMPORTED:
         importlib.import_module(name)
@@ -66,7 +66,7 @@ def main() -> None:
     end.close()
     gc.enable()
     _become(request, descriptors)
-    bootstrap.main()
+    bootstrap.work()
 
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -150,7 +150,3 @@ def _leave_server(server: int) -> None:
         while os.getppid() == server:
             select.select([pidfd], [], [])
         os.close(pidfd)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from syncvar.begin import command_of
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError, LaunchError, RankFailed, UsageError
 from syncvar.wire import pack_object, unpack_object
@@ -105,7 +106,7 @@ def run(
     try:
         with open(call_fd, "wb", closefd=False) as file:  # noqa: PTH123
             file.write(call)
-        command = [sys.executable, "-m", "syncvar_launcher", "--workers", str(workers)]
+        command = [*command_of("syncvar_launcher.run"), "--workers", str(workers)]
         if limit_s != math.inf:
             command += ["--timeout", str(limit_s)]
         environ = {name: value for name, value in os.environ.items() if name not in {PREFIX + n for n in _NOT_INHERITED}}

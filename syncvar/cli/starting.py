@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from syncvar.begin import command_of
 from syncvar.env import PREFIX, RankEnvironment
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def start_workers(
     environ = {name: value for name, value in os.environ.items() if name not in (*_OF_A_RANK, _STATUS)}
     environ |= settings or {}
     environ |= {"SYNCVAR_PASS_FDS": str(report), "SYNCVAR_PARENT_FD": str(alive_read)}
-    command = [sys.executable, "-m", "syncvar_launcher", *options, "-m", module, "--report-to", str(report), *arguments]
+    command = [*command_of("syncvar_launcher.run"), *options, "-m", module, "--report-to", str(report), *arguments]
     try:
         # In a session of its own it gets no Ctrl-C but ours: what a terminal sends to all, and `kill` to one, is the same.
         process = subprocess.Popen(  # noqa: S603
