@@ -16,10 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForkServer", "Forked"]
+__all__ = ["ForkServer", "Forked", "ServerEnded"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
+
+
+class ServerEnded(Exception):
+    """The server has ended before all workers were forked.
+
+    Args:
+        status: Its exit code, or minus the signal that ended it.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class Forked:
@@ -110,7 +122,8 @@ class ForkServer:
                 tell their number.
 
         Raises:
-            OSError: The system refuses, or the server has ended.
+            OSError: The system refuses.
+            ServerEnded: There is nothing to fork from any more.
         """
         self._has_forked = True
         adopt_orphans(is_on=True)
@@ -121,11 +134,15 @@ class ForkServer:
             "server": self._process.pid,
             "launcher": os.getpid(),
         }
-        socket.send_fds(self._end, [msgpack.packb(request, unicode_errors="surrogateescape")], list(descriptors.values()))
-        data = self._end.recv(_ANSWER_MAX)
-        answer = msgpack.unpackb(data) if data else {}
+        data = b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._end, [msgpack.packb(request, unicode_errors="surrogateescape")], list(descriptors.values()))
+            data = self._end.recv(_ANSWER_MAX)
+        if not data:
+            raise ServerEnded(self._process.wait())
+        answer = msgpack.unpackb(data)
         if "pid" not in answer:
-            raise OSError(answer.get("errno", 0), os.strerror(answer["errno"]) if "errno" in answer else "the fork server has ended")
+            raise OSError(answer["errno"], os.strerror(answer["errno"]))
         return Forked(answer["pid"])
 
     def close(self) -> None:

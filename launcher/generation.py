@@ -21,6 +21,7 @@ from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.flight import FlightRecords
+from syncvar_launcher.forking import ServerEnded
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
@@ -180,18 +181,20 @@ class Generation:
         """Start the workers, now that their server is ready, or give up where it has ended instead."""
         assert self.server is not None
         server, self.server = self.server, None
-        status = server.why_not_ready()
+        status, when = server.why_not_ready(), "before it was ready"
         if status is None:
             try:
                 self._start()
+            except ServerEnded as ended:
+                status, when = ended.status, "before all were forked"
             finally:
                 server.close()
-            return
-        self.supervisor.never_began(
-            f"the process that workers are forked from {exits.describe_exit(status)} before it was ready: "
-            f"what it says stands above; --start-method spawn does without it",
-            exits.exit_code_of(status) or exits.INTERNAL,
-        )
+        if status is not None:
+            self.supervisor.never_began(
+                f"the process that workers are forked from {exits.describe_exit(status)} {when}: "
+                f"what it says stands above; --start-method spawn does without it",
+                exits.exit_code_of(status) or exits.INTERNAL,
+            )
 
     def _never_begin(self, status: int) -> None:
         """Let all workers end before they begin."""
@@ -283,6 +286,7 @@ class Generation:
                 self.server = None
                 self._never_begin(-signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL)
             elif isinstance(action, Terminate):
+                self._note_positions()
                 self.agent.send(action.ranks, signal.SIGTERM)
             else:
                 self.agent.kill(action.ranks)
@@ -396,7 +400,7 @@ class Generation:
             host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
             reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else cause.beyond,
             call=self._call(cause),
-            elapsed_s=self.watch.now() - self.began,
+            elapsed_s=(self.watch.now() if cause.at is None else cause.at) - self.began,
             traceback=cause.traceback,
             last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
         )
@@ -425,7 +429,8 @@ class Generation:
         told = self.supervisor.causes.get(rank)
         position = self.positions.get(rank) or self.store.coordinator.position(rank)
         did_not_answer = "; " in position  # then how we ended it says less
-        if told is not None and told.error and not did_not_answer:
+        did_as_told = told is not None and told.error == "SystemExit" and told.exit_code == 128 + signal.SIGTERM
+        if told is not None and told.error and not did_not_answer and not did_as_told:
             what = told.reason.removeprefix("uncaught ").split("\n", 1)[0]
             return f"{position}; then {told.error}" if position.startswith("waiting") else what
         return position

@@ -20,6 +20,7 @@ __all__ = ["Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Term
 
 _TERM, _KILL = 15, 9
 _TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)  # 0: it has a handler of its own for SIGTERM
+"""The statuses of who has done what we told it."""
 
 
 class Weight(IntEnum):
@@ -56,6 +57,7 @@ class Cause(NamedTuple):
         error: Name of the exception, or an empty text.
         traceback: Its traceback, or an empty text.
         beyond: What is known beyond its status, or an empty text.
+        at: When this was known first, in seconds of the clock.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class Cause(NamedTuple):
     error: str = ""
     traceback: str = ""
     beyond: str = ""
+    at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class Supervisor:
         if error == "SystemExit" and exit_code == PREEMPTED:
             self._end_at(now + self.config.preempt_grace_s)
             return []  # whether it has left in order, so that nobody misses it, is known when it has ended
-        weight = Weight.CONSEQUENCE if self._terminated and exit_code in _TERMINATED else _WEIGHTS.get(error, Weight.OWN)
+        weight = max(_WEIGHTS.get(error, Weight.OWN), self._weight_of_end(exit_code))
         actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
         return [] if error in _TELL_THEMSELVES else [*actions]
 
@@ -188,18 +191,19 @@ class Supervisor:
         if told is not None:
             if not told.error:
                 return []  # it was silent, and was ended or fenced for that: how it ended says nothing
-            own_end = status < 0 and not self._terminated  # else the signal may have been ours
-            code = exit_code_of(status) if own_end else told.exit_code
-            self.causes[rank] = Cause(rank, told.weight, status, code, told.reason, told.error, told.traceback)
+            if self._terminated and status in _TERMINATED:
+                status = told.exit_code  # we told it to end while it was ending, which says nothing
+            code = exit_code_of(status) if status < 0 else told.exit_code
+            self.causes[rank] = told._replace(status=status, exit_code=code)
             return [Announce(rank, told.reason)] if told.error in _TELL_THEMSELVES else []
         if status == 0 and (rank in self._said_goodbye or (self.is_command and not joined)):
             return []
-        weight = Weight.CONSEQUENCE if self._terminated and status in _TERMINATED else Weight.OWN
+        weight = self._weight_of_end(status)
         if status == PREEMPTED and not joined:
             # It left in order and asks to be run again. The others are expected to do the same.
             weight = Weight.CONSEQUENCE if self._terminated else Weight.DISAGREEMENT
             self.stopped.add(rank)
-            self.causes[rank] = Cause(rank, weight, status, status, describe_exit(status))
+            self.causes[rank] = Cause(rank, weight, status, status, describe_exit(status), at=now)
             self._end_at(now + self.config.preempt_grace_s)
             return []
         if status == 0:
@@ -216,7 +220,7 @@ class Supervisor:
 
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
         """Note that the ranks did not all meet."""
-        self.job_cause = self.job_cause or Cause(-1, Weight.OWN, None, RENDEZVOUS, reason)
+        self.job_cause = self.job_cause or Cause(-1, Weight.DISAGREEMENT, None, RENDEZVOUS, reason, at=now)
         self._end_at(now + self.config.abort_grace_s)
         return []
 
@@ -239,7 +243,7 @@ class Supervisor:
         """Look at the clock."""
         if now - self._began >= self.timeout_s and self.job_cause is None and self.running and self._term_at is None:
             limit = f"the time limit of {self.timeout_s:g} s passed"
-            self.job_cause = Cause(-1, Weight.OWN, None, TIMEOUT, limit)
+            self.job_cause = Cause(-1, Weight.OWN, None, TIMEOUT, limit, at=now)
             return self._terminate(now)
         if self._kill_at is not None and now >= self._kill_at:
             return self._kill()
@@ -274,8 +278,8 @@ class Supervisor:
             return Outcome(PREEMPTED if have_stopped else 128 + self.interrupted, None, self.interrupted)
         if have_stopped and self.job_cause is None:
             return Outcome(PREEMPTED, None, 0)
-        if self.job_cause is not None and not any(cause.weight == Weight.OWN for cause in causes):
-            return Outcome(self.job_cause.exit_code, self.job_cause, 0)
+        if self.job_cause is not None:
+            causes.insert(0, self.job_cause)
         if not causes:
             return Outcome(0, None, 0)
         first = min(causes, key=lambda cause: cause.weight)  # the first one of the lowest weight: dicts keep order
@@ -286,9 +290,18 @@ class Supervisor:
     def _fail(self, cause: Cause, now: float) -> list[Announce]:
         if cause.rank in self.causes:
             return []
-        self.causes[cause.rank] = cause
+        self.causes[cause.rank] = cause._replace(at=now)
         self._end_at(now + self.config.abort_grace_s)
         return [Announce(cause.rank, cause.reason)]
+
+    def _weight_of_end(self, status: int) -> Weight:
+        """Return how likely it is that an end is the cause of others, by its exit code or minus the signal.
+
+        What a rank answers when we tell it to end may be anything, and is never more than what made us tell it.
+        """
+        if not self._terminated:
+            return Weight.OWN
+        return Weight.CONSEQUENCE if status in _TERMINATED else Weight.DISAGREEMENT
 
     def _end_at(self, at: float) -> None:
         """Terminate the ranks that still run at this time, or earlier if that was decided before."""

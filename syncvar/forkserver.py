@@ -62,16 +62,21 @@ def main() -> None:
     shared[""] = shared  # a cycle that no collection looks at keeps them
     gc.freeze()  # a collection in a worker leaves these pages alone, so that they stay shared
     end.send(msgpack.packb({"ready": True}))
-    request, descriptors = _serve(end)
+    request, descriptors, begin = _serve(end)
     end.close()
     gc.enable()
     _become(request, descriptors)
+    if not os.read(begin, 1):
+        os._exit(1)  # the server was killed before it had forked all
+    os.close(begin)
     bootstrap.work()
 
 
-def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork on request; returns in the worker only."""
+def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
+    """Fork on request; returns in the worker only, with a descriptor that a byte can be read from if it is to begin."""
     led, leads = os.pipe2(os.O_CLOEXEC)
+    begin, begins = os.pipe2(os.O_CLOEXEC)
+    count = 0
     while True:
         data, descriptors, _, _ = socket.recv_fds(end, _REQUEST_MAX, _DESCRIPTORS_MAX)
         if not data:
@@ -81,6 +86,7 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if not request:  # that was all: each worker is to lead its session, by which the launcher knows it
             os.close(leads)
             os.read(led, 1)
+            os.write(begins, b"." * count)
         else:
             try:
                 pid = os.fork()
@@ -89,10 +95,11 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
             else:
                 if pid == 0:
                     os.setsid()
-                    os.close(led)
-                    os.close(leads)
-                    return request, list(descriptors)
+                    for descriptor in (led, leads, begins):
+                        os.close(descriptor)
+                    return request, list(descriptors), begin
                 answer["pid"] = pid
+                count += 1
             for descriptor in descriptors:
                 os.close(descriptor)
         end.send(msgpack.packb(answer))

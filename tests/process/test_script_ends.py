@@ -70,6 +70,59 @@ def test_the_time_limit(launch):
     assert "time limit of 1 s" in job.report, str(job)
 
 
+ANSWERS = """
+import os, time
+import probe, syncvar as sv
+
+sv.init()
+probe.note("there")
+try:
+    time.sleep(60)
+except SystemExit:
+    probe.note("told")
+    if probe.RANK == 0:
+        raise ValueError("while ending") from None
+    os._exit(3)
+"""
+
+
+def test_the_time_limit_is_named_whatever_ranks_answer(launch):
+    job = launch(ANSWERS, options=["--timeout", "1.5"])
+    assert job.wait() == 124, str(job)
+    assert len(job.events("told")) == 2, str(job)
+    first = job.report.split("\n")[0]
+    assert first.startswith("syncvar: the job failed after 1."), str(job)
+    assert first.endswith(" s: the time limit of 1.5 s passed"), str(job)
+
+
+SLOW_TO_END = """
+import builtins, os, time
+import probe, syncvar as sv
+
+class Slow:
+    def __del__(self, sleep=time.sleep, where=probe.FOLDER + "/gate-ends", open=open):
+        open(where, "w").close()
+        sleep(30)
+
+sv.init()
+if probe.RANK == 1:
+    builtins.kept = Slow()  # goes with the interpreter
+    raise TypeError("planted")
+probe.gate("ends")
+raise ValueError("another")
+"""
+
+
+def test_an_error_is_told_alone_though_the_signal_that_ends_the_job_comes_while_its_rank_ends(launch):
+    job = launch(SLOW_TO_END, env={"SYNCVAR_ABORT_GRACE_S": "0.2"})
+    assert job.wait() == 1, str(job)
+    first = next(line for line in job.report.split("\n") if line.startswith("syncvar: rank "))
+    assert first.startswith("syncvar: rank 1 on "), str(job)
+    assert " exited with status 1 after " in first, str(job)
+    assert first.endswith(": uncaught TypeError: planted"), str(job)
+    assert "signal" not in job.report, str(job)
+
+
 def test_missing_ranks_are_named(launch):
     job = launch(
         """

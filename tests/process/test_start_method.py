@@ -191,6 +191,26 @@ def test_a_server_that_cannot_fork(launch, tmp_path, text, words):
     assert not job.events("began"), "no worker has begun"
 
 
+def test_a_server_that_is_killed_while_it_forks_is_the_culprit(launch, tmp_path):
+    """Workers that it has forked have not begun; they end, and none is blamed."""
+    text = """
+    import os
+    forked = []
+    def count():
+        forked.append(1)
+        if len(forked) == 2:
+            os.kill(os.getpid(), 9)
+    os.register_at_fork(after_in_parent=count)
+"""
+    job = launch("import probe", workers=3, options=FORK, env=on_python_path(tmp_path / "site", IN_SERVER + text))
+    assert job.wait() == 137, str(job)
+    words = "the process that workers are forked from was killed by signal 9 (SIGKILL) before all were forked"
+    assert words in job.report, str(job)
+    assert job.report.startswith("syncvar: the job failed after"), str(job)
+    assert "rank 0 on" not in job.report, str(job)
+    assert not job.events("began"), "no worker has begun"
+
+
 def test_a_program_is_refused_before_anything_starts(tmp_path):
     line = [sys.executable, "-m", "syncvar_launcher", "-n", "2", *FORK, "--no-python", "touch", "made"]
     ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)

@@ -284,6 +284,68 @@ def test_the_time_limit_ends_the_job_with_its_own_code():
     assert one.outcome().exit_code == 124
 
 
+@pytest.mark.parametrize("status", [0, 3, 70, 143, -6, -9, -11, -15])
+def test_whatever_ranks_answer_to_the_time_limit_it_is_the_cause(status):
+    for word in (None, OWN, LOST, OWN | {"error": "SystemExit", "exit_code": max(0, status)}):
+        one = supervisor(timeout_s=60.0)
+        one.tick(60.0)
+        for rank in range(3):
+            if word is not None:
+                one.failed(rank, word, 60.1)
+            one.exited(rank, status, 60.2, joined=True)
+        outcome = one.outcome()
+        assert (outcome.exit_code, outcome.cause.rank) == (124, -1)
+        assert outcome.cause.reason == "the time limit of 60 s passed"
+        assert outcome.cause.at == 60.0
+
+
+@pytest.mark.parametrize("status", [0, 3, -11])
+@pytest.mark.parametrize("error", ["DeadlineExceeded", "MismatchError", "ValueError"])
+def test_what_a_rank_answers_when_told_to_end_is_not_the_cause_of_what_came_before(error, status):
+    one = supervisor()
+    one.failed(0, OWN | {"error": error}, 100.0)
+    one.exited(0, 1, 100.1, joined=True)
+    one.tick(102.0)
+    one.failed(1, OWN | {"exit_code": 3}, 102.1)
+    one.exited(1, 3, 102.1, joined=True)
+    one.exited(2, status, 102.1, joined=True)
+    assert one.outcome().cause.rank == 0
+
+
+@pytest.mark.parametrize("status", [-15, -9, 143, 137, 0])
+def test_a_rank_that_raised_and_is_told_to_end_while_it_ends_has_ended_by_its_error_alone(status):
+    causes = []
+    for is_slow in (False, True):
+        one = supervisor()
+        one.failed(1, OWN, 100.0)
+        one.failed(0, OWN | {"message": "second"}, 100.5)
+        if is_slow:
+            assert one.tick(102.0) == [Terminate((0, 1, 2))]
+        one.exited(1, status if is_slow else 1, 102.1, joined=True)
+        end(one, 0, 2)
+        causes.append(one.outcome().cause)
+    assert causes[0] == causes[1]
+    assert (causes[0].rank, causes[0].status, causes[0].at) == (1, 1, 100.0)
+
+
+def test_a_crash_while_a_rank_that_raised_ends_is_told_whenever_it_comes():
+    for is_late in (False, True):
+        one = supervisor()
+        one.failed(1, OWN, 100.0)
+        if is_late:
+            one.tick(102.0)
+        one.exited(1, -11, 102.1, joined=True)
+        end(one, 0, 2)
+        assert (one.outcome().cause.status, one.outcome().exit_code) == (-11, 139)
+
+
+def test_what_workers_are_forked_from_is_the_cause_of_what_becomes_of_its_workers():
+    one = supervisor()
+    one.never_began("the process that workers are forked from has ended", 137)
+    end(one, 0, 1)
+    assert (one.outcome().exit_code, one.outcome().cause.rank) == (137, -1)
+
+
 def test_a_time_limit_that_passes_while_a_failed_job_ends_does_not_keep_the_launcher_busy():
     one = supervisor(timeout_s=60.0)
     one.exited(1, 3, 59.0, joined=True)
