@@ -13,7 +13,7 @@ from syncvar.loading import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, optimizers, partitioners
-    from syncvar.checkpoint import Checkpoint, CheckpointManager, PendingSave
+    from syncvar.checkpoint import Checkpoint, CheckpointManager, PendingSave, load, save
     from syncvar.collectives import (
         Group,
         Mesh,
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "syncvar.checkpoint": ("Checkpoint", "CheckpointManager", "PendingSave"),
+    "syncvar.checkpoint": ("Checkpoint", "CheckpointManager", "PendingSave", "load", "save"),
     "syncvar.collectives": (
         "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all", "barrier",
         "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "reduce",
@@ -201,6 +201,7 @@ __all__ = [
     "in_cross_replica_context",
     "init",
     "is_initialized",
+    "load",
     "local_rank",
     "local_world_size",
     "mesh",
@@ -213,6 +214,7 @@ __all__ = [
     "reduce_scatter",
     "register_op",
     "run",
+    "save",
     "scan",
     "scatter",
     "scatter_object",

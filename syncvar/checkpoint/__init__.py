@@ -5,6 +5,7 @@ is the commit.
 
 * `checkpoint`: `Checkpoint`, objects under names. `manager`: `CheckpointManager`, the checkpoints of a run.
 * `objects`: what can be saved, and how each kind is. `saving`, `restoring`: the two collectives, step by step; start reading there.
+* `alone`: `save` and `load`, one file of one rank, no collective.
 * `pending`: saves that go on beside the program. `preemption`: SIGTERM as a notice.
 * `files`, `lock`, `reading`: the disk. What is written there is synced before it counts, what is read is compared before it is used.
 * Pure: `manifest` and `tensors` (what the files hold, checked), `agreement` and `sharing` (who writes what), `naming`, `retention`.
@@ -12,8 +13,9 @@ is the commit.
 
 from __future__ import annotations
 
+from syncvar.checkpoint.alone import load, save
 from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.manager import CheckpointManager
 from syncvar.checkpoint.pending import PendingSave
 
-__all__ = ["Checkpoint", "CheckpointManager", "PendingSave"]
+__all__ = ["Checkpoint", "CheckpointManager", "PendingSave", "load", "save"]

@@ -28,14 +28,18 @@ _STEP = re.compile(r"step-(\d{10,19})")
 _STEP_MAX = 10**19 - 1
 
 
-def checked_path(path: Any) -> str:
+def checked_path(path: Any, instead: str = "checkpoint.save('folder/name')") -> str:
     """Return a path as text.
+
+    Args:
+        path: As the caller gave it.
+        instead: What to write, for the error.
 
     Raises:
         ConfigError: It is no path.
     """
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"path must be a text or a Path, not {path!r:.80}: write checkpoint.save('folder/name')")
+        raise ConfigError(f"path must be a text or a Path, not {path!r:.80}: write {instead}")
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"path must be a text that is not empty and has no NUL, not {text!r:.80}")

@@ -1,0 +1,253 @@
+"""One file, written by one rank without the others: `save` and `load`.
+
+The file is safetensors: every array is a tensor under its path ("model/w"), which other tools read. What is no array, and
+how all of it fits together, is packed data in the header.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.checkpoint.checkpoint import Checkpoint
+from syncvar.checkpoint.files import Folder, make_folder, read_into
+from syncvar.checkpoint.manifest import DIGEST_BYTES
+from syncvar.checkpoint.naming import MANIFEST, checked_path
+from syncvar.checkpoint.reading import bytes_of
+from syncvar.checkpoint.tensors import CODES, Tensor, header_bytes, header_length, parse_header, stored_shape
+from syncvar.collectives._arguments import as_array
+from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
+from syncvar.variables import Variable, VariableAggregation, VariableSynchronization
+from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    Path = tuple[Any, ...]
+    Arrays = dict[Path, NDArray[Any]]
+
+__all__ = ["load", "save"]
+
+_FORMAT = "syncvar.save"
+_VERSION = "1"
+_KEYS = {"content", "digest"}  # files of others have none of these in their metadata
+_PLAIN_BYTES_MAX = 8 << 20
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_DTYPES = {code: name for name, code in CODES.items() if not name.startswith("complex")}
+
+
+def save(path: Any, value: Any) -> str:
+    """Write a value to one file, on this rank alone: no other takes part, so that `if sv.rank() == 0: sv.save(…)` is right.
+
+    The file is there whole, on the medium, or not at all; one of that name is replaced in the moment the new one is whole.
+    `sv.load` reads it, and so does safetensors. What all ranks have to write together is a `Checkpoint`.
+
+    Args:
+        path: Of the file; its folder is made if need be. Two ranks that write the same one replace each other's.
+        value: Arrays, variables, optimizers, objects with `state_dict()`, generators of NumPy, plain data, and nested
+            dicts, lists and tuples of these. Of a variable this replica's copy is saved, which is the value for
+            ON_WRITE, and its own for NONE.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: Something cannot be saved by one rank, as ON_READ variables, whose value is made of all replicas'
+            copies; or cannot be saved at all. Nothing is written.
+        CheckpointError: The system refused. What was there before is as it was.
+
+    Cost: every byte is read twice (once for the digest) and written once. Nothing is sent.
+
+    Example:
+        >>> import os, tempfile, syncvar as sv
+        >>> w = sv.Variable([1.0, 2.0])
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> if sv.rank() == 0:
+        ...     _ = sv.save(path, {"w": w, "step": 7})
+        >>> sv.load(path)
+        {'w': array([1., 2.], dtype=float32), 'step': 7}
+    """
+    where = checked_path(path, "sv.save('model.safetensors', …)")
+    if os.path.isdir(where):
+        raise ConfigError(f"{where} is a folder; sv.save writes one file: sv.save({os.path.join(where, 'model.safetensors')!r}, …)")
+    arrays: Arrays = {}
+    skeleton = _parted(value, (), arrays, ())
+    names = _names_of(arrays)
+    places = [[list(place), name, array.dtype.name, list(array.shape)] for (place, array), name in zip(arrays.items(), names, strict=True)]
+    content = pack_object([skeleton, places])
+    if len(content) > _PLAIN_BYTES_MAX:
+        raise ConfigError(f"what is no array takes {len(content)} bytes, more than {_PLAIN_BYTES_MAX}: make arrays of it, for instance np.array(values)")
+    digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES)
+    for array in arrays.values():
+        digest.update(bytes_of(array))
+    about = {"format": _FORMAT, "version": _VERSION, "digest": digest.hexdigest(), "content": base64.b64encode(content).decode()}
+    described = [(name, array.dtype.name, array.shape) for name, array in zip(names, arrays.values(), strict=True)]
+    header = header_bytes(described, about)[0]
+
+    def stream() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for array in arrays.values():
+            yield bytes_of(array)
+
+    above, name = os.path.split(os.path.abspath(where))
+    with make_folder(above) as folder:
+        folder.write(name, stream(), secrets.token_hex(8))
+    return where
+
+
+def load(path: Any) -> Any:
+    """Read what `save` has written, on this rank alone; or any other safetensors file, as a dict of arrays by name.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        The value: arrays where arrays and variables were, and what `state_dict()` told for objects that have it. Dicts of
+        other types are dicts.
+
+    Raises:
+        NotFound: There is no such file.
+        Corrupt: Its bytes are not those that were written.
+        CheckpointError: It is no such file, or cannot be read.
+
+    Cost: every byte is read once, and once more for the digest. Nothing is sent, and nothing that is read can run.
+    """
+    where = checked_path(path, "sv.load('model.safetensors')")
+    if os.path.isdir(where):
+        made_by = " of a Checkpoint, which all ranks restore together: Checkpoint(…).restore(path)" if os.path.exists(os.path.join(where, MANIFEST)) else ""
+        raise CheckpointError(f"{where} is a folder{made_by}; sv.load reads one file")
+    above, name = os.path.split(os.path.abspath(where))
+    try:
+        folder = Folder(above)
+    except NotFound:
+        raise NotFound(f"there is no file {where}: no such folder") from None
+    with folder, folder.reading(name) as (descriptor, nbytes):
+        prefix = bytearray(min(8, nbytes))
+        read_into(descriptor, memoryview(prefix), 0, where)
+        header = bytearray(header_length(bytes(prefix), nbytes))
+        read_into(descriptor, memoryview(header), 0, where)
+        tensors, about = parse_header(bytes(header), nbytes)
+        ordered = sorted(tensors.values(), key=lambda one: (one.start, one.stop))
+        data = {one.name: _read(descriptor, len(header) + one.start, one.stop - one.start, where) for one in ordered}
+    if not _KEYS & about.keys():
+        return {one.name: _array(data[one.name], _DTYPES[one.dtype], one.shape) for one in tensors.values()}
+    if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
+        raise CheckpointError(f"{where} is of {about.get('format')!r:.20}, version {about.get('version')!r:.20}; this syncvar reads {_FORMAT!r}, version {_VERSION!r}")
+    try:
+        content = base64.b64decode(about.get("content", ""), validate=True)
+        actual = hashlib.blake2b(content, digest_size=DIGEST_BYTES)
+        for one in data.values():
+            actual.update(one.data)
+        if actual.hexdigest() != about.get("digest"):
+            raise Corrupt(where, str(about.get("digest"))[:64], actual.hexdigest())
+        skeleton, places = unpack_object(content)
+        found = {tuple(place): _array(data[key], dtype, tuple(shape), tensors[key]) for place, key, dtype, shape in places}
+    except (binascii.Error, WireError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is not of the right form: {type(error).__name__}: {str(error)[:200]}") from None
+    return _filled(skeleton, (), found)
+
+
+def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...]) -> Any:
+    """Return a value without its arrays, which go into `arrays` by their place.
+
+    Raises:
+        ConfigError: Something cannot be saved by one rank.
+    """
+    if isinstance(value, _ATOMS):
+        return value
+    shown = _shown(place)
+    if id(value) in above:
+        raise ConfigError(f"{shown} holds itself, and has no end")
+    above = (*above, id(value))
+    if isinstance(value, Checkpoint):
+        raise ConfigError(f"{shown} is a Checkpoint, which all its ranks write together: checkpoint.save(path), on every rank")
+    if isinstance(value, Variable):
+        _require_own(value, shown)
+        arrays[place] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
+        return None
+    if isinstance(value, dict):
+        return {key: _parted(item, (*place, key), arrays, above) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_parted(item, (*place, index), arrays, above) for index, item in enumerate(value))
+    if callable(getattr(value, "tracked", None)):
+        return _parted(value.tracked(), place, arrays, above)
+    if isinstance(value, np.random.Generator):
+        return _parted(value.bit_generator.state, place, arrays, above)
+    if callable(getattr(value, "state_dict", None)):
+        return _parted(value.state_dict(), place, arrays, above)
+    if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+        array = as_array(value, shown)
+        arrays[place] = np.array(array, order="C", copy=True)  # the caller, or another thread, may write to it meanwhile
+        return None
+    try:
+        pack_object(value)
+    except ConfigError as error:
+        raise ConfigError(f"{shown} cannot be saved: {error}") from None
+    return value
+
+
+def _require_own(variable: Variable, shown: str) -> None:
+    """Raise ConfigError if a variable's value is more than this replica's copy."""
+    if variable.synchronization is not VariableSynchronization.ON_READ:
+        return
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and variable.strategy.communicator.rank == 0:
+        return
+    raise ConfigError(
+        f"{shown} is the ON_READ variable {variable.name!r} ({variable.aggregation.name}), whose value is made of the copies of all "
+        f"replicas, and sv.save asks no other: pass {variable.name}.local_value() for this replica's copy; or read its value "
+        f"({variable.name}.numpy()) on every rank before, and pass that; or let all ranks save a Checkpoint"
+    )
+
+
+def _shown(place: Path) -> str:
+    return "value" + "".join(f"[{key!r}]" for key in place)
+
+
+def _names_of(arrays: Arrays) -> list[str]:
+    """Return a name for each array, from its place."""
+    names: dict[str, None] = {}
+    for place in arrays:
+        name = plain = "/".join(map(str, place)) or "value"
+        number = 1
+        while name in names or name == "__metadata__":
+            number += 1
+            name = f"{plain}#{number}"
+        names[name] = None
+    return list(names)
+
+
+def _read(descriptor: int, start: int, nbytes: int, where: str) -> NDArray[np.uint8]:
+    made = np.empty(nbytes, np.uint8)
+    read_into(descriptor, made.data, start, where)
+    return made
+
+
+def _array(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...], tensor: Tensor | None = None) -> NDArray[Any]:
+    """Return bytes as an array.
+
+    Raises:
+        ValueError: They are none of this dtype and shape.
+    """
+    if tensor is not None and (tensor.dtype != CODES[dtype] or tensor.shape != stored_shape(dtype, shape)):
+        raise ValueError(f"tensor {tensor.name!r:.80} is not {dtype}{list(shape)}")
+    made: NDArray[Any] = data.view(dtype_from_index(DTYPE_NAMES.index(dtype)))
+    return made.reshape(shape)
+
+
+def _filled(value: Any, place: Path, arrays: Arrays) -> Any:
+    """Return a value with its arrays."""
+    if place in arrays:
+        return arrays[place]
+    if type(value) is dict:
+        return {key: _filled(item, (*place, key), arrays) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_filled(item, (*place, index), arrays) for index, item in enumerate(value))
+    return value
