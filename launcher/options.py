@@ -82,7 +82,7 @@ class LaunchOptions(NamedTuple):
         env: Variables to set for every rank.
         cwd: The folder in which the ranks start, absolute.
         log_dir: The folder for one file for each rank and stream, absolute, or None.
-        output: What is shown while the job runs: "all", "first", "failed" or "none".
+        output: Whose lines are shown while the job runs: "all", "first", "failed", "none" or ranks such as "0,3-5".
         timestamps: Put the local time before each line.
         color: "auto", "always" or "never"; ask `color_on`.
         timeout_s: The time limit of the whole job, in seconds; infinite for none.
@@ -178,7 +178,9 @@ _OPTIONS = (
     _Option("cores_per_worker", ("--cores-per-worker",), _WORKERS, "cores and BLAS threads of each worker", "count", "K"),
     _Option("torch_env", ("--torch-env",), _WORKERS, "also set MASTER_ADDR and MASTER_PORT", "switch", default=False),
     _Option("debug", ("--debug",), _WORKERS, "give it the terminal, make deadlines endless", "rank", "RANK"),
-    _Option("output", ("--output",), _OUTPUT, "lines to show", "choice", "WHICH", "all", output.MODES),
+    _Option(
+        "output", ("--output",), _OUTPUT, f"show {', '.join(output.MODES)}, or ranks 0,3-5", "output", "WHICH", "all",
+    ),
     _Option("log_dir", ("--log-dir",), _OUTPUT, "write one file for each rank and stream", "folder", "DIR"),
     _Option("timestamps", ("--timestamps",), _OUTPUT, "put the local time before each line", "switch", default=False),
     _Option("color", ("--color",), _OUTPUT, "colour the prefixes", "choice", "WHEN", "auto", ("auto", "always", "never")),
@@ -312,6 +314,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     runtime = _runtime(line, environ, knobs, origin)
     paths: dict[str, Any] = {name: str(base / getattr(runtime, name)) for name in ("trace", "auto_log", "auto_replay") if getattr(runtime, name)}
     runtime = runtime.replaced(**paths)
+    try:
+        output.shown_ranks(values["output"], values["workers"])
+    except ConfigError as error:
+        raise ConfigError(f"--output {values['output']} ({origin['output']}): {error}") from None
     if values["debug"] is not None:
         if values["debug"] >= values["workers"]:
             raise ConfigError(
@@ -481,6 +487,13 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
     if kind == "choice":
         if value not in option.choices:
             raise ConfigError(f"must be one of {', '.join(option.choices)}, not {value!r}{nearest(str(value), option.choices)}")
+        return value
+    if kind == "output":
+        if not isinstance(value, str) or not (value in output.MODES or value[:1].isdigit()):
+            raise ConfigError(
+                f"must be one of {', '.join(output.MODES)}, or ranks such as 0,3-5, not {value!r}{nearest(str(value), output.MODES)}"
+            )
+        output.shown_ranks(value, _MOST)
         return value
     if kind in ("path", "folder"):
         if not isinstance(value, str) or not value or "\0" in value:

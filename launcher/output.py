@@ -16,12 +16,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from syncvar.errors import ConfigError
+from syncvar.topology import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["IDLE_S", "LINE_NBYTES", "MODES", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape"]
+__all__ = ["IDLE_S", "LINE_NBYTES", "MODES", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape", "shown_ranks"]
 
 Stream = Literal["out", "err"]
 
@@ -102,6 +103,27 @@ class _Source:
         self.closed = False
 
 
+def shown_ranks(which: str, workers: int) -> frozenset[int] | None:
+    """Return the ranks whose lines are shown while a job runs, or None for all.
+
+    Args:
+        which: "all"; "first" (rank 0); "failed" and "none" (nobody's); or ranks such as "0,3-5".
+        workers: How many ranks there are.
+
+    Raises:
+        ConfigError: It is none of these, or there is no such rank.
+
+    Example:
+        >>> sorted(shown_ranks("0,3-5", 8))
+        [0, 3, 4, 5]
+    """
+    if which == "all":
+        return None
+    if which == "first":
+        return frozenset({0})
+    return frozenset() if which in MODES else ranks_of(which, workers)
+
+
 def escape(text: str) -> str:
     r"""Write control characters, and marks that change the direction of text, as escapes. Tabs stay.
 
@@ -122,7 +144,7 @@ class OutputForwarder:
     Args:
         stdout: Where the standard output of the ranks goes.
         stderr: Where their standard error goes, and our warnings.
-        mode: "all"; "first" (rank 0 only); "failed" and "none" (nothing; the last lines are still remembered).
+        shown: The ranks whose lines are forwarded, None for all; of the others the last lines are remembered.
         clock: The wall clock, in seconds since the epoch, to put the local time before each line; None for no time.
         log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if it is missing.
         ranks: Ranks whose files are made at once, so that none of an earlier job stays; others follow with their
@@ -132,7 +154,7 @@ class OutputForwarder:
         broken: Nobody reads the standard output any more.
 
     Raises:
-        ConfigError: The mode is unknown, or the folder cannot be made.
+        ConfigError: The folder cannot be made.
 
     Example:
         >>> import io
@@ -152,17 +174,15 @@ class OutputForwarder:
         stdout: Sink,
         stderr: Sink,
         *,
-        mode: str = "all",
+        shown: frozenset[int] | None = None,
         clock: Callable[[], float] | None = None,
         log_dir: Path | None = None,
         ranks: tuple[int, ...] = (),
     ) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"output must be one of {', '.join(MODES)}, not {mode!r}")
         self.broken = False
         self._sinks: dict[Stream, Sink] = {"out": stdout, "err": stderr}
         self._dead: set[Stream] = set()
-        self._mode = mode
+        self._shown = shown
         self._clock = clock
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._tails: dict[int, _Tail] = {}
@@ -270,7 +290,7 @@ class OutputForwarder:
 
     def is_forwarded(self, rank: int) -> bool:
         """Return whether what a rank writes goes to a sink."""
-        return self._mode == "all" or (self._mode == "first" and rank == 0)
+        return self._shown is None or rank in self._shown
 
     def finish(self) -> None:
         """Close every stream, so that nothing is lost and the shell's prompt starts on a line of its own."""

@@ -14,7 +14,7 @@ from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.generation import Generation
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
-from syncvar_launcher.output import OutputForwarder, Sink
+from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
 from syncvar_launcher.report import Failure, failure_block
 from syncvar_launcher.restarting import Restarting
 from syncvar_launcher.sharing import why_no_arena
@@ -125,7 +125,7 @@ def _forwarder(chosen: LaunchOptions, outlets: Outlets) -> OutputForwarder:
     return OutputForwarder(
         sinks[0],
         sinks[1],
-        mode=chosen.output,
+        shown=shown_ranks(chosen.output, chosen.workers),
         clock=time.time if chosen.timestamps else None,
         log_dir=chosen.log_dir,
         ranks=tuple(range(chosen.workers)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncvar.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["rank_list", "rank_spans"]
+__all__ = ["rank_list", "rank_spans", "ranks_of"]
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -39,3 +41,31 @@ def rank_spans(ranks: Iterable[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)
+
+
+def ranks_of(text: str, most: int) -> frozenset[int]:
+    """Return the ranks that a text names, as `rank_spans` writes them.
+
+    Args:
+        text: Ranks and spans of ranks, separated by commas.
+        most: No rank may be as high as this.
+
+    Raises:
+        ConfigError: The text names no ranks.
+
+    Example:
+        >>> sorted(ranks_of("0-2,7", 8))
+        [0, 1, 2, 7]
+    """
+    ranks: set[int] = set()
+    for span in text.split(","):
+        ends = [end.strip() for end in span.split("-")]
+        if len(ends) > 2 or not all(end.isascii() and end.isdigit() and len(end) < 100 for end in ends):
+            raise ConfigError(f"{span.strip()!r} is no rank, such as 3, and no span of ranks, such as 0-3")
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last:
+            raise ConfigError(f"the span {span.strip()} begins above its end")
+        if last >= most:
+            raise ConfigError(f"there is no rank {last} among {most} ({'the only rank is 0' if most == 1 else f'ranks are 0 to {most - 1}'})")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)

@@ -124,6 +124,17 @@ def test_output_of_the_first_rank(launch):
     assert job.lines(1) == [], str(job)
 
 
+def test_output_of_some_ranks(launch, tmp_path):
+    job = launch(WRITE, workers=4, options=["--output", "3,0", "--log-dir", str(tmp_path / "logs")], arguments=["fail"])
+    assert job.wait() == 1, str(job)
+    for stream in (job.out, job.err):
+        assert {line[:4] for line in stream.splitlines() if re.match(r"\[\d\] ", line)} == {"[0] ", "[3] "}, str(job)
+    assert "rank 1" in job.report, str(job)
+    assert "ValueError: planted failure" in job.report, "a failure is shown whoever has it"
+    assert (tmp_path / "logs" / "rank-1.out").read_bytes().startswith(b"out 0 of 1\n"), "files hold the lines of all"
+    assert (tmp_path / "logs" / "rank-2.err").read_text() == "err of 2\n"
+
+
 def test_output_of_the_failed_rank(launch):
     job = launch(WRITE, workers=2, options=["--output", "failed"], arguments=["fail"])
     assert job.wait() == 1, str(job)

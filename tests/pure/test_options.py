@@ -149,7 +149,13 @@ def test_usage_errors(capsys, argv, message):
         ("--timeout", "nan", "must be seconds above 0, not 'nan'"),
         ("--timeout", "5m", "must be seconds above 0, not '5m'"),
         ("--grace", "-1", "must be seconds of at least 0, not '-1'"),
-        ("--output", "fail", "must be one of all, first, failed, none, not 'fail' (did you mean failed?)"),
+        ("--output", "fail", "must be one of all, first, failed, none, or ranks such as 0,3-5, not 'fail' (did you mean failed?)"),
+        ("--output", "0,x", "'x' is no rank, such as 3, and no span of ranks, such as 0-3"),
+        ("--output", "0,", "'' is no rank"),
+        ("--output", "-1", "or ranks such as 0,3-5, not '-1'"),
+        ("--output", "0-1-2", "'0-1-2' is no rank"),
+        ("--output", "3-1", "the span 3-1 begins above its end"),
+        ("--output", "0-" + "9" * 99, "there is no rank 999"),
         ("--bind", "core", "must be one of auto, none, cores, not 'core' (did you mean cores?)"),
         ("--color", "on", "must be one of auto, always, never, not 'on'"),
         ("--env", "1A=2", "'1A' is no name of a variable (letters, digits and _, no digit first)"),
@@ -215,7 +221,7 @@ def test_bad_variables(environ, message):
         ("[launch]\nworkers = true\n", "workers in [launch]: must be auto or a whole number of at least 1, not True"),
         ("[launch]\ntimeout = '2'\n", "timeout in [launch]: must be seconds above 0, not '2'"),
         ("[launch]\ntimestamps = 1\n", "timestamps in [launch]: must be true or false, not 1"),
-        ("[launch]\noutput = []\n", "output in [launch]: must be one of all, first, failed, none, not []"),
+        ("[launch]\noutput = []\n", "output in [launch]: must be one of all, first, failed, none, or ranks such as 0,3-5, not []"),
         ("[launch]\ncwd = 3\n", "cwd in [launch]: must be a path, not 3"),
         ("[launch]\nenv = 'A=1'\n", 'env in [launch]: must be a list such as ["NAME=value", "NAME"], not \'A=1\''),
         ("[launch]\nenv = ['A=\\u0000']\n", None),
@@ -254,6 +260,16 @@ def test_a_variable_that_is_not_there_cannot_be_copied():
 def test_debug_needs_a_rank_of_the_world(workers, ranks):
     with pytest.raises(ConfigError, match=ranks):
         run("-n", str(workers), "--debug", "4", "-m", "x")
+
+
+def test_output_of_ranks_needs_ranks_of_the_world(folder):
+    for which in ("all", "first", "failed", "none", "0", "3,0-1", "0-3"):
+        assert run("-n", "4", "--output", which, "-m", "x").output == which
+    with pytest.raises(ConfigError, match=r"--output 0,4 \(command line\): there is no rank 4 among 4 \(ranks are 0 to 3\)"):
+        run("-n", "4", "--output", "0,4", "-m", "x")
+    path = configuration(folder, '[launch]\noutput = "0-7"\n')
+    with pytest.raises(ConfigError, match=r"--output 0-7 \(file\): there is no rank 7 among 1 \(the only rank is 0\)"):
+        run("--config", str(path), "-m", "x")
 
 
 # Layers.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.errors import ConfigError
-from syncvar_launcher.output import IDLE_S, LINE_NBYTES, OutputForwarder, Sink, escape
+from syncvar_launcher.output import IDLE_S, LINE_NBYTES, OutputForwarder, Sink, escape, shown_ranks
 
 
 class Broken(io.RawIOBase):
@@ -55,19 +55,15 @@ def test_finish_closes_every_stream():
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("all", b"[0] a\n[1] b\n"), ("first", b"[0] a\n"), ("failed", b""), ("none", b"")]
+    ("which", "expected"),
+    [("all", b"[0] a\n[1] b\n"), ("first", b"[0] a\n"), ("failed", b""), ("none", b""), ("1", b"[1] b\n"), ("0-1", b"[0] a\n[1] b\n")],
 )
-def test_modes_choose_what_is_shown_and_always_remember(mode, expected):
-    out, _, forwarder = pair(mode=mode)
+def test_what_is_shown_is_chosen_and_always_remembered(which, expected):
+    out, _, forwarder = pair(shown=shown_ranks(which, 2))
     forwarder.feed(0, "out", b"a\n", 0)
     forwarder.feed(1, "out", b"b\n", 0)
     assert out.getvalue() == expected
     assert forwarder.last_lines(1) == ("b",)
-
-
-def test_unknown_mode_is_refused():
-    with pytest.raises(ConfigError, match="output must be one of"):
-        pair(mode="some")
 
 
 def test_colours_are_stable_and_only_on_request():
@@ -230,7 +226,7 @@ def test_characters_are_not_cut():
 
 
 def test_memory_is_bounded_without_line_ends():
-    _, _, forwarder = pair(mode="none")
+    _, _, forwarder = pair(shown=frozenset())
     for _ in range(200):
         forwarder.feed(0, "out", b"x" * 65536, 0)
     assert len(forwarder._source(0, "out").pending) <= LINE_NBYTES
@@ -238,7 +234,7 @@ def test_memory_is_bounded_without_line_ends():
 
 
 def test_last_lines_are_forty_of_both_streams_without_colours():
-    _, _, forwarder = pair(mode="failed")
+    _, _, forwarder = pair(shown=frozenset())
     for number in range(60):
         forwarder.feed(2, "out" if number % 2 else "err", b"\x1b[31m%d\x07\x1b[0m\n" % number, 0)
     forwarder.feed(2, "err", b"Segmentation fault", 0)
@@ -296,7 +292,7 @@ def test_files_hold_the_raw_bytes_and_nothing_of_an_earlier_job(tmp_path):
     folder = tmp_path / "a" / "logs"
     folder.mkdir(parents=True)
     (folder / "rank-1.err").write_bytes(b"old")
-    _, _, forwarder = pair(log_dir=folder, mode="none", ranks=(0, 1))
+    _, _, forwarder = pair(log_dir=folder, shown=frozenset(), ranks=(0, 1))
     forwarder.feed(0, "out", b"a\x1b\r\nb\xff", 0)
     forwarder.finish()
     assert (folder / "rank-0.out").read_bytes() == b"a\x1b\r\nb\xff"

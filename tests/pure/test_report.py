@@ -1,6 +1,6 @@
 import pytest
 
-from syncvar.topology import rank_spans
+from syncvar.topology import rank_spans, ranks_of
 from syncvar_launcher import exits
 from syncvar_launcher.report import (
     Failure,
@@ -110,6 +110,7 @@ def test_blocks_use_no_exclamation_marks():
 )
 def test_ranks_are_compressed(ranks, text):
     assert rank_spans(ranks) == text
+    assert not text or ranks_of(text, 8) == set(ranks), "and read again"
 
 
 def test_statuses():
