@@ -1,0 +1,445 @@
+"""Which hosts a job may use: the text of a host file, or of `-H`, becomes hosts with their slots.
+
+One tolerant reader takes what the launchers of this field take:
+
+    node1 slots=4 max_slots=8        # Open MPI, DeepSpeed
+    node2:4                          # MPICH
+    ann@node3:2 port=2222            // the user and port for ssh
+    [fd00::7] slots=2                /* an IPv6 address stands in brackets */
+    gpu[01-04,07] slots=2            five hosts with one line
+    ^gpu03                           removes a host
+
+Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not matter. A host without a count has
+as many slots as it has usable cores, in a file as in `-H`. A host that is named
+again has its counts added, one for each line without a count, with a notice.
+What cannot be understood is an error that shows file, line and column and says what to write: a host is never left out silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Host", "HostfileError", "Hosts", "expanded", "parse_hostfile", "parse_hosts", "selected"]
+
+_TOKEN = re.compile(r'(?:"[^"]*"|[^\s"])+')
+_COUNTS = ("slots", "count", "cpu")
+_LIMITS = tuple(f"{first}{joint}{second}" for joint in "_-" for one in _COUNTS for first, second in ((one, "max"), ("max", one)))
+_USERS = ("user", "username", "user_name", "user-name")
+_TEXTS = ("addr", "python", "cwd")
+_OPTIONS = (*_COUNTS, *_LIMITS, *_USERS, "port", *_TEXTS)
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_USER = re.compile(r"[a-z_][a-z0-9_-]*")
+_RANGES = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_NAME_MAX = 253
+_MOST = 1 << 16
+"""The most hosts and slots: no mistake of a range may fill the memory."""
+
+
+class HostfileError(ConfigError):
+    """Hosts that cannot be understood.
+
+    Args:
+        source: The file's name, or the option.
+        line: The 1-based line, or 0 for an option.
+        column: The 1-based column.
+        text: The whole line.
+        reason: What is wrong, and what to write.
+    """
+
+    def __init__(self, source: str, line: int, column: int, text: str, reason: str) -> None:
+        self.source = source
+        self.line = line
+        self.column = column
+        self.text = text
+        self.reason = reason
+        where = f"{source}:{line}:{column}" if line else source
+        shown = "".join(one if one.isprintable() else " " for one in text)
+        super().__init__(f"{where}: {reason}\n  {shown}\n  {' ' * (column - 1)}^")
+
+
+class Host(NamedTuple):
+    """One host, as it was named.
+
+    Args:
+        name: Its name or address, as ssh gets it; without brackets.
+        slots: Workers for which it has place; None for one for each usable core.
+        max_slots: The most workers when all slots of all hosts are taken; None for `slots`.
+        user: The user there, for ssh; None for ssh's own choice.
+        port: The port of ssh there; None for ssh's own choice.
+        addr: The address for the job's links; None to find one.
+        python: The interpreter there; None for the launcher's own path.
+        cwd: The folder in which its workers start; None for the launcher's own.
+        origin: Where it was named, for messages: "hosts:3" or "-H".
+    """
+
+    name: str
+    slots: int | None = None
+    max_slots: int | None = None
+    user: str | None = None
+    port: int | None = None
+    addr: str | None = None
+    python: str | None = None
+    cwd: str | None = None
+    origin: str = ""
+
+    def login(self) -> str:
+        """Return the host as ssh's command line has it, with the user."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+
+class Hosts(NamedTuple):
+    """What was read.
+
+    Args:
+        hosts: Each host once, in the order in which they were first named.
+        notices: Sentences about what was put together, for the person who wrote it.
+    """
+
+    hosts: tuple[Host, ...]
+    notices: tuple[str, ...]
+
+
+class _Place(NamedTuple):
+    """Where a piece of text stands."""
+
+    source: str
+    line: int
+    column: int
+    text: str
+
+    def moved(self, columns: int) -> _Place:
+        return self._replace(column=self.column + columns)
+
+    def fail(self, reason: str) -> NoReturn:
+        raise HostfileError(self.source, self.line, self.column, self.text, reason)
+
+    def origin(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+def parse_hostfile(content: bytes, source: str) -> Hosts:
+    r"""Return the hosts of a host file.
+
+    Args:
+        content: The file's bytes.
+        source: Its name, for messages.
+
+    Raises:
+        HostfileError: For the first thing that cannot be understood.
+
+    Example:
+        >>> parse_hostfile(b"a slots=2\nb:3", "hosts").hosts[1].slots
+        3
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise HostfileError(source, number, 1, "", f"byte {error.start} is not UTF-8 text: is this a host file?") from None
+    named: list[tuple[Host, _Place]] = []
+    removed: list[tuple[str, _Place]] = []
+    for line_number, (line, shown) in enumerate(_without_comments(text), 1):
+        tokens = [(found[0], _Place(source, line_number, found.start() + 1, shown)) for found in _TOKEN.finditer(line)]
+        if tokens:
+            _line(tokens, named, removed)
+    return _joined(named, removed, source)
+
+
+def parse_hosts(value: str, option: str = "-H") -> Hosts:
+    """Return the hosts of a list with commas, such as "a:2,b:2" or "ann@n[1-3]:4".
+
+    Args:
+        value: The option's value.
+        option: Its name, for messages.
+
+    Raises:
+        HostfileError: For the first thing that cannot be understood.
+
+    Example:
+        >>> [(one.name, one.slots) for one in parse_hosts("n[1-2]:4").hosts]
+        [('n1', 4), ('n2', 4)]
+    """
+    named: list[tuple[Host, _Place]] = []
+    removed: list[tuple[str, _Place]] = []
+    for word, column in _between_commas(value):
+        place = _Place(option, 0, column + 1, value)
+        if not word.strip():
+            place.fail("a host is missing between the commas; write for instance a:2,b:2")
+        if word != word.strip() or _TOKEN.fullmatch(word) is None:
+            place.fail("hosts are separated by commas alone; write for instance a:2,b:2")
+        _line([(word, place)], named, removed)
+    return _joined(named, removed, option)
+
+
+def selected(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
+    """Return the hosts that `--include` names and `--exclude` does not, in their order.
+
+    Args:
+        hosts: All hosts.
+        include: Names with commas and bracket ranges; None for all.
+        exclude: The same; None for no host.
+
+    Raises:
+        ConfigError: A name is not among the hosts, or none is left.
+
+    Example:
+        >>> [one.name for one in selected(parse_hosts("n[1-4]").hosts, None, "n[2-3]")]
+        ['n1', 'n4']
+    """
+    known = {one.name for one in hosts}
+    kept = known if include is None else _names_in(include, "--include", known)
+    kept = kept - (set() if exclude is None else _names_in(exclude, "--exclude", known))
+    left = tuple(one for one in hosts if one.name in kept)
+    if not left:
+        raise ConfigError(f"--include and --exclude leave no host of {', '.join(one.name for one in hosts)}")
+    return left
+
+
+def expanded(name: str) -> Iterator[str]:
+    """Yield the names that a name with bracket ranges stands for; leading zeros are kept.
+
+    Args:
+        name: For instance "r[1-2]n[01-03,07]".
+
+    Raises:
+        ValueError: The text in brackets is no list of numbers and ranges.
+
+    Example:
+        >>> list(expanded("n[08-10]"))
+        ['n08', 'n09', 'n10']
+    """
+    found = _RANGES.search(name)
+    if found is None:
+        if "[" in name or "]" in name:
+            raise ValueError("a bracket is open or closed alone; a range is written n[01-04]")
+        yield name
+        return
+    for number in _numbers(found[1]):
+        for rest in expanded(name[found.end() :]):
+            yield name[: found.start()] + number + rest
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+def _without_comments(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each line with blanks for its comments, so that columns stay, and as it was."""
+    inside = False
+    for raw in text.split("\n"):
+        shown = raw.rstrip("\r")
+        kept: list[str] = []
+        position = 0
+        quoted = False
+        while position < len(shown):
+            two = shown[position : position + 2]
+            begins = not kept or kept[-1].isspace()
+            if inside:
+                inside = two != "*/"
+                step = 1 if inside else 2
+                kept.append(" " * step)
+            elif not quoted and (shown[position] == "#" or (two == "//" and begins)):
+                break
+            elif not quoted and two == "/*" and begins:
+                inside, step = True, 2
+                kept.append("  ")
+            else:
+                quoted ^= shown[position] == '"'
+                step = 1
+                kept.append(shown[position])
+            position += step
+        yield "".join(kept), shown
+
+
+def _between_commas(value: str) -> Iterator[tuple[str, int]]:
+    """Yield the words between the commas that stand outside of brackets, with their beginnings."""
+    start, depth = 0, 0
+    for index, letter in enumerate(value):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth <= 0:
+            yield value[start:index], start
+            start = index + 1
+    yield value[start:], start
+
+
+def _line(tokens: list[tuple[str, _Place]], named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]]) -> None:
+    """Add what one line, or one word of an option, names."""
+    first, place = tokens[0]
+    if first.startswith("^"):
+        for word, where in tokens[1:]:
+            where.fail(f"{word!r} follows a host that is removed; write ^host alone on its line")
+        removed += [(name, place) for name in _names(first[1:], place.moved(1))]
+        return
+    if first.startswith("+"):
+        place.fail("a relative host (+n1, +e) counts within an allocation of a scheduler; write its name")
+    if first == "rank" and len(tokens) > 1 and "=" in tokens[1][0]:
+        place.fail("this is a rank file; write a line for each host, with slots=N, in the order of the ranks")
+    if "=" in first and not first.startswith("["):
+        place.fail(f"a line begins with a host, and {first!r} is none; write for instance node1 slots=4")
+    names, user, count = _host(first, place)
+    fields: dict[str, str | int | None] = {"user": user, "slots": count}
+    for word, where in tokens[1:]:
+        key, value = _option(word, where)
+        if fields.get(key) is not None:
+            where.fail(f"{key} of this host is given twice; leave one away")
+        fields[key] = value
+    slots, most = fields.get("slots"), fields.get("max_slots")
+    if isinstance(slots, int) and isinstance(most, int) and most < slots:
+        place.fail(f"slots={slots} is above max_slots={most}; make it at most {most}")
+    named += [(Host(name, origin=place.origin(), **fields), place) for name in names]  # type: ignore[arg-type]
+    if len(named) > _MOST:
+        place.fail(f"these are more than {_MOST} hosts")
+
+
+def _host(word: str, place: _Place) -> tuple[list[str], str | None, int | None]:
+    """Return the names, the user and the count of `[user@]name[:count]`."""
+    user, at, rest = word.rpartition("@")
+    if at:
+        if not _USER.fullmatch(user):
+            place.fail(f"{user!r} is no name of a user; write user@host, with small letters, digits, - and _")
+        place = place.moved(len(user) + 1)
+    if rest.startswith("[") and ":" in rest.partition("]")[0]:
+        literal, closed, tail = rest[1:].partition("]")
+        if not closed:
+            place.fail("the bracket of an IPv6 address is not closed; write for instance [fd00::7]:4")
+        names = [_address(literal, place)]
+        offset = len(literal) + 2
+    else:
+        if rest.count(":") > 1:
+            place.fail(f"an IPv6 address stands in brackets: [{rest}] slots=N")
+        name, colon, tail = rest.partition(":")
+        names, offset, tail = _names(name, place), len(name), colon + tail
+    if tail and not tail.startswith(":"):
+        place.moved(offset).fail(f"{tail!r} follows the address; write :N or slots=N behind it")
+    count = _number(tail[1:], "the number of slots", place.moved(offset + 1), 1, _MOST) if tail else None
+    return names, user or None, count
+
+
+def _names(name: str, place: _Place) -> list[str]:
+    """Return the names that one with ranges stands for, each of them checked."""
+    try:
+        found = [one for _, one in zip(range(_MOST + 1), expanded(name), strict=False)]
+    except ValueError as error:
+        place.moved(max(name.find("["), 0)).fail(str(error))
+    if len(found) > _MOST:
+        place.fail(f"this range stands for more than {_MOST} hosts")
+    for one in found:
+        if not _NAME.fullmatch(one) or len(one) > _NAME_MAX:
+            foreign = next((letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), one[:1])
+            place.fail(
+                f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a host's name has letters, digits, ., - and _, and begins and ends with a letter "
+                f"or digit"
+            )
+    return found
+
+
+def _address(literal: str, place: _Place) -> str:
+    try:
+        return str(ipaddress.IPv6Address(literal))
+    except ValueError:
+        place.moved(1).fail(f"{literal!r} is no IPv6 address")
+
+
+def _option(word: str, place: _Place) -> tuple[str, str | int]:
+    """Return the field and the value of `key=value`."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        hint = f"; write slots={word}" if word.isdigit() else ", which has the form key=value"
+        place.fail(f"{word!r} is no option of a host{hint}")
+    if key not in _OPTIONS:
+        close = difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.75)
+        known = "slots, max_slots, user, port, addr, python, cwd"
+        place.fail(f"{key!r} is no option of a host" + (f" (did you mean {close[0]}?)" if close else f"; there are {known}"))
+    at = place.moved(len(key) + 1)
+    value = value.replace('"', "")
+    if key in _COUNTS:
+        return "slots", _number(value, "the number of slots", at, 1, _MOST)
+    if key in _LIMITS:
+        return "max_slots", _number(value, "the most slots", at, 1, _MOST)
+    if key == "port":
+        return key, _number(value, "the port", at, 1, 65535)
+    if key in _USERS:
+        if not _USER.fullmatch(value):
+            at.fail(f"{value!r} is no name of a user; it has small letters, digits, - and _")
+        return "user", value
+    if not value or value.startswith("-") or not value.isprintable():
+        at.fail(f"{key} needs a value that does not begin with -; a value with blanks stands in double quotes")
+    if key == "addr":
+        try:
+            return key, str(ipaddress.ip_address(value.strip("[]")))
+        except ValueError:
+            at.fail(f"{value!r} is no address; write one of this host's, such as addr=10.0.0.7")
+    return key, value
+
+
+def _number(text: str, what: str, place: _Place, low: int, high: int) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
+        place.fail(f"{what} is a whole number from {low} to {high}, not {text!r}")
+    return int(text)
+
+
+def _numbers(inside: str) -> Iterator[str]:
+    """Yield the numbers of "01-04,07", with their leading zeros."""
+    for part in inside.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f"[{inside}] is no list of numbers and ranges; write for instance n[01-04,07]")
+        first, last = found[1], found[2] or found[1]
+        if int(last) < int(first):
+            raise ValueError(f"the range {part} runs backwards; write {last}-{first}")
+        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+        for number in range(int(first), int(last) + 1):
+            yield f"{number:0{width}d}"
+
+
+# -- putting together ----------------------------------------------------------------------------------------------------
+
+
+def _joined(named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]], source: str) -> Hosts:
+    """Return each host once: counts add up, and what was removed is gone."""
+    hosts: dict[str, Host] = {}
+    notices = []
+    for host, place in named:
+        before = hosts.get(host.name)
+        if before is None:
+            hosts[host.name] = host
+            continue
+        for key in ("user", "port", "addr", "python", "cwd"):
+            old, new = getattr(before, key), getattr(host, key)
+            if old is not None and new is not None and old != new:
+                place.fail(f"{host.name} is named with {key}={old} in {before.origin} and with {key}={new} here; leave one away")
+        merged = {key: getattr(before, key) if getattr(before, key) is not None else getattr(host, key) for key in Host._fields}
+        merged["slots"] = (before.slots or 1) + (host.slots or 1)  # in node files of schedulers each line is a slot
+        if before.max_slots is not None and host.max_slots is not None:
+            merged["max_slots"] = before.max_slots + host.max_slots
+        hosts[host.name] = Host(**merged)
+        notices.append(f"{host.name} is named again in {host.origin}: it has {merged['slots']} slots in all")
+    for name, place in removed:
+        if name not in hosts:
+            close = difflib.get_close_matches(name, hosts, n=1, cutoff=0.75)
+            place.fail(f"{name} is removed and is not among the hosts" + (f" (did you mean {close[0]}?)" if close else ""))
+    gone = {name for name, _ in removed}
+    kept = tuple(one for one in hosts.values() if one.name not in gone)
+    if not kept:
+        raise HostfileError(source, 0, 1, "", "there is no host here; write a line for each, such as node1 slots=4")
+    return Hosts(kept, tuple(notices))
+
+
+def _names_in(value: str, option: str, known: Iterable[str]) -> set[str]:
+    known = set(known)
+    names: set[str] = set()
+    for word, column in _between_commas(value):
+        names.update(_names(word, _Place(option, 0, column + 1, value)))
+    for name in sorted(names - known):
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        hint = f" (did you mean {close[0]}?)" if close else f"; these are {', '.join(sorted(known))}"
+        raise ConfigError(f"{option} names {name}, which is not among the hosts{hint}")
+    return names

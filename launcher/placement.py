@@ -1,0 +1,74 @@
+"""How many workers each host gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["MAP_BY", "Room", "placed"]
+
+MAP_BY = ("slot", "host")
+
+
+class Room(NamedTuple):
+    """What a host has place for.
+
+    Args:
+        name: For messages.
+        slots: Workers for which it has place, at least 1.
+        max_slots: The most when all slots of all hosts are taken; None for `slots`.
+    """
+
+    name: str
+    slots: int
+    max_slots: int | None = None
+
+
+def placed(rooms: Sequence[Room], workers: int | None, map_by: str = "slot") -> tuple[int, ...]:
+    """Return the number of workers of each host; 0 for one that is not needed.
+
+    Ranks are numbered host by host in either way, so that those of one host are neighbours.
+
+    Args:
+        rooms: The hosts in their order.
+        workers: How many in all; None for all slots.
+        map_by: "slot": fill a host before the next one gets any. "host": give one to each in turns.
+
+    Raises:
+        ConfigError: There is no place for so many.
+
+    Example:
+        >>> two = [Room("a", 4), Room("b", 4)]
+        >>> placed(two, 5), placed(two, 5, "host")
+        ((4, 1), (3, 2))
+    """
+    if workers is None:
+        return tuple(one.slots for one in rooms)
+    soft = sum(one.slots for one in rooms)
+    most = [max(one.slots, one.max_slots or 0) for one in rooms]
+    if workers > sum(most):
+        there = ", ".join(f"{one.name} {limit}" for one, limit in zip(rooms, most, strict=True))
+        raise ConfigError(
+            f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); write --workers {sum(most)}, or "
+            f"give a host more by slots=N or max_slots=N"
+        )
+    limits = [one.slots for one in rooms]
+    given = _dealt(limits, min(workers, soft), map_by)
+    if workers > soft:
+        more = _dealt([limit - slots for limit, slots in zip(most, limits, strict=True)], workers - soft, map_by)
+        given = [first + second for first, second in zip(given, more, strict=True)]
+    return tuple(given)
+
+
+def _dealt(limits: Sequence[int], workers: int, map_by: str) -> list[int]:
+    given = [0] * len(limits)
+    while workers:
+        for index, limit in enumerate(limits):
+            share = min(limit - given[index], workers if map_by == "slot" else 1, workers)
+            given[index] += share
+            workers -= share
+    return given
