@@ -88,6 +88,9 @@ class Generation:
         self.has_met = had_met
         self.positions: dict[int, str] = {}
         self.has_said = False
+        self.server = server
+        # First of all: who kills this process meanwhile leaves the directory to the guardian.
+        self.agent = Agent(directory.path, directory.lock, server)
         umask = os.umask(0o077)
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
@@ -100,8 +103,6 @@ class Generation:
             self.sharing = Sharing(chosen, job.job_id, job.core_count, self.host_directories, generation=number)
         finally:
             os.umask(umask)
-        self.server = server
-        self.agent = Agent(directory.path, directory.lock, server)
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.memory = OutOfMemory(self.began)

@@ -7,9 +7,11 @@ all processes of a host, so that a bound "from injection to the last survivor's 
 import contextlib
 import json
 import os
+import random
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -86,6 +88,22 @@ def await_true(ask, limit_s=20.0, what="the condition"):
             raise AssertionError(f"{what} did not come true within {limit_s:g} s")
         time.sleep(0.005)
     return answer
+
+
+def free_ports(count=1):
+    """Return the first of so many ports that are free, one after the other.
+
+    The system gives none of these to a connection by itself, as it may do with those that a program asks it for: a job that is
+    told one and listens on it a second later may find a stranger's connection there.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(1000):
+        first = random.randrange(first_given - 10_000, first_given - count)
+        with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                bound.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no port is free")
 
 
 class Job:

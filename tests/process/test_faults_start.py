@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fault_table import bound_s
-from launching import await_true, check_bound, last_exception
+from launching import await_true, check_bound, free_ports, last_exception
 
 # -- F35 ----------------------------------------------------------------------------------------------------------
 
@@ -106,8 +106,8 @@ ELSEWHERE = "import syncvar as sv\nsv.init()\nassert sv.all_reduce(1) == 2"
 
 def test_f38_a_port_that_is_taken_is_named(tmp_path):
     key = secrets.token_hex(32)
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
+    port = free_ports()
+    with socket.create_server(("127.0.0.1", port)):
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")} | {
             "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1), "SYNCVAR_KEY": key, "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "5",

@@ -158,7 +158,7 @@ def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_l
     limit = ("--timeout", "0.6") if end == "timeout" else ()
     job = launch("import probe", options=(*FORK, *limit), env=env)
     await_true(ready.exists, what="a server that imports")
-    time.sleep(0.3)
+    await_true(lambda: any("guardian.py" in words for words in nothing_left_behind.own_processes().values()), what="a guardian")
     began = time.monotonic()
     if end == "kill":
         job.process.kill()

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import free_ports
 
 SCRIPT = """
 import os, signal, sys, time
@@ -73,12 +73,6 @@ print("alone", sv.rank(), sv.world_size(), flush=True)
 """
 
 
-def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def start(tmp_path):
     """Start processes with the given environments; return their (exit code, output)."""
@@ -113,7 +107,7 @@ def torch(rank, size, number, **more):
 
 
 def test_torchruns_variables_on_one_host_share_memory(start):
-    number = port()
+    number = free_ports(2)
     told = [torch(rank, 3, number, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3) for rank in (2, 1, 0)]
     for (code, out), rank in zip(start(told, "again"), (2, 1, 0), strict=True):
         assert code == 0, out
@@ -122,7 +116,7 @@ def test_torchruns_variables_on_one_host_share_memory(start):
 
 
 def test_several_hosts_meet_with_a_secret_and_are_refused_without(start):
-    number, key = port(), secrets.token_hex(32)
+    number, key = free_ports(2), secrets.token_hex(32)
     places = [(0, 2, 0), (1, 2, 0), (0, 1, 1)]  # local rank, ranks here, host
     told = [
         torch(rank, 3, number, LOCAL_RANK=local, LOCAL_WORLD_SIZE=size, GROUP_RANK=host, GROUP_WORLD_SIZE=2)
@@ -138,7 +132,7 @@ def test_several_hosts_meet_with_a_secret_and_are_refused_without(start):
 
 def test_while_the_program_waits_nothing_else_runs(start):
     """A thread that does not wait takes core and interpreter from the calls: one between hosts took 20 times as long."""
-    number, key = port(), secrets.token_hex(32)
+    number, key = free_ports(2), secrets.token_hex(32)
     places = [(0, 2, 0), (1, 2, 0), (0, 1, 1)]  # local rank, ranks here, host
     told = [
         torch(rank, 3, number, LOCAL_RANK=local, LOCAL_WORLD_SIZE=size, GROUP_RANK=host, GROUP_WORLD_SIZE=2) | {"SYNCVAR_KEY": key}
@@ -151,7 +145,7 @@ def test_while_the_program_waits_nothing_else_runs(start):
 
 
 def test_rank_0_does_not_wait_for_a_rank_of_another_host_that_has_failed(start):
-    number, key = port(), secrets.token_hex(32)
+    number, key = free_ports(2), secrets.token_hex(32)
     several = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2}
     told = [torch(rank, 2, number, **several, GROUP_RANK=rank, SYNCVAR_KEY=key, SYNCVAR_RENDEZVOUS_TIMEOUT_S=300) for rank in range(2)]
     (first, out), (second, error) = start(told, "late")
@@ -160,7 +154,8 @@ def test_rank_0_does_not_wait_for_a_rank_of_another_host_that_has_failed(start):
 
 
 def test_tf_config(start):
-    workers = [f"localhost:{port()}", f"localhost:{port()}"]
+    first = free_ports(2)
+    workers = [f"localhost:{first + index}" for index in range(2)]
     told = [
         {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})}
         for index in range(2)
@@ -171,7 +166,7 @@ def test_tf_config(start):
 
 
 def test_a_killed_rank_is_told(start):
-    number = port()
+    number = free_ports(2)
     told = [torch(rank, 3, number) for rank in range(3)]
     results = start(told, "kill")
     assert results[1][0] == -signal.SIGKILL
@@ -198,7 +193,7 @@ def test_a_process_of_mpirun_is_refused_until_it_says_that_it_is_alone(start):
 
 
 def test_a_process_is_alone_by_a_variable_whatever_other_launchers_say(start):
-    told = [{"PMI_SIZE": "2", "PMI_RANK": "0"}, torch(0, 2, port())]
+    told = [{"PMI_SIZE": "2", "PMI_RANK": "0"}, torch(0, 2, free_ports(2))]
     for code, out in start([one | {"SYNCVAR_WORLD_SIZE": "1"} for one in told]):
         assert code == 0, out
         assert "met 0 1 0 0 1 2.0" in out
