@@ -25,9 +25,10 @@ from syncvar_launcher.forking import ServerEnded
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
-from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence
+from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence, interrupted_block
 from syncvar_launcher.restarting import Ending
 from syncvar_launcher.sharing import Sharing
+from syncvar_launcher.stacks import Stacks, doing
 from syncvar_launcher.supervise import Action, Announce, Cause, Outcome, Supervisor, Terminate
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Generation"]
 
 _BUSY_SHARE = 0.2  # of a core
+_STACKS_S = 0.1  # for ranks to say where they stand, before they are told to end; a handler that runs answers in microseconds
 
 
 class Generation:
@@ -105,6 +107,7 @@ class Generation:
             os.umask(umask)
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
+        self.stacks = Stacks(self.agent, self._directory_of, str(chosen.cwd), is_command=chosen.kind == "command")
         self.memory = OutOfMemory(self.began)
         self.store.seen = self._activity
         self.busy: dict[int, tuple[float, float]] = {}
@@ -118,6 +121,7 @@ class Generation:
             self._loop()
         finally:
             limit = self.supervisor.now + self.supervisor.timeout_s
+            self.stacks.read_noted()
             for event in self.agent.close():
                 self._handle(event)
                 await_readers(self.forwarder, self.outlets, self.watch, self.outlets.has_room, limit)
@@ -279,15 +283,16 @@ class Generation:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Announce):
-                self.sharing.abort()  # first of all: who waits in shared memory looks at nothing else
-                self._note_positions()
+                self._note_places(but=action.rank if action.has_ended else -1)
+                self.sharing.abort()  # before all else: who waits in shared memory looks at nothing else
                 tell = self.store.ended if action.has_ended else self.store.given_up
                 tell(action.rank, action.reason, self.watch.now())
             elif self.server is not None:
                 self.server = None
                 self._never_begin(-signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL)
             elif isinstance(action, Terminate):
-                self._note_positions()
+                self._note_places()
+                self.stacks.await_noted(_STACKS_S)
                 self.agent.send(action.ranks, signal.SIGTERM)
             else:
                 self.agent.kill(action.ranks)
@@ -357,8 +362,9 @@ class Generation:
 
     # -- the last word --------------------------------------------------------------------------------------------
 
-    def _note_positions(self) -> None:
-        """Remember, at the first failure, what every rank was doing."""
+    def _note_places(self, but: int = -1) -> None:
+        """Remember, at the first failure or when the ranks are told to end, what every rank is doing; `but` one has told."""
+        self.stacks.note(rank for rank in sorted(self.supervisor.running) if rank != but)
         if not self.positions:
             coordinator = self.store.coordinator
             self.positions = {rank: coordinator.position(rank) for rank in range(self.options.workers)}
@@ -377,7 +383,9 @@ class Generation:
             self.forwarder.say(f"syncvar: the ranks stopped as asked{told} (exit code {exits.PREEMPTED}){advice}\n")
         elif outcome.interrupted:
             name = exits.signal_name(outcome.interrupted)
-            self.forwarder.say(f"syncvar: interrupted by {name}; all ranks have ended\n")
+            reads = outcome.interrupted != signal.SIGPIPE
+            places = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if self.positions and reads]
+            self.forwarder.say(interrupted_block(name, places))
         flight_dir = self._flight_dir(outcome)
         if cause is None:
             if flight_dir:
@@ -429,12 +437,14 @@ class Generation:
     def _position(self, rank: int) -> str:
         told = self.supervisor.causes.get(rank)
         position = self.positions.get(rank) or self.store.coordinator.position(rank)
+        place = self.stacks.places.get(rank, "")
         did_not_answer = "; " in position  # then how we ended it says less
         did_as_told = told is not None and told.error == "SystemExit" and told.exit_code == 128 + signal.SIGTERM
         if told is not None and told.error and not did_not_answer and not did_as_told:
-            what = told.reason.removeprefix("uncaught ").split("\n", 1)[0]
-            return f"{position}; then {told.error}" if position.startswith("waiting") else what
-        return position
+            if not place and not position.startswith("waiting"):
+                return told.reason.removeprefix("uncaught ").split("\n", 1)[0]
+            return f"{doing(position, place)}; then {told.error}"
+        return doing(position, place)
 
 
 def _secret_descriptor(directory: Path) -> int:

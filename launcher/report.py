@@ -24,6 +24,7 @@ __all__ = [
     "exit_code_of",
     "failure_block",
     "failure_sentence",
+    "interrupted_block",
     "mask_arguments",
     "mask_environment",
 ]
@@ -126,6 +127,25 @@ def failure_sentence(failure: Failure) -> str:
         'rank 2 was killed by signal 9 (SIGKILL) after 1.2 s'
     """
     return _what(failure).removeprefix("syncvar: ")
+
+
+def interrupted_block(name: str, places: Sequence[Other]) -> str:
+    """Say that somebody has ended the job, and where its ranks were then.
+
+    Args:
+        name: Of the signal.
+        places: What each rank did; equal texts share one line.
+
+    Example:
+        >>> print(interrupted_block("SIGINT", [Other(0, "in user code, a.py:3")]), end="")
+        syncvar: interrupted by SIGINT; all ranks have ended
+        where they were:
+          rank 0: in user code, a.py:3
+    """
+    lines = [f"syncvar: interrupted by {name}; all ranks have ended"]
+    if places:
+        lines += ["where they were:", *_others(places)]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def mask_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ by an exception (with its traceback), or by exit. It joins nothing: the script d
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib.machinery
 import importlib.util
@@ -21,6 +22,7 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
+from syncvar import stacks
 from syncvar.word import Word, adopt
 
 if TYPE_CHECKING:
@@ -59,6 +61,10 @@ def work() -> None:
     adopt(word)
     process = os.getpid()
     faulthandler.enable()
+    directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
+    if word.is_open and directory:
+        with contextlib.suppress(OSError):  # then it cannot be asked where it stands
+            stacks.listen(stacks.stack_path(directory, int(os.environ["SYNCVAR_RANK"])))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -72,7 +78,7 @@ def work() -> None:
         if code is None or code == 0:
             return
         if os.getpid() == process:
-            _let_go(f"SystemExit: {code}")
+            _let_go(f"SystemExit: {code}", request)
             number = code if isinstance(code, int) else 1
             word.failed("SystemExit", str(code), "" if isinstance(code, int) else str(code), number & 0xFF)
         raise
@@ -141,13 +147,13 @@ def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _let_go(reason: str) -> None:
+def _let_go(reason: str, error: BaseException) -> None:
     context = sys.modules.get("syncvar.runtime.context")
     if context is not None:
         try:
-            context.abandon(reason)
-        except Exception as error:  # noqa: BLE001  (the script's own failure is what matters now)
-            sys.stderr.write(f"syncvar: leaving the job failed: {error}\n")
+            context.abandon(reason, stacks.frames_before(error.__traceback__))
+        except Exception as another:  # noqa: BLE001  (the script's own failure is what matters now)
+            sys.stderr.write(f"syncvar: leaving the job failed: {another}\n")
 
 
 def _fail(word: Word, error: BaseException) -> NoReturn:
@@ -155,7 +161,7 @@ def _fail(word: Word, error: BaseException) -> NoReturn:
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
     text, message = _traceback_text(error), _message(error)
     word.failed(name, message, text, code)
-    _let_go(f"uncaught {name}: {message}"[:2000])
+    _let_go(f"uncaught {name}: {message}"[:2000], error)
     if sys.excepthook is not sys.__excepthook__:
         _call_hook(error)
     elif _is_ours(error) and name in _CONSEQUENCES:

@@ -26,6 +26,11 @@ class Word:
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an agent listens, as far as this process knows."""
+        return self._descriptor >= 0
+
     def goodbye(self) -> None:
         """Say that the script ended in order; nothing after a failure."""
         if not self._has_failed:

@@ -39,11 +39,12 @@ from syncvar.topology import HostMap, is_meant_alone, rank_list, told_elsewhere,
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
+    from collections.abc import Iterator, MutableMapping, Sequence
 
     import zmq
 
     from syncvar.config import RuntimeConfig
+    from syncvar.stacks import Frame
     from syncvar.transports import Control, Transport
 
 __all__ = ["Context", "current", "init", "is_initialized", "shutdown", "use"]
@@ -192,12 +193,13 @@ class Context:
         self._next_group += 1
         return identity
 
-    def close(self, *, orderly: bool, reason: str = "it did not leave in order") -> None:
+    def close(self, *, orderly: bool, reason: str = "it did not leave in order", stack: Sequence[Frame] = ()) -> None:
         """Leave the job.
 
         Args:
             orderly: Finish what was started, say goodbye and flush. Otherwise just let go: the process is failing.
             reason: Why it fails, for the flight record.
+            stack: Where its main thread was then, likewise; empty for where it is.
 
         Raises:
             SyncvarError: A started call that nobody waited for had failed.
@@ -207,7 +209,7 @@ class Context:
         self.is_closed = True
         engine = self.engine
         if not orderly:
-            self.recorder.ended(reason)
+            self.recorder.ended(reason, stack)
         if engine is None:
             self.recorder.closed()
             return
@@ -336,16 +338,17 @@ def use(context: Context) -> Iterator[None]:
         del _state.thread.context
 
 
-def abandon(reason: str = "it ends with an error") -> None:
+def abandon(reason: str = "it ends with an error", stack: Sequence[Frame] = ()) -> None:
     """Let go of the job without a goodbye: this process is about to end with an error.
 
     Args:
         reason: Which, for the flight record.
+        stack: Where it came up in the main thread, likewise.
     """
     context = _state.default
     if context is not None and context.process == os.getpid():
         _state.default = None
-        context.close(orderly=False, reason=reason)
+        context.close(orderly=False, reason=reason, stack=stack)
 
 
 def _join(*, alone: bool) -> Context:

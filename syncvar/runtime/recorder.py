@@ -20,10 +20,12 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
-from syncvar.runtime.sites import call_site
+from syncvar.runtime.sites import call_site, main_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from syncvar.stacks import Frame
 
 __all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "record_name"]
 
@@ -190,15 +192,16 @@ class Recorder:
         self._broken_by = self._broken_by or _told_error(error)
         self.is_due = True
 
-    def ended(self, reason: str = "") -> None:
+    def ended(self, reason: str = "", stack: Sequence[Frame] = ()) -> None:
         """Write the record, because this rank ends badly; nothing when that has been done already.
 
         Args:
             reason: Why, where nothing broke before.
+            stack: Where its main thread was; empty for where it is.
         """
         self.is_due = False
         if self._folder and self._written < _ENDED:
-            self._write(self._folder, self._broken_by or reason, _ENDED)
+            self._write(self._folder, self._broken_by or reason, _ENDED, stack)
 
     def closed(self) -> None:
         """Write the record where a trace of every run is asked for."""
@@ -211,12 +214,13 @@ class Recorder:
         """Return what the ring holds, oldest first."""
         return [_event(entry) for entry in self._entries()]
 
-    def record(self, reason: str = "", *, is_final: bool = True) -> dict[str, Any]:
+    def record(self, reason: str = "", *, is_final: bool = True, stack: Sequence[Frame] = ()) -> dict[str, Any]:
         """Return the ring and who this is, as plain data.
 
         Args:
             reason: Why the record is made.
             is_final: This rank makes no calls any more.
+            stack: Where the main thread was, innermost first; empty for where it is.
         """
         entries = self._entries()
         events = [_event(entry) for entry in entries]
@@ -233,6 +237,7 @@ class Recorder:
             "written_wall_ns": time.time_ns(),
             "is_whole": len(entries) < RING,
             "groups": {str(group): list(members) for group, members in sorted(groups.items())},
+            "stack": [list(frame) for frame in stack or main_stack()],
             "threads": _threads({event.thread for event in events}),
             "columns": list(Event._fields),
             "events": [list(event) for event in events],
@@ -243,14 +248,14 @@ class Recorder:
             with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
                 return list(self._ring)
 
-    def _write(self, folder: str, reason: str, level: int) -> None:
+    def _write(self, folder: str, reason: str, level: int, stack: Sequence[Frame] = ()) -> None:
         """Write the record; whatever goes wrong here must not hide what went wrong before."""
         # A thread may come here again from a signal handler while it is here: then there is no waiting for ever.
         if os.getpid() != self._process or not self._writing.acquire(timeout=_WRITING_S):
             return
         try:
             with contextlib.suppress(Exception):
-                text = _text(self.record(reason, is_final=level != _REFUSED or folder == self._trace))
+                text = _text(self.record(reason, is_final=level != _REFUSED or folder == self._trace, stack=stack))
                 _replace(folder, record_name(self._who["rank"], self._who["generation"]), text)
             self._written = max(level, self._written)
         finally:

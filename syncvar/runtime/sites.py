@@ -8,10 +8,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from syncvar.stacks import frames_of
+
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["call_site", "own_site"]
+    from syncvar.stacks import Frame
+
+__all__ = ["call_site", "main_stack", "own_site"]
 
 _looking = threading.Lock()
 
@@ -30,6 +34,12 @@ def own_site() -> str:
     """Return file:line and function of the caller's innermost frame that is not ours; about a microsecond."""
     frame = _users(sys._getframe())  # noqa: SLF001
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def main_stack() -> list[Frame]:
+    """Return the calls of the process's main thread, innermost first."""
+    ident = threading.main_thread().ident
+    return frames_of(_innermost(ident)) if ident is not None else []
 
 
 def _users(frame: FrameType | None) -> FrameType | None:

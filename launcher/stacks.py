@@ -1,0 +1,173 @@
+"""The Python stacks of the ranks of one start: asked for by a signal, read from the files in which they answer.
+
+Asking takes no time, and a rank that cannot run Python answers too; see `syncvar.stacks`. A signal is sent only to a
+process that has said in its file that it listens, that handles the signal, and that still has the file open: to any
+other it would mean something else, or its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncvar.stacks import ALL_THREADS, MAIN_THREAD, Thread, dumps_of, stack_path, where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from syncvar_launcher.agent import Agent
+
+__all__ = ["STOPPED", "Asked", "Stacks", "doing"]
+
+STOPPED = "its process is stopped (state T)"
+_COMPUTES = "not waiting in any call"
+_LARGE = 1 << 20  # bytes of a file, after which it begins anew
+_PAUSE_S = 0.001
+
+
+class Asked(NamedTuple):
+    """A request to one rank.
+
+    Args:
+        rank: Which one.
+        start: Where its answer begins in its file; -1 where it was not asked.
+        instead: Why it was not asked, in words; empty where it was, or has ended.
+        all_threads: All its threads are to be told, not the main thread alone.
+    """
+
+    rank: int
+    start: int
+    instead: str = ""
+    all_threads: bool = False
+
+
+class Stacks:
+    """What asks ranks where they stand.
+
+    Args:
+        agent: The workers.
+        directory: Says in which private folder a rank answers.
+        folder: Where the ranks were started; paths are told relative to it.
+        is_command: The workers are programs that need not be Python.
+
+    Attributes:
+        places: Where each rank that has told it stood when it was noted, in one line.
+    """
+
+    def __init__(self, agent: Agent, directory: Callable[[int], str], folder: str, *, is_command: bool) -> None:
+        self._agent = agent
+        self._directory = directory
+        self._folder = folder
+        self._is_command = is_command
+        self._noted: dict[int, Asked] = {}
+        self.places: dict[int, str] = {}
+
+    # -- at the end of a job --------------------------------------------------------------------------------------
+
+    def note(self, ranks: Iterable[int]) -> None:
+        """Ask ranks for what is said of them at the end; who has been asked before stood there when it mattered."""
+        for rank in ranks:
+            if rank not in self._noted:
+                self._noted[rank] = self.ask(rank)
+
+    def await_noted(self, limit_s: float) -> None:
+        """Wait until all answers are there: whoever is ended now answers no more."""
+        until = time.monotonic() + limit_s
+        while any(self.answer(asked) is None for asked in self._noted.values()) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+
+    def read_noted(self) -> None:
+        """Read the answers; call it before the private folder is removed."""
+        for rank, asked in self._noted.items():
+            if asked.start >= 0 or asked.instead == STOPPED:
+                self.places[rank] = self.line(asked)
+
+    # -- at any time ----------------------------------------------------------------------------------------------
+
+    def ask(self, rank: int, *, all_threads: bool = False) -> Asked:
+        """Ask a rank; its answer comes a little later."""
+        worker = self._agent.workers.get(rank)
+        if worker is None or worker.status is not None:
+            return Asked(rank, -1)
+        pid, number = worker.process.pid, ALL_THREADS if all_threads else MAIN_THREAD
+        status = _status(pid)
+        if status.get("State", "").startswith(("T", "t")):
+            return Asked(rank, -1, STOPPED)
+        if self._is_command:
+            return Asked(rank, -1, "it is no Python program of ours (--no-python)")
+        path = stack_path(self._directory(rank), rank)
+        start = _size_if_held(pid, path) if _has(status, "SigCgt", number) else -1
+        if start < 0:
+            return Asked(rank, -1, "it shows no stack: its script has not begun, or has taken the means away")
+        if not _has(status, "SigPnd", number):  # else it has not looked since it was asked the last time
+            # Twice: the second stack begins when the first is complete, for a handler is not interrupted by its own signal.
+            self._agent.send([rank, rank], number)
+        return Asked(rank, start, "", all_threads)
+
+    def answer(self, asked: Asked) -> list[Thread] | None:
+        """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
+        if asked.start < 0:
+            return []
+        threads = self._threads(asked)
+        worker = self._agent.workers[asked.rank]
+        if not asked.all_threads:
+            is_whole = len(threads) > 1 or (worker.status is not None and len(threads) == 1)
+            return threads[:1] if is_whole else None
+        again = [place for place, thread in enumerate(threads) if place and thread.ident == threads[0].ident]
+        return threads[: again[0]] if again else None
+
+    def line(self, asked: Asked) -> str:
+        """Return an answer in one line: where the main thread stands, or why that is not known."""
+        threads = self.answer(asked)
+        return asked.instead if not threads else where(threads[0].frames, self._folder)
+
+    def _threads(self, asked: Asked) -> list[Thread]:
+        path = stack_path(self._directory(asked.rank), asked.rank)
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(asked.start)
+            return dumps_of(file.read().decode("utf-8", "replace"))
+        return []
+
+
+def doing(position: str, place: str) -> str:
+    """Say what a rank did, by what the coordinator knows of it and by where its main thread stood.
+
+    Example:
+        >>> doing("not waiting in any call; no Python thread answers since 3 s", "in user code, train.py:49")
+        'in user code, train.py:49; no Python thread answers since 3 s'
+        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/runtime/engine.py:9, called at train.py:12")
+        'waiting in barrier (call 3) at train.py:12 in main'
+    """
+    if not place or (position.startswith("waiting in ") and place != STOPPED):
+        return position
+    if position.startswith(_COMPUTES) and place != STOPPED:
+        return place + position.removeprefix(_COMPUTES)
+    return f"{position}; {place}"
+
+
+def _status(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+    return {}
+
+
+def _has(status: dict[str, str], mask: str, number: int) -> bool:
+    return bool(int(status.get(mask, "0"), 16) >> (number - 1) & 1)
+
+
+def _size_if_held(pid: int, path: str) -> int:
+    """Return the size of a process's file, which begins anew where it has become large; -1 where it is not open any more.
+
+    The file's first line is the number under which the process has it open: it may have closed that, and opened another.
+    """
+    try:
+        with open(path, "rb+") as file:
+            number = int(file.readline(16))
+            theirs, ours = os.stat(f"/proc/{pid}/fd/{number}"), os.fstat(file.fileno())
+            if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
+                return -1
+            return ours.st_size if ours.st_size < _LARGE else file.truncate()
+    except (OSError, ValueError):
+        return -1

@@ -1,0 +1,200 @@
+"""Where a program stands: Python stacks, asked for from outside, read, and told in one line.
+
+A worker that syncvar-launch has started answers two real-time signals by writing the stack of its main thread, or those
+of all threads, to a file in the job's private folder. The interpreter's own `faulthandler` does that within the signal's
+handler, without running any Python: a rank that stands in a call which never returns to the interpreter answers too.
+
+Real-time signals, because SIGUSR1 and SIGUSR2 belong to the program, SIGTERM and SIGINT mean something, and those which
+come twice are delivered twice. Numbers in the middle, because libraries take theirs from either end. A script must not
+take these two for itself; where it has given one another handler, or closed the file, nothing is asked any more.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType, TracebackType
+
+__all__ = [
+    "ALL_THREADS", "MAIN_THREAD", "Frame", "Thread", "dumps_of", "frames_before", "frames_of", "listen", "shown", "stack_path", "where",
+]  # fmt: skip
+
+MAIN_THREAD = signal.SIGRTMIN + 15
+ALL_THREADS = signal.SIGRTMIN + 16
+
+_CALLERS = 3
+_HEADER = re.compile(r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+))|Thread (?P<other>0x[0-9a-f]+))[^\n]* \(most recent call first\):")
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
+_AROUND = (
+    *(_PACKAGE + name for name in ("bootstrap.py", "forkserver.py", "remote_call.py")),
+    *(_STANDARD + name for name in ("runpy.py", "importlib" + os.sep)),
+    "<frozen ",
+)
+
+
+class Frame(NamedTuple):
+    """One call of a stack.
+
+    Args:
+        file: Of the code.
+        line: 0 where the interpreter does not know.
+        name: Of the function.
+    """
+
+    file: str
+    line: int
+    name: str
+
+
+class Thread(NamedTuple):
+    """One thread of a dump.
+
+    Args:
+        ident: Its number, as the dump has it; empty where the dump is of the main thread alone.
+        is_main: It is the main thread.
+        frames: Its calls, innermost first.
+    """
+
+    ident: str
+    is_main: bool
+    frames: tuple[Frame, ...]
+
+
+# -- in the worker --------------------------------------------------------------------------------------------------
+
+
+def stack_path(directory: str, rank: int) -> str:
+    """Return the file in which a rank answers."""
+    return os.path.join(directory, f"stack-{rank}")
+
+
+def listen(path: str) -> None:
+    """Answer the two signals from now on, in a file whose first line is the number of its descriptor here."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)  # stays open: the handlers write to it
+    faulthandler.register(MAIN_THREAD, descriptor, all_threads=False)
+    faulthandler.register(ALL_THREADS, descriptor, all_threads=True)
+    os.write(descriptor, b"%d\n" % descriptor)
+
+
+def frames_of(frame: FrameType | None) -> list[Frame]:
+    """Return the calls of a frame and of those around it, innermost first."""
+    found = []
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def frames_before(trace: TracebackType | None) -> list[Frame]:
+    """Return the calls that an exception has left, innermost first."""
+    found = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append(Frame(code.co_filename, trace.tb_lineno or 0, code.co_name))
+        trace = trace.tb_next
+    return found[::-1]
+
+
+# -- what a worker has written --------------------------------------------------------------------------------------
+
+
+def dumps_of(text: str) -> list[Thread]:
+    r"""Read what the interpreter's fault handler has written; lines that are not its own are left out.
+
+    Example:
+        >>> dumps_of('Stack (most recent call first):\n  File "a.py", line 3 in f\n')
+        [Thread(ident='', is_main=True, frames=(Frame(file='a.py', line=3, name='f'),))]
+    """
+    threads: list[Thread] = []
+    frames: list[Frame] = []
+    for line in text.split("\n"):
+        if header := _HEADER.fullmatch(line):
+            frames = []
+            threads.append(Thread(header["current"] or header["other"] or "", header["main"] is not None, ()))
+        elif threads and (found := _FRAME.fullmatch(line)):
+            number = int(found["line"]) if found["line"].isdigit() else 0
+            frames.append(Frame(_unescaped(found["file"]), number, _unescaped(found["name"])))
+            threads[-1] = threads[-1]._replace(frames=tuple(frames))
+    return threads
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[0].lstrip("\\xuU"), 16)), text)
+
+
+# -- in words -------------------------------------------------------------------------------------------------------
+
+
+def where(frames: Sequence[Frame], folder: str) -> str:
+    """Say in one line where a stack stands: the innermost place of the program, and from where that was called.
+
+    Frames of syncvar, of other libraries and of the interpreter's own start are left out, but for the innermost.
+
+    Args:
+        frames: Innermost first.
+        folder: Paths below it are told relative to it.
+
+    Example:
+        >>> where([Frame("/a/load.py", 9, "read"), Frame("/a/train.py", 49, "<module>")], "/a")
+        'in user code, load.py:9 < train.py:49'
+        >>> where([Frame("/lib/site-packages/numpy/linalg.py", 7, "svd"), Frame("/a/train.py", 49, "<module>")], "/a")
+        'in numpy/linalg.py:7, called at train.py:49'
+    """
+    kept = shown(frames)
+    if not kept:
+        return "in no code of its script"
+    users = [frame for frame in kept if not _is_library(frame.file)] or [frame for frame in kept if not _is_ours(frame.file)]
+    places: list[str] = []
+    for frame in users:
+        place = _place(frame, folder)
+        if not places or places[-1] != place:  # a function that calls itself stands in one place
+            places.append(place)
+    chain = " < ".join([*places[:_CALLERS], *["…"][: len(places) > _CALLERS]])
+    if not users or kept[0] is users[0]:
+        return f"in user code, {chain}" if users else f"in {_place(kept[0], folder)}"
+    return f"in {_place(kept[0], folder)}, called at {chain}"
+
+
+def shown(frames: Sequence[Frame]) -> list[Frame]:
+    """Return a stack without what started the program, and with one frame for each call into syncvar or an import."""
+    kept: list[Frame] = []
+    for frame in frames:
+        is_repeated = bool(kept) and _is_ours(frame.file) and _is_ours(kept[-1].file)
+        if not is_repeated and not frame.file.startswith(_AROUND):
+            kept.append(frame)
+    while kept and _is_ours(kept[-1].file):
+        del kept[-1]
+    return kept
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PACKAGE) and not file.startswith(_PACKAGE + "examples" + os.sep)
+
+
+def _is_library(file: str) -> bool:
+    return _is_ours(file) or file.startswith(_STANDARD) or _INSTALLED.match(file) is not None
+
+
+def _place(frame: Frame, folder: str) -> str:
+    file = frame.file
+    installed = _INSTALLED.match(file)
+    if file.startswith(_PACKAGE):
+        file = "syncvar/" + file.removeprefix(_PACKAGE)
+    elif installed is not None:
+        file = file[installed.end() :]
+    elif file.startswith(_STANDARD):
+        file = file.removeprefix(_STANDARD)
+    elif folder and file.startswith(folder.rstrip("/") + "/"):
+        file = file[len(folder.rstrip("/")) + 1 :]
+    return f"{file}:{frame.line or '?'}"
