@@ -173,7 +173,7 @@ def test_prompt_is_shown_when_idle_and_again_after_another_line():
 
 
 def test_prompt_is_not_shown_in_a_file_or_when_not_forwarded():
-    for keywords in ({}, {"terminal": True, "mode": "none"}):
+    for keywords in ({}, {"terminal": True, "shown": frozenset()}):
         out, _, forwarder = pair(**keywords)
         forwarder.feed(0, "out", b"name? ", 0)
         assert forwarder.tick(5) is None
