@@ -224,6 +224,13 @@ class Agent:
                     if number == signal.SIGTERM:
                         os.kill(pid, signal.SIGCONT)
 
+    def send_groups(self, number: int) -> None:
+        """Send a signal to the process group of each worker: to itself, and to what it has started and left there."""
+        for worker in self.workers.values():
+            if worker.status is None:
+                with contextlib.suppress(OSError):
+                    os.killpg(worker.process.pid, number)
+
     def stop(self) -> set[int]:
         """Stop the sessions of all workers; return the processes that were running."""
         alive = {worker.process.pid: worker.started for worker in self.workers.values() if worker.status is None}

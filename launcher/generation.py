@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.output import OutputForwarder, Stream
     from syncvar_launcher.watch import Watch
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "drop_passing"]
 
 _BUSY_SHARE = 0.2  # of a core
 _STACKS_S = 0.1  # for ranks to say where they stand, before they are told to end; a handler that runs answers in microseconds
@@ -111,10 +111,12 @@ class Generation:
         self.memory = OutOfMemory(self.began)
         self.store.seen = self._activity
         self.busy: dict[int, tuple[float, float]] = {}
+        self.passed: set[int] = set()
         self.looked = 0.0
 
     def run(self) -> Outcome:
         """Start the ranks and stay until all have ended."""
+        drop_passing(self.forwarder, self.watch, "before the ranks began")
         try:
             if self.server is None:
                 self._start()
@@ -241,6 +243,8 @@ class Generation:
                     self.sharing.readable(item)
             if self.watch.is_to_stop:
                 self._stop()
+            if self.watch.passing:
+                self._pass_on()
             while self.watch.pending:
                 self._interrupt(self.watch.pending.popleft(), now)
             self._look(now)
@@ -276,6 +280,8 @@ class Generation:
             coordinator = self.store.coordinator
             joined = event.rank in coordinator.roll.members and event.rank not in coordinator.left
             beyond = self.memory.ended(event.rank, event.status, now)
+            if not beyond and -event.status in self.passed:
+                beyond = "passed on to all ranks, and the script has no handler for it"
             self._do(self.supervisor.exited(event.rank, event.status, now, joined=joined, beyond=beyond))
             if event.rank not in self.supervisor.causes or event.rank in self.supervisor.stopped:
                 self.store.finished(event.rank, now)
@@ -312,6 +318,17 @@ class Generation:
         if self.supervisor.interrupted or self.supervisor.is_over:
             self.outlets.patience_s = 0.0  # at once means at once; and where no rank runs, only a reader is left to wait for
         self._do(self.supervisor.signalled(number, now))
+
+    def _pass_on(self) -> None:
+        """Pass on signals to the ranks and to what they have started, as mpirun does; where there are no ranks yet, drop them."""
+        if not self.agent.workers:
+            drop_passing(self.forwarder, self.watch, "before the ranks began")
+        while self.watch.passing:
+            number = self.watch.passing.popleft()
+            self.passed.add(number)
+            self.agent.send_groups(number)
+            if self.options.verbose:
+                self.forwarder.say(f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n")
 
     def _stop(self) -> None:
         """Stop all ranks and this process, as Ctrl-Z asks, until somebody continues it, and then them.
@@ -445,6 +462,13 @@ class Generation:
                 return told.reason.removeprefix("uncaught ").split("\n", 1)[0]
             return f"{doing(position, place)}; then {told.error}"
         return doing(position, place)
+
+
+def drop_passing(forwarder: OutputForwarder, watch: Watch, when: str) -> None:
+    """Drop the signals that were to be passed on, for there is no rank, and say so."""
+    while watch.passing:
+        number = watch.passing.popleft()
+        forwarder.say(f"syncvar: {exits.signal_name(number) or number} came {when}, and is dropped\n")
 
 
 def _secret_descriptor(directory: Path) -> int:

@@ -21,7 +21,7 @@ from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
 from syncvar.topology import divided
-from syncvar_launcher import binding, exits, output
+from syncvar_launcher import binding, exits, output, signals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,6 +86,7 @@ class LaunchOptions(NamedTuple):
         timestamps: Put the local time before each line.
         color: "auto", "always" or "never"; ask `color_on`.
         timeout_s: The time limit of the whole job, in seconds; infinite for none.
+        forward_signals: The signals that are passed on to all ranks, as `signals.forwarded` reads them.
         max_restarts: How often all ranks may be started again after a failure.
         start_method: How a worker begins: "spawn" (a fresh interpreter) or "fork" (of one that has imported NumPy and
             syncvar).
@@ -113,6 +114,7 @@ class LaunchOptions(NamedTuple):
     timestamps: bool
     color: str
     timeout_s: float
+    forward_signals: str
     max_restarts: int
     start_method: str
     bind: str
@@ -154,7 +156,7 @@ class _Option(NamedTuple):
         return self.kind == "switch"
 
 
-_RUN, _WORKERS, _OUTPUT, _LIMITS, _HELP = "What to run", "Workers", "Output", "Limits", "Help"
+_RUN, _WORKERS, _OUTPUT, _LIMITS = "What to run", "Workers", "Output", "Limits"
 
 _OPTIONS = (
     _Option(
@@ -186,6 +188,9 @@ _OPTIONS = (
     _Option("color", ("--color",), _OUTPUT, "colour the prefixes", "choice", "WHEN", "auto", ("auto", "always", "never")),
     _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
     _Option("timeout", ("--timeout",), _LIMITS, "end the whole job after S seconds", "limit", "S", math.inf),
+    _Option(
+        "forward_signals", ("--forward-signals",), _LIMITS, "pass these on to all ranks", "signals", "LIST", signals.DEFAULT,
+    ),
     _Option("max_restarts", ("--max-restarts",), _LIMITS, "start all again when one fails", "restarts", "K", 0),
     _Option(
         "start_timeout", ("--start-timeout",), _LIMITS, "longest wait for all ranks to meet", "seconds", "S",
@@ -364,6 +369,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         timestamps=values["timestamps"],
         color=values["color"],
         timeout_s=values["timeout"],
+        forward_signals=values["forward_signals"],
         max_restarts=values["max_restarts"],
         start_method=values["start_method"],
         bind=values["bind"],
@@ -498,6 +504,11 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
     if kind in ("path", "folder"):
         if not isinstance(value, str) or not value or "\0" in value:
             raise ConfigError(f"must be a path, not {value!r}")
+        return value
+    if kind == "signals":
+        if not isinstance(value, str):
+            raise ConfigError(f"must be names of signals, such as {signals.DEFAULT!r}, or 'none', not {value!r}")
+        signals.forwarded(value)
         return value
     if kind == "variables":
         return _read_variables(value, is_text=is_text)
@@ -675,26 +686,24 @@ def help_text() -> str:
         f"  {_PROGRAM} --workers 4 train.py --lr 0.1        four ranks of a script",
         f"  {_PROGRAM} -n auto -m syncvar.examples.digits   one rank for each core",
         f"  {_PROGRAM} -n 4 --debug 2 train.py              rank 2 gets the terminal",
-        "",
-        f"Usage: {_PROGRAM} [options] script.py [args...]",
-        f"       {_PROGRAM} [options] -m module [args...]",
-        f"       {_PROGRAM} [options] --no-python command [args...]",
-        "All after the script, module or command is passed on untouched; -- ends options.",
+        f"Usage: {_PROGRAM} [options] script.py | -m module | --no-python command",
+        "       Its arguments follow, and are passed on untouched; -- ends options.",
     ]
     for group in (_RUN, _WORKERS, _OUTPUT, _LIMITS):
         lines += ["", f"{group}:"]
         lines += [_help_line(option) for option in _OPTIONS if option.group == group]
         if group == _WORKERS:
             lines += [
-                "  Forked, they begin sooner and share memory, with NumPy imported already: what",
-                "  the script sets for its BLAS in os.environ comes too late; use --env instead.",
+                "  Forked, they begin sooner with NumPy imported: set BLAS variables by --env.",
             ]
+        if group == _LIMITS:
+            lines += ["  A rank that has no handler for USR1 is ended by it, and so is the job."]
+        if group == _RUN:
+            lines += [f"  {'-h, --help, --version':<27}show this help, or the version"]
     lines += [
         "",
-        f"{_HELP}:",
-        f"  {'-h, --help, --version':<27}show this help, or the version",
-        f"  Instead of --some-option: the variable {LAUNCH_PREFIX}SOME_OPTION, or the key",
-        "  some_option in the file. A switch set there is turned off by --no-some-option.",
+        f"Instead of --some-option: the variable {LAUNCH_PREFIX}SOME_OPTION, or the key",
+        "some_option in the file. A switch set there is turned off by --no-some-option.",
         "",
         "Exit code: of the first rank that failed (128 + n for signal n), or 2 usage,",
         "69 hosts, 70 lost rank, 71 limits, 74 checkpoint, 75 preempted, 76 mismatch,",

@@ -12,10 +12,16 @@ import sys
 __all__ = ["main"]
 
 
+_EARLY = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks where nothing else is said, and deadly to who has no handler
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `syncvar-launch`; returns its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
+    for number in _EARLY:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _drop)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some daemons leave it, no end of a rank could be told
     _open_streams()
     import gc
@@ -47,6 +53,7 @@ def _run(arguments: list[str]) -> int:
     from syncvar_launcher import options
     from syncvar_launcher.job import Job
     from syncvar_launcher.limits import check_limits
+    from syncvar_launcher.signals import forwarded
 
     try:
         here, is_there = Path.cwd(), True
@@ -57,6 +64,9 @@ def _run(arguments: list[str]) -> int:
     if chosen.dry_run:
         sys.stdout.write(job.dry_run())
         return 0
+    for number in set(_EARLY).difference(forwarded(chosen.forward_signals)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     check_limits(chosen)
     for sentence in options.doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
@@ -66,6 +76,11 @@ def _run(arguments: list[str]) -> int:
 def _end(number: int, _frame: object) -> None:
     """End at once: no worker runs yet, and a server that they would be forked from ends with this process."""
     os._exit(128 + number)
+
+
+def _drop(number: int, _frame: object) -> None:
+    """Do nothing: no rank is there that could get it."""
+    os.write(2, f"syncvar-launch: {signal.Signals(number).name} came before the ranks began, and is dropped\n".encode())
 
 
 def _open_streams() -> None:

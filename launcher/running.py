@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from syncvar_launcher import exits
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.flight import FlightRecords
-from syncvar_launcher.generation import Generation
+from syncvar_launcher.generation import Generation, drop_passing
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
 from syncvar_launcher.report import Failure, failure_block
 from syncvar_launcher.restarting import Restarting
 from syncvar_launcher.sharing import why_no_arena
+from syncvar_launcher.signals import forwarded
 from syncvar_launcher.watch import Watch
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
     FlightRecords(job.flight_dir).remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
     number, had_met = 0, False
-    with Watch(job.environ) as watch:
+    with Watch(job.environ, forwarded(chosen.forward_signals)) as watch:
         began = watch.now()
         while True:
             with contextlib.ExitStack() as stack:
@@ -99,6 +100,7 @@ def _pause(
         if watch.pending:
             number = watch.pending.popleft()
             return 128 + number, f"syncvar: interrupted by {exits.signal_name(number)} before the restart\n"
+        drop_passing(forwarder, watch, "between two starts of the ranks")
         now = watch.now()
         if now >= limit:
             failure = Failure(

@@ -1,4 +1,4 @@
-"""What asks the launcher to end, or to stop for a while: signals, and the end of the program that started it."""
+"""What asks the launcher to end, to stop for a while, or to pass a signal on; and the end of the program that started it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["Watch"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
-_MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGTSTP)
+_NEVER_IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Watch:
@@ -23,15 +23,19 @@ class Watch:
     Args:
         environ: SYNCVAR_PARENT_FD there is the read end of a pipe whose other end `sv.run` holds: its end means that the
             calling program is gone.
+        forwarded: Numbers of the signals that are to be passed on to the ranks.
 
     Attributes:
         pending: Numbers of the signals to end that nobody has handled yet, oldest first.
+        passing: Numbers of the signals to pass on that nobody has passed on yet, oldest first.
         is_orphan: The program that called `sv.run` is gone.
         is_to_stop: Ctrl-Z was pressed (SIGTSTP came): whoever polls calls `stop`.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], forwarded: Sequence[int] = ()) -> None:
         self.pending: deque[int] = deque()
+        self.passing: deque[int] = deque()
+        self._forwarded = forwarded
         self.is_to_stop = self.is_orphan = False
         self._stopped_s = 0.0
         self._parent = int(environ.get("SYNCVAR_PARENT_FD", "-1"))
@@ -42,8 +46,9 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # A hangup that was ignored at the start, as under nohup, stays ignored, and so does Ctrl-Z.
-        chosen = [one for one in _SIGNALS if one not in _MAY_BE_IGNORED or signal.getsignal(one) != signal.SIG_IGN]
+        # A hangup that was ignored at the start, as under nohup, stays ignored, and so does all but the plain request to end.
+        wanted = (*_SIGNALS, *self._forwarded)
+        chosen = [one for one in wanted if one in _NEVER_IGNORED or signal.getsignal(one) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._signalled) for number in chosen}
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
@@ -85,10 +90,14 @@ class Watch:
         signal.signal(signal.SIGTSTP, self._signalled)
         lasted = time.monotonic() - began
         self._stopped_s += lasted
+        while signal.SIGCONT in self.passing:  # it was for us, and who stopped the ranks lets them go on
+            self.passing.remove(signal.SIGCONT)
         return lasted
 
     def _signalled(self, number: int, _frame: object) -> None:
         if number == signal.SIGTSTP:
             self.is_to_stop = True
+        elif number in self._forwarded:
+            self.passing.append(number)
         else:
             self.pending.append(number)

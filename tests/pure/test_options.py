@@ -1,5 +1,6 @@
 import math
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
 from syncvar_launcher import options as options_module
 from syncvar_launcher.options import help_text, launch_keys, parse
+from syncvar_launcher.signals import forwarded
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -156,6 +158,17 @@ def test_usage_errors(capsys, argv, message):
         ("--output", "0-1-2", "'0-1-2' is no rank"),
         ("--output", "3-1", "the span 3-1 begins above its end"),
         ("--output", "0-" + "9" * 99, "there is no rank 999"),
+        ("--forward-signals", "USR3", "'USR3' is no signal: give names or numbers, such as USR1,USR2,CONT, or none"),
+        ("--forward-signals", "", "'' is no signal"),
+        ("--forward-signals", "USR1,none", "'none' is no signal"),
+        ("--forward-signals", "0", "'0' is no signal"),
+        ("--forward-signals", "65", "'65' is no signal"),
+        ("--forward-signals", "-1", "'-1' is no signal"),
+        ("--forward-signals", "KILL", "SIGKILL cannot be passed on: no process can handle it"),
+        ("--forward-signals", "19", "SIGSTOP cannot be passed on: no process can handle it"),
+        ("--forward-signals", "USR1,TERM", "SIGTERM cannot be passed on: it ends the job"),
+        ("--forward-signals", "chld", "SIGCHLD cannot be passed on: the system tells the launcher"),
+        ("--forward-signals", "SEGV", "SIGSEGV cannot be passed on: it tells a fault"),
         ("--bind", "core", "must be one of auto, none, cores, not 'core' (did you mean cores?)"),
         ("--color", "on", "must be one of auto, always, never, not 'on'"),
         ("--env", "1A=2", "'1A' is no name of a variable (letters, digits and _, no digit first)"),
@@ -222,6 +235,7 @@ def test_bad_variables(environ, message):
         ("[launch]\ntimeout = '2'\n", "timeout in [launch]: must be seconds above 0, not '2'"),
         ("[launch]\ntimestamps = 1\n", "timestamps in [launch]: must be true or false, not 1"),
         ("[launch]\noutput = []\n", "output in [launch]: must be one of all, first, failed, none, or ranks such as 0,3-5, not []"),
+        ("[launch]\nforward_signals = 10\n", "must be names of signals, such as 'USR1,USR2,CONT', or 'none', not 10"),
         ("[launch]\ncwd = 3\n", "cwd in [launch]: must be a path, not 3"),
         ("[launch]\nenv = 'A=1'\n", 'env in [launch]: must be a list such as ["NAME=value", "NAME"], not \'A=1\''),
         ("[launch]\nenv = ['A=\\u0000']\n", None),
@@ -448,3 +462,12 @@ def test_the_launcher_imports_no_numpy():
         "sys.exit('numpy' in sys.modules or 'zmq' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Signals.
+
+
+def test_signals_are_passed_on_by_name_or_number():
+    assert forwarded(run("-m", "x").forward_signals) == (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+    assert forwarded("usr1, SIGUSR2,10,SIGQUIT,40") == (10, 12, 3, 40)
+    assert forwarded("none") == ()
