@@ -3,34 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from typing import TYPE_CHECKING
 
+from syncvar.runtime.state import RECORDS, job_name, keep_newest, remove_job, state_folder
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["FlightRecords"]
 
 
 class FlightRecords:
-    """The records in a folder, which need not exist.
+    """Where the workers of a job leave their records, and what is there. The folder need not exist.
 
     Args:
-        folder: Where workers write them.
+        log_dir: The folder for the output of the ranks, which the records go to as well; None for one of the job's own.
+        environ: Says where folders of jobs are.
+        job_id: Identity of the job.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, log_dir: Path | None, environ: Mapping[str, str], job_id: str) -> None:
+        self._has_own = log_dir is None
+        self._job_id = job_id
+        self.folder = log_dir
+        self.refusal = ""
+        if log_dir is None:
+            top, self.refusal = state_folder(environ)
+            self.folder = top / job_name(job_id) if top is not None else None
 
     def paths(self) -> list[Path]:
         """Return the records that are there."""
         with contextlib.suppress(OSError):
-            return sorted(self._folder.glob("flight-rank*.json"))
+            return sorted(self.folder.glob(RECORDS)) if self.folder is not None else []
         return []
 
     def remove(self) -> None:
-        """Remove the records, with what a killed worker may have left of one, and the folder if nothing else is in it."""
-        with contextlib.suppress(OSError):
-            for path in (*self.paths(), *self._folder.glob("flight-rank*.json.*.tmp")):
-                path.unlink(missing_ok=True)
-            if self._folder.name.startswith("syncvar-flight-"):
-                self._folder.rmdir()
+        """Remove the records, with what a killed worker may have left of one, and a folder of the job's own."""
+        if self.folder is not None:
+            remove_job(self.folder)
+
+    def told(self) -> str:
+        """Return in words where the records are and how they are read, or an empty text where there are none.
+
+        Where they have a folder of their own, those of older jobs are removed now.
+        """
+        if self.folder is None:
+            return f"no flight records: {self.refusal}"
+        if not self.paths():
+            return ""
+        if not self._has_own:
+            return f"flight records in {self.folder} (syncvar explain {shlex.quote(str(self.folder))})"
+        keep_newest(self.folder.parent)
+        because = f"; {self.refusal}" if self.refusal else ""
+        return f"flight records in {self.folder} (syncvar explain {self._job_id[:8]}){because}"

@@ -20,11 +20,11 @@ from syncvar.runtime.store import Store
 from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
-from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ServerEnded
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
+from syncvar_launcher.output import escape
 from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence, interrupted_block
 from syncvar_launcher.restarting import Ending
 from syncvar_launcher.sharing import Sharing
@@ -403,16 +403,16 @@ class Generation:
             reads = outcome.interrupted != signal.SIGPIPE
             places = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if self.positions and reads]
             self.forwarder.say(interrupted_block(name, places))
-        flight_dir = self._flight_dir(outcome)
+        records = self._records(outcome)
         if cause is None:
-            if flight_dir:
-                self.forwarder.say(f"syncvar: evidence: flight records in {flight_dir}\n")
+            if records:
+                self.forwarder.say(f"syncvar: evidence: {escape(records)}\n")
             return
         log_dir = str(self.options.log_dir) if self.options.log_dir else ""
         others = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if rank != cause.rank]
         outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
-        text = failure_block(self._failure(cause), others, arguments=arguments, log_dir=log_dir, flight_dir=flight_dir)
+        text = failure_block(self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records)
         if outcome_file and is_last:
             told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
             Path(outcome_file).write_bytes(pack_object(told_file))
@@ -431,21 +431,18 @@ class Generation:
             last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
         )
 
-    def _flight_dir(self, outcome: Outcome) -> str:
-        """Return the folder of the flight records, or an empty text; who has no use for records is left none.
+    def _records(self, outcome: Outcome) -> str:
+        """Return in words where the flight records are, or an empty text; who has no use for records is left none.
 
         Ranks write theirs when something goes wrong, which the program may have dealt with. After an interruption they
         are of use where something had been said, for instance that ranks wait for others. After a restart they are
         evidence of earlier failures, which have been reported.
         """
-        records = FlightRecords(self.job.flight_dir)
         is_of_use = outcome.interrupted and self.has_said
         if outcome.cause is None and self.options.log_dir is None and not is_of_use and not self.restarts:
-            records.remove()
+            self.job.records.remove()
             return ""
-        if not records.paths():
-            return ""
-        return str(self.job.flight_dir) if self.options.log_dir else self.job.flight_name
+        return self.job.records.told()
 
     def _call(self, cause: Cause) -> str:
         position = self.positions.get(cause.rank, "")

@@ -15,12 +15,12 @@ from syncvar.env import RankEnvironment
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
+from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
 from syncvar_launcher.limits import cannot_start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from syncvar_launcher.options import LaunchOptions
 
@@ -39,12 +39,9 @@ class Job:
         chosen: The options.
         arguments: The command line as it was given, for advice in messages.
         environ: The launcher's environment.
-        folder: The folder in which flight records are left where there is no folder for logs.
     """
 
-    def __init__(
-        self, chosen: LaunchOptions, arguments: Sequence[str], environ: Mapping[str, str], folder: Path
-    ) -> None:
+    def __init__(self, chosen: LaunchOptions, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         self.options = chosen
         self.arguments = list(arguments)
         self.environ = environ
@@ -52,8 +49,7 @@ class Job:
         self.job_id = os.urandom(16).hex()
         self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
         self.host = socket.gethostname()
-        self.flight_name = f"syncvar-flight-{self.job_id[:8]}"
-        self.flight_dir = chosen.log_dir or folder / self.flight_name
+        self.records = FlightRecords(chosen.log_dir, environ, self.job_id)
         self.usable = options.usable_cores()
         self.core_count = options.core_count()
         self.binding: Binding = plan_binding(
@@ -98,7 +94,7 @@ class Job:
             rendezvous=rendezvous,
             job_id=self.job_id,
             host=self.host_name(rank),
-            flight_dir=str(self.flight_dir),
+            flight_dir=str(self.records.folder or ""),
             host_directory=directory,
             host_address=_LOOPBACK if len(self.hosts.sizes) > 1 else "",
             restarts=restarts,
@@ -131,7 +127,7 @@ class Job:
         torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"} if self.options.torch_env else {}
         hidden = {"SYNCVAR_JOB_ID": "<random>"}
         if self.options.log_dir is None:
-            hidden["SYNCVAR_FLIGHT_DIR"] = "syncvar-flight-<random>"
+            hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
         environments = [
             self.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch) | hidden
             for rank in range(self.options.workers)

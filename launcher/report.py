@@ -78,7 +78,7 @@ def failure_block(
     *,
     arguments: Sequence[str] = (),
     log_dir: str = "",
-    flight_dir: str = "",
+    records: str = "",
     hints: Sequence[str] = (),
 ) -> str:
     """Write the block that ends a failed job.
@@ -88,7 +88,7 @@ def failure_block(
         others: What the other ranks did; equal texts share one line.
         arguments: The arguments of syncvar-launch, from which commands to try are built; empty gives none.
         log_dir: The folder with the whole output of the ranks, or an empty text.
-        flight_dir: The folder with the flight records of the ranks, or an empty text where there are none.
+        records: Where the flight records of the ranks are and how they are read, or an empty text where there are none.
         hints: Lines of advice that go before our own.
 
     Returns:
@@ -114,8 +114,8 @@ def failure_block(
     if log_dir:
         rank = f"rank-{failure.rank}.out and rank-{failure.rank}.err" if failure.rank >= 0 else "one file per rank"
         lines.append(f"whole output: {escape(log_dir)} ({rank})")
-    if flight_dir:
-        lines.append(f"evidence: flight records in {escape(flight_dir)} (syncvar explain {escape(shlex.quote(flight_dir))})")
+    if records:
+        lines.append(f"evidence: {escape(records)}")
     return "".join(f"{line}\n" for line in lines)
 
 

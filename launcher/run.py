@@ -56,11 +56,11 @@ def _run(arguments: list[str]) -> int:
     from syncvar_launcher.signals import forwarded
 
     try:
-        here, is_there = Path.cwd(), True
+        here = Path.cwd()
     except FileNotFoundError:  # somebody has removed the folder; with --cwd nothing needs it
-        here, is_there = Path(os.environ.get("PWD", "/")), False
+        here = Path(os.environ.get("PWD", "/"))
     chosen = options.parse(arguments, os.environ, here)
-    job = Job(chosen, arguments, os.environ, here if is_there else chosen.cwd)
+    job = Job(chosen, arguments, os.environ)
     if chosen.dry_run:
         sys.stdout.write(job.dry_run())
         return 0

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from syncvar_launcher import exits
 from syncvar_launcher.directory import JobDirectory
-from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.generation import Generation, drop_passing
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
@@ -45,7 +44,7 @@ def run(job: Job, server: ForkServer | None) -> int:
 def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
     chosen = job.options
     forwarder = _forwarder(chosen, outlets)
-    FlightRecords(job.flight_dir).remove()  # of an earlier job with the same folder for its output
+    job.records.remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
     number, had_met = 0, False
     with Watch(job.environ, forwarded(chosen.forward_signals)) as watch:

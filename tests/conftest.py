@@ -43,6 +43,9 @@ def pytest_configure(config):
     config.syncvar_runtime_before = os.environ.get("XDG_RUNTIME_DIR")
     config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp"))
     os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime
+    config.syncvar_state_before = os.environ.get("XDG_STATE_HOME")
+    config.syncvar_state = tempfile.mkdtemp(prefix="sv-state-")  # records of jobs that fail stay out of this user's home
+    os.environ["XDG_STATE_HOME"] = config.syncvar_state
 
 
 def pytest_collection_modifyitems(items):
@@ -79,11 +82,14 @@ def pytest_unconfigure(config):
     runtime = getattr(config, "syncvar_runtime", None)
     if runtime is None:
         return
-    shutil.rmtree(runtime, ignore_errors=True)
-    if config.syncvar_runtime_before is None:
-        os.environ.pop("XDG_RUNTIME_DIR", None)
-    else:
-        os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime_before
+    for folder, name, before in (
+        (runtime, "XDG_RUNTIME_DIR", config.syncvar_runtime_before), (config.syncvar_state, "XDG_STATE_HOME", config.syncvar_state_before),
+    ):  # fmt: skip
+        shutil.rmtree(folder, ignore_errors=True)
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def _text(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from syncvar.cli.explain import explained
 from syncvar.cli.records import load
 from syncvar.cli.trace import merged, stragglers, unaligned
 from syncvar.errors import ConfigError
+from syncvar.runtime.state import JOBS_KEPT, find_job, state_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "add_options", "run"]
 
 COMMANDS = ("trace", "explain")
+_JOB_ID = re.compile("[0-9a-f]{8}")
 _STRAGGLERS = 4  # lines; the first is the rank to look at
 
 
@@ -32,7 +35,26 @@ def add_options(commands: Any) -> None:
     explain = commands.add_parser(
         "explain", help="name the first call in which ranks parted; exit code 1 if there is one, 0 if there is none"
     )
-    explain.add_argument("records", nargs="+", metavar="DIR|FILE", help="folders with flight-rank<r>.json, or such files")
+    explain.add_argument(
+        "records", nargs="*", metavar="JOB|DIR|FILE",
+        help="a job that failed, by the digits its failure block names; folders with flight-rank<r>.json, or such files "
+        "(the job that failed last)",
+    )  # fmt: skip
+
+
+def _of_job(names: list[str]) -> list[str]:
+    """Return where the records are that were asked for: those of the newest job, or of the one that is named."""
+    job = names[0] if len(names) == 1 and _JOB_ID.fullmatch(names[0]) and not os.path.exists(names[0]) else ""
+    if names and not job:
+        return names
+    found = find_job(os.environ, job)
+    if found is None:
+        place = state_folder(os.environ).path
+        raise ConfigError(
+            f"there are no flight records of {f'job {job}' if job else 'any job'}{f' in {place}' if place else ''}: ranks write them when "
+            f"something goes wrong (those of the last {JOBS_KEPT} such jobs are kept); those of a job with --log-dir are in that folder"
+        )
+    return [str(found)]
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -41,7 +63,7 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ConfigError: The records cannot be read, or the trace cannot be written.
     """
-    records = load(chosen.records)
+    records = load(_of_job(chosen.records) if chosen.command == "explain" else chosen.records)
     if chosen.command == "explain":
         text, has_diverged = explained(records)
         print(text, end="")

@@ -280,19 +280,34 @@ def _replace(folder: str, name: str, text: str) -> None:
     from syncvar.runtime.foreign import refuse_foreign_links  # only a record that is written needs it
 
     refuse_foreign_links(folder)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    draft = os.path.join(folder, f"{name}.{os.getpid()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(draft)  # of a process that was killed while it wrote
+    _make_private(folder)
+    refuse_foreign_links(folder)  # one that was laid meanwhile, where the folder was to be
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with open(os.open(draft, flags, 0o600), "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        os.replace(draft, os.path.join(folder, name))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
+        draft = f"{name}.{os.getpid()}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=directory)  # of a process that was killed while it wrote
+        try:
+            with open(os.open(draft, flags, 0o600, dir_fd=directory), "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft, dir_fd=directory)
+            raise
+    finally:
+        os.close(directory)
+
+
+def _make_private(folder: str) -> None:
+    """Make a folder, and those above it that are missing, for this user alone."""
+    if not os.path.isdir(folder):
+        above = os.path.dirname(folder)
+        if above and above != folder:
+            _make_private(above)
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            os.mkdir(folder, 0o700)
 
 
 def _text(record: dict[str, Any]) -> str:

@@ -148,7 +148,8 @@ class Job:
             (self.folder / "stdin" if stdin is not None else Path(os.devnull)).open("rb") as source,
         ):
             self.process = subprocess.Popen(
-                self.line, stdin=source, stdout=out, stderr=err, cwd=self.folder, env={**os.environ, **(env or {})}
+                self.line, stdin=source, stdout=out, stderr=err, cwd=self.folder,
+                env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **(env or {})},
             )
         self.ended = None
 

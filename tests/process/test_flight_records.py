@@ -23,14 +23,14 @@ def syncvar(capsys):
 
 def records(job):
     """Return the folder of a job's records, which the report names; None where there is none."""
-    folders = list(job.folder.glob("syncvar-flight-*"))
+    folders = list(job.folder.glob("state/syncvar/*"))
     assert len(folders) <= 1
     said = [line for line in job.report.split("\n") if "flight records in" in line]
     assert len(said) == len(folders), str(job)
     if not folders:
         return None
-    name = folders[0].name
-    assert said == [f"evidence: flight records in {name} (syncvar explain {name})"], str(job)
+    name = folders[0].name.rpartition("-")[2]
+    assert said == [f"evidence: flight records in {folders[0]} (syncvar explain {name})"], str(job)
     return folders[0]
 
 
@@ -110,12 +110,32 @@ def test_with_a_folder_for_output_records_go_there_and_old_ones_go(launch):
     logs = job.folder / "logs"
     assert f"evidence: flight records in {logs}" in job.report
     assert {path.name for path in logs.glob("*.json")} == {"flight-rank0.json", "flight-rank1.json"}
-    assert not list(job.folder.glob("syncvar-flight-*"))
+    assert not (job.folder / "state").exists()
     before = logs / "flight-rank7.json"
     before.write_text("{}")
     second = launch(BEGIN, workers=2, options=["--log-dir", str(logs)])
     assert second.wait() == 0, str(second)
     assert not list(logs.glob("*.json"))
+
+
+def test_where_the_state_folder_cannot_be_used_another_private_one_takes_its_place(launch, syncvar, tmp_path, monkeypatch):
+    state = tmp_path / "state"
+    (tmp_path / "tmp").mkdir()
+    env = {"XDG_STATE_HOME": str(state), "HOME": "", "TMPDIR": str(tmp_path / "tmp")}
+    (state / "syncvar").mkdir(parents=True)
+    (state / "syncvar").chmod(0o777)
+    job = launch(BEGIN + "if rank == 1:\n    raise ValueError('planted')\nsv.all_reduce(x)\n", env=env)
+    assert job.wait() == 1, str(job)
+    (folder,) = (tmp_path / "tmp").glob("syncvar-state-*/*")
+    why = f"{state}/syncvar is not used: others may write to it (mode 777); chmod 700 {state}/syncvar"
+    assert f"evidence: flight records in {folder} (syncvar explain {folder.name[-8:]}); {why}\n" in job.report, str(job)
+    assert [oct(path.stat().st_mode & 0o777) for path in (folder.parent, folder, folder / "flight-rank1.json")] == ["0o700", "0o700", "0o600"]
+    assert not list((state / "syncvar").iterdir())
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    code, text = syncvar("explain")
+    assert code == 1, text
+    assert "uncaught ValueError: planted" in text
 
 
 def test_what_the_program_deals_with_leaves_nothing(launch):
@@ -138,8 +158,8 @@ def test_after_an_interruption_records_stay_where_ranks_were_said_to_wait(launch
     await_true(lambda: "wait" in job.report, what="the sentence about the wait")
     job.send(signal.SIGINT)
     assert job.wait() == 130, str(job)
-    folder = next(job.folder.glob("syncvar-flight-*"))
-    assert f"syncvar: evidence: flight records in {folder.name}" in job.report
+    folder = next(job.folder.glob("state/syncvar/*"))
+    assert f"syncvar: evidence: flight records in {folder}" in job.report
     code, text = syncvar("explain", folder)
     assert code == 1, text
     assert "rank 1: never entered it; its call 3 was barrier, done" in text

@@ -156,7 +156,7 @@ def test_f41_too_few_open_files_are_told_before_anything_starts(launch, workers,
     assert f"needs {needed} open files for {workers} ranks, and {allowed} are allowed" in job.err
     assert "ulimit -n" in job.err
     assert not job.events(), "nothing was started"
-    assert not list(job.folder.glob("syncvar-flight*"))
+    assert not list(job.folder.glob("state/syncvar/*"))
 
 
 @pytest.mark.parametrize("how", ["arena", "zmq", "fake hosts"])

@@ -56,8 +56,8 @@ def test_block_names_the_whole_output_and_does_not_repeat_options():
 
 
 def test_block_names_the_flight_records():
-    text = failure_block(Failure(rank=1, status=3), flight_dir="a b")
-    assert text.endswith("\nevidence: flight records in a b (syncvar explain 'a b')\n")
+    text = failure_block(Failure(rank=1, status=3), records="flight records in a\n (syncvar explain 12345678)")
+    assert text.endswith("\nevidence: flight records in a\\x0a (syncvar explain 12345678)\n")
 
 
 def test_block_of_the_job_as_a_whole():
