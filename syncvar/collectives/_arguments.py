@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import reprlib
 import sys
+from collections import OrderedDict
+from copy import copy
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.errors import ConfigError
-from syncvar.wire import DTYPE_NAMES
+from syncvar.wire import DTYPE_NAMES, Untaken, library_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-__all__ = ["Structure", "as_array", "checked_output", "checked_root", "describe", "flatten", "is_structure", "unflatten"]
+__all__ = [
+    "Structure", "arrays_of", "as_array", "checked_output", "checked_root", "describe", "flatten", "fresh", "is_dataclass",
+    "is_structure", "parts_of",
+    "plain_structure", "rebuilt", "restored_structure", "unflatten",
+]  # fmt: skip
 
 _PLAIN_LEAVES = (bool, int, float, complex, np.generic)
 
@@ -26,7 +33,7 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
 
     Args:
         value: NumPy array or scalar, Python number, nested list of numbers, or anything with `__array__`, the buffer
-            protocol or DLPack.
+            protocol or DLPack. Of a tensor that requires a gradient the value is taken.
         what: How to call it in an error.
 
     Raises:
@@ -35,10 +42,13 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
     if type(value) is not np.ndarray:
         if value is None or isinstance(value, str | bytes | dict | set):
             raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
+        if type(value) is Untaken:
+            raise ConfigError(f"{what} {value.reason}")
         if _is_masked(value):
             raise ConfigError(f"{what} is a masked array, and its mask would be lost on the way: pass x.filled(0), or what else stands for nothing")
         try:
-            value = _converted(value)
+            library = library_of(value)
+            value = np.asarray(value) if library is None else library.take(value)
         except (ValueError, TypeError, BufferError, RuntimeError) as error:
             raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {error}") from error
     if not value.dtype.isnative:
@@ -72,16 +82,6 @@ def _is_masked(value: Any) -> bool:
     return isinstance(value, masked.MaskedArray)
 
 
-def _converted(value: Any) -> NDArray[Any]:
-    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
-        try:
-            return np.from_dlpack(value)
-        except (RuntimeError, BufferError):  # DLPack of NumPy knows no bfloat16, and other libraries refuse memory of devices
-            if not hasattr(value, "__array__"):
-                raise
-    return np.asarray(value)
-
-
 def checked_root(root: Any, size: int) -> int:
     """Return `root` as a rank of the group.
 
@@ -101,8 +101,10 @@ def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ND
     Raises:
         ConfigError: It cannot; the message says why.
     """
+    if type(out) is Untaken:
+        raise ConfigError(f"out {out.reason}")
     if not isinstance(out, np.ndarray):
-        raise ConfigError(f"out must be a NumPy array, not {type(out).__name__}")
+        raise ConfigError(f"out must be a NumPy array, or a tensor in the memory of the CPU, not {type(out).__name__}")
     if _is_masked(out):
         raise ConfigError("out is a masked array, and its mask would say something else than the result: pass out.data, or leave it out")
     if out.shape != shape or out.dtype != dtype:
@@ -113,11 +115,11 @@ def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ND
 
 
 class Structure(NamedTuple):
-    """The shape of a nested value without its leaves.
+    """The shape of a nested value without its leaves; it can be compared with that of another rank.
 
     Args:
-        kind: "dict", "list", "tuple" or "leaf".
-        keys: Keys of a dict, sorted.
+        kind: "dict", "list", "tuple" (named or not), "dataclass" or "leaf".
+        keys: Keys of a dict, sorted; name of a dataclass, and of its fields.
         children: One structure for each item.
     """
 
@@ -130,18 +132,63 @@ _LEAF = Structure("leaf")
 
 
 def is_structure(value: Any) -> bool:
-    """Return whether `value` is a dict, or a list or tuple that is more than nested numbers."""
+    """Return whether `value` is a dict, a named tuple, a dataclass, or a list or tuple that is more than nested numbers."""
     if isinstance(value, dict):
         return True
     if isinstance(value, list | tuple):
-        return any(is_structure(item) or not _is_numbers(item) for item in value)
-    return False
+        return hasattr(value, "_fields") or any(is_structure(item) or not _is_numbers(item) for item in value)
+    return is_dataclass(value)
+
+
+def is_dataclass(value: Any) -> bool:
+    """Return whether a value is an object of a dataclass, and no array by itself."""
+    kind = type(value)
+    return hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "__array__") and not hasattr(kind, "__dlpack__")
 
 
 def _is_numbers(item: Any) -> bool:
     if isinstance(item, list | tuple):
-        return all(_is_numbers(part) for part in item)
+        return not hasattr(item, "_fields") and all(_is_numbers(part) for part in item)
     return isinstance(item, _PLAIN_LEAVES)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return the parts of a structure, in its own order.
+
+    Example:
+        >>> parts_of({"b": 1.0, "a": [2.0]})
+        [1.0, [2.0]]
+    """
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [getattr(value, name) for name in _field_names(value)]
+
+
+def rebuilt(value: Any, parts: list[Any]) -> Any:
+    """Return a structure of the kind of `value` with other parts, in the order of `parts_of`.
+
+    A dataclass is copied and given its parts; neither `__init__` nor `__post_init__` runs, for what they made is there.
+
+    Example:
+        >>> rebuilt({"b": 1.0, "a": [2.0]}, [3.0, 4.0])
+        {'b': 3.0, 'a': 4.0}
+    """
+    if isinstance(value, dict):
+        return (OrderedDict if isinstance(value, OrderedDict) else dict)(zip(value, parts, strict=True))
+    if isinstance(value, list):
+        return parts
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    made = copy(value)
+    for name, part in zip(_field_names(value), parts, strict=True):
+        object.__setattr__(made, name, part)  # also where it is frozen
+    return made
+
+
+def _field_names(value: Any) -> list[str]:
+    return [field.name for field in fields(value)]
 
 
 def flatten(value: Any) -> tuple[Structure, list[Any]]:
@@ -166,10 +213,44 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
             raise ConfigError(f"the keys of a structure must have an order: {error}") from error
         return Structure("dict", keys, tuple(_flatten(value[key], leaves) for key in keys))
     if is_structure(value):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return Structure(kind, (), tuple(_flatten(item, leaves) for item in value))
+        kind, keys = "list" if isinstance(value, list) else "tuple", ()
+        if not isinstance(value, list | tuple):
+            kind, keys = "dataclass", (type(value).__qualname__, *_field_names(value))
+        return Structure(kind, keys, tuple(_flatten(item, leaves) for item in parts_of(value)))
     leaves.append(value)
     return _LEAF
+
+
+def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[Any]]:
+    """Return the leaves that `flatten` found in a value as arrays.
+
+    Raises:
+        ConfigError: One cannot be an array; its place is named.
+
+    Example:
+        >>> value = {"a": [1.0, "text"]}
+        >>> arrays_of(value, flatten(value)[1])
+        Traceback (most recent call last):
+        ...
+        syncvar.errors.ConfigError: x['a'][1] must be an array or a number, not 'text'
+    """
+    try:
+        return [as_array(leaf) for leaf in leaves]
+    except ConfigError:
+        return [as_array(leaf, place) for leaf, place in zip(leaves, _places(value, what), strict=True)]
+
+
+def _places(value: Any, place: str) -> Iterator[str]:
+    """Yield how each leaf of a value is written."""
+    if isinstance(value, dict):
+        for key in sorted(value):
+            yield from _places(value[key], f"{place}[{key!r}]")
+    elif not is_structure(value):
+        yield place
+    else:
+        names = getattr(value, "_fields", None) or (_field_names(value) if is_dataclass(value) else None)
+        for number, part in enumerate(parts_of(value)):
+            yield from _places(part, f"{place}[{number}]" if names is None else f"{place}.{names[number]}")
 
 
 def describe(structure: Structure, length_max: int = 120) -> str:
@@ -184,23 +265,58 @@ def describe(structure: Structure, length_max: int = 120) -> str:
 
 
 def _describe(structure: Structure) -> str:
-    items = [_describe(child) for child in structure.children]
-    if structure.kind == "dict":
-        return "{" + ", ".join(f"{key}: {item}" for key, item in zip(structure.keys, items, strict=True)) + "}"
-    if structure.kind == "leaf":
+    kind, keys, children = structure
+    items = [_describe(child) for child in children]
+    if kind == "leaf":
         return "*"
-    return f"[{', '.join(items)}]" if structure.kind == "list" else f"({', '.join(items)})"
+    if kind == "dict":
+        return "{" + ", ".join(f"{key}: {item}" for key, item in zip(keys, items, strict=True)) + "}"
+    if kind == "dataclass":
+        return f"{keys[0]}({', '.join(f'{key}={item}' for key, item in zip(keys[1:], items, strict=True))})"
+    return f"[{', '.join(items)}]" if kind == "list" else f"({', '.join(items)})"
 
 
-def unflatten(structure: Structure, leaves: list[Any]) -> Any:
-    """Put leaves back into a structure."""
-    return _unflatten(structure, iter(leaves))
+def unflatten(structure: Structure, leaves: list[Any], like: Any = None) -> Any:
+    """Put leaves back into a structure; the keys of dicts are sorted, and so in one order on all ranks.
+
+    Args:
+        structure: As `flatten` made it.
+        leaves: In its order.
+        like: A value of this structure, whose classes are taken; without one a named tuple becomes a tuple.
+
+    Raises:
+        ConfigError: There is a dataclass in the structure, and no value to tell which.
+    """
+    return _unflatten(structure, iter(leaves), like)
 
 
-def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
-    if structure.kind == "leaf":
+def _unflatten(structure: Structure, leaves: Iterator[Any], like: Any) -> Any:
+    kind, keys, children = structure
+    if kind == "leaf":
         return next(leaves)
-    items = [_unflatten(child, leaves) for child in structure.children]
-    if structure.kind == "dict":
-        return dict(zip(structure.keys, items, strict=True))
-    return items if structure.kind == "list" else tuple(items)
+    if kind == "dict":
+        return {
+            key: _unflatten(child, leaves, None if like is None else like[key]) for key, child in zip(keys, children, strict=True)
+        }
+    if like is not None:
+        return rebuilt(like, [_unflatten(child, leaves, part) for child, part in zip(children, parts_of(like), strict=True)])
+    if kind == "dataclass":
+        raise ConfigError(f"there is a {keys[0]} in the value, and its class does not travel: pass one with arrays of the same shapes here too")
+    items = [_unflatten(child, leaves, None) for child in children]
+    return items if kind == "list" else tuple(items)
+
+
+def fresh(structure: Structure | None, value: Any) -> Any:
+    """Return what a call that has been started keeps of a structure: nothing of it is changed by the caller meanwhile."""
+    return value if structure is None else unflatten(structure, flatten(value)[1], value)
+
+
+def plain_structure(structure: Structure) -> list[Any]:
+    """Return a structure as lists and texts, which can travel."""
+    return [structure.kind, list(structure.keys), [plain_structure(child) for child in structure.children]]
+
+
+def restored_structure(plain: list[Any]) -> Structure:
+    """Return the structure that `plain` came from."""
+    kind, keys, children = plain
+    return Structure(kind, tuple(keys), tuple(restored_structure(child) for child in children))

@@ -11,13 +11,16 @@ import numpy as np
 
 from syncvar.collectives._arguments import (
     Structure,
+    arrays_of,
     as_array,
     describe,
     flatten,
+    fresh,
     is_structure,
     unflatten,
 )
 from syncvar.collectives._headers import array_record, exchange, require_same
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import by_shortcut, detail_of, fitting, landed, landing, moved, moves
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
@@ -84,6 +87,11 @@ def all_gather(
         result = by_shortcut(communicator, ("all_gather", axis, x.dtype, x.shape), x, out, _prepare, axis)
         if result is not None:
             return result
+    if is_foreign(x, out):
+        call = partial(
+            all_gather, axis=axis, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
+        )
+        return in_kind(call, x, out)
     return communicator.perform(
         "all_gather",
         partial(gather_request, communicator, x, axis, out, algorithm=algorithm, keep=async_op),
@@ -125,8 +133,9 @@ def gather_request(
         keep: Take copies of the arrays now: the caller may change them before the call ends.
     """
     structure, arrays, axes, kinds = along_axis(x, axis, out)
+    like = x
     if keep:
-        arrays = [array.copy() for array in arrays]
+        arrays, like = [array.copy() for array in arrays], fresh(structure, x)
     if is_moved is None:
         is_moved = structure is None and moves(communicator, "all_gather", algorithm)
 
@@ -140,7 +149,7 @@ def gather_request(
         for array, place in zip(arrays, axes, strict=True):
             results.append((yield from gathered(communicator, array, place, name, None, algorithm)))
         if structure is not None:
-            return unflatten(structure, results)
+            return unflatten(structure, results, like)
         return landed(results[0], out)
 
     return Request(f"{name}({kinds}, axis {axis})", fingerprint(name, int(axis), structure, algorithm), body())
@@ -157,7 +166,8 @@ def along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDAr
     structure, leaves = flatten(x) if is_structure(x) else (None, [x])
     if structure is not None and out is not None:
         raise ConfigError("out cannot be given with a structure")
-    arrays = [np.atleast_1d(as_array(leaf)) for leaf in leaves]
+    found = [as_array(x)] if structure is None else arrays_of(x, leaves)
+    arrays = [np.atleast_1d(array) for array in found]
     axes = []
     for array in arrays:
         if not -array.ndim <= axis < array.ndim:

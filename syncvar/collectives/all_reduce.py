@@ -12,13 +12,16 @@ import numpy as np
 
 from syncvar.arena.mapping import Block
 from syncvar.collectives._arguments import (
+    arrays_of,
     as_array,
     checked_output,
     describe,
     flatten,
+    fresh,
     is_structure,
     unflatten,
 )
+from syncvar.collectives._kinds import given_back, in_kind, is_foreign
 from syncvar.collectives._reducing import checked_scale, contribution, described, outcome, reduction_of
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
@@ -59,7 +62,7 @@ def all_reduce(
     """Combine the values of all ranks and give every rank the result.
 
     Args:
-        x: Array of any shape, number, or a nested dict/list/tuple of them; the same shapes and dtypes on every rank.
+        x: Array of any shape, number, or a nested dict/list/tuple/dataclass of them; the same shapes and dtypes on every rank.
         op: A member of `sv.ReduceOp`, or a name: "sum", "mean", "prod", "min", "max"; "and", "or", "xor" (logical on
             bools, bitwise on integers); "minloc", "maxloc" (the result is a pair of arrays: values, and the lowest ranks
             that bring them); or the name of an op made by `sv.register_op`.
@@ -78,7 +81,8 @@ def all_reduce(
         algorithm: Force one of `syncvar plan all_reduce`; the same on every rank.
 
     Returns:
-        An array of the shape and dtype of `x` (the mean of integers is float64), or the same structure of arrays.
+        An array of the shape and dtype of `x` (the mean of integers is float64), or the same structure of arrays; a tensor of
+        another library (PyTorch, JAX, any with DLPack and an array namespace) where `x` is one, here and in every collective.
 
     Raises:
         ConfigError: A wrong argument; the other ranks raise MismatchError and the group stays usable.
@@ -107,6 +111,11 @@ def all_reduce(
             result = shortcut(x, out)
             if result is not None:
                 return result
+    if is_foreign(x, out):
+        call = partial(
+            all_reduce, op=op, group=group, async_op=async_op, timeout=timeout, reproducible=reproducible, prescale=prescale, postscale=postscale, weight=weight, algorithm=algorithm
+        )
+        return in_kind(call, x, out)
     result = communicator.perform(
         "all_reduce",
         partial(_request, communicator, x, op, out, reproducible, async_op, prescale, postscale, weight, algorithm),
@@ -208,7 +217,7 @@ def reduce_request(
         array = array.copy() if keep else array
         return Request(what, digest, _one(communicator, array, how, target, reproducible, apply, algorithm))
     structure, leaves = flatten(x)
-    arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]
+    arrays = arrays_of(x, leaves)
     hows = [reduction_of(array, op) for array in arrays]
     targets: list[NDArray[Any] | None] = [None] * len(arrays)
     if out is not None:
@@ -219,15 +228,16 @@ def reduce_request(
             checked_output(one, array.shape, how.result) for one, array, how in zip(outs, arrays, hows, strict=True)
         ]
     kinds = tuple((array.dtype.name, array.shape) for array in arrays)
-    digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *(hows[0].element_shape if hows else ()))
+    digest = fingerprint(name, hows[0].name if hows else op, structure, kinds, reproducible, algorithm, *(hows[0].element_shape if hows else ()))
     nbytes = sum(array.nbytes for array in arrays)
     what = f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
+    like = x
     if keep:
-        arrays = [array.copy() for array in arrays]
+        arrays, like = [array.copy() for array in arrays], fresh(structure, x)
 
     def body() -> Generator[Stage, None, Any]:
         results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm)
-        return unflatten(structure, results)
+        return unflatten(structure, results, like)
 
     return Request(what, digest, body())
 
@@ -495,4 +505,4 @@ def tree_sum(parts: Sequence[Any]) -> Any:
         summed(items, 0, len(arrays), total, 0)
         with quiet():
             sums.append(finish(how, total, 1).reshape(first.shape))
-    return unflatten(flat[0][0], sums)
+    return given_back(parts[0], unflatten(flat[0][0], sums, parts[0]))

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._arguments import Structure, as_array, describe, flatten, unflatten
+from syncvar.collectives._arguments import (
+    Structure,
+    arrays_of,
+    describe,
+    flatten,
+    plain_structure,
+    restored_structure,
+    unflatten,
+)
+from syncvar.collectives._kinds import given_back
 from syncvar.collectives._tree import summed
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.groups import communicator_of
@@ -55,7 +64,7 @@ def all_reduce_shards(
     hosts or transports. They are those of `sv.tree_sum` of all shards in the order of their ids.
 
     Args:
-        shards: Id -> array of any shape, number, or a nested dict/list/tuple of them; the same structure, shapes and
+        shards: Id -> array of any shape, number, or a nested dict/list/tuple/dataclass of them; the same structure, shapes and
             dtypes for all. Over all ranks the ids are 0 to n-1, each once; a rank may bring none, and pass {}.
         op: "sum", or "mean": the sum divided by n, the number of shards.
         group: Ranks that take part; None means the world.
@@ -140,6 +149,7 @@ def shards_request(
         digest: What else must be the same on all ranks.
     """
     ids, leaves, kind = _checked(shards)
+    like = shards[ids[0]] if ids else None
     op = op.lower() if isinstance(op, str) else op
     if op not in _OPS:
         raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {op!r}")
@@ -171,7 +181,7 @@ def shards_request(
             ends = list(accumulate(map(_size, shapes)))
             for place, shape, end in zip(chosen, shapes, ends, strict=True):
                 results[place] = total[end - _size(shape) : end].reshape(shape)
-        return unflatten(agreed.structure, results)
+        return given_back(like, unflatten(agreed.structure, results, like))
 
     return Request(f"{name}({op}, {_shown(told.runs)})", fingerprint("all_reduce_shards", op, digest), body())
 
@@ -191,7 +201,7 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
             raise ConfigError(f"the id of a shard must be an integer, 0 or more, not {given!r}")
         number = int(given)
         structure, parts = flatten(value)
-        arrays = [as_array(part, f"shard {number}") for part in parts]
+        arrays = arrays_of(value, parts, f"shard {number}")
         for array in arrays:
             finite.look(array, f"shard {number} of all_reduce_shards")
         leaves[number] = arrays
@@ -207,21 +217,12 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
 
 
 def _packed(told: _Told) -> bytes:
-    return pack_object([told.runs, None if told.kind is None else [_plain(told.kind.structure), told.kind.arrays]])
+    return pack_object([told.runs, None if told.kind is None else [plain_structure(told.kind.structure), told.kind.arrays]])
 
 
 def _unpacked(data: bytes) -> _Told:
     runs, kind = unpack_object(data)
-    return _Told(runs, None if kind is None else _Kind(_structure(kind[0]), kind[1]))
-
-
-def _plain(structure: Structure) -> list[Any]:
-    return [structure.kind, structure.keys, [_plain(child) for child in structure.children]]
-
-
-def _structure(plain: list[Any]) -> Structure:
-    kind, keys, children = plain
-    return Structure(kind, keys, tuple(_structure(child) for child in children))
+    return _Told(runs, None if kind is None else _Kind(restored_structure(kind[0]), kind[1]))
 
 
 def _first_wrong(everyone: Sequence[_Told]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._headers import BYTES, Record, exchange
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import UNMOVED, by_shortcut, detail_of, landed, moved, moves, place_of
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.groups import communicator_of
@@ -19,7 +20,7 @@ from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
-from syncvar.wire import DTYPE_NAMES, dtype_index, pack_object, unpack_object
+from syncvar.wire import DTYPE_NAMES, Untaken, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -78,6 +79,9 @@ def all_to_all(
         result = by_shortcut(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, _prepare)
         if result is not None:
             return result
+    if is_foreign(parts, out):
+        call = partial(all_to_all, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
+        return in_kind(call, parts, out)
     request = partial(_request, communicator, parts, out, algorithm, keep=async_op)
     return communicator.perform("all_to_all", request, timeout, async_op=async_op)
 
@@ -156,6 +160,8 @@ def _checked_outs(out: Any, size: int, mine: list[NDArray[Any]]) -> list[NDArray
     Raises:
         ConfigError: There are not as many, or they overlap the parts.
     """
+    if type(out) is Untaken:
+        raise ConfigError(f"out {out.reason}")
     if isinstance(out, np.ndarray) and out.ndim:
         outs = [out[chunk.start : chunk.stop] for chunk in even_chunks(out.shape[0], size)]
     elif isinstance(out, list | tuple) and len(out) == size and all(isinstance(one, np.ndarray) for one in out):

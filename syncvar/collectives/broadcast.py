@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import (
-    Structure,
+    arrays_of,
     as_array,
     checked_root,
     flatten,
+    fresh,
     is_structure,
+    plain_structure,
+    restored_structure,
     unflatten,
 )
 from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_record, exchange, require_same
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import (
     UNMOVED,
     by_shortcut,
@@ -57,7 +61,7 @@ def broadcast(
     """Give every rank the root's value.
 
     Args:
-        x: On the root an array, a number, or a nested dict/list/tuple of them. Other ranks pass the same shape and
+        x: On the root an array, a number, or a nested dict/list/tuple/dataclass of them. Other ranks pass the same shape and
             dtype (it is compared), or None.
         root: Rank of the group whose value is sent.
         out: Array of the result's shape and dtype to write to; not for structures.
@@ -91,6 +95,11 @@ def broadcast(
         result = by_shortcut(communicator, ("broadcast", root, x.dtype, x.shape), x, out, _prepare, root)
         if result is not None:
             return result
+    if is_foreign(x, out):
+        call = partial(
+            broadcast, root=root, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
+        )
+        return in_kind(call, x, out)
     return communicator.perform(
         "broadcast",
         partial(broadcast_request, communicator, x, root, out, algorithm=algorithm, keep=async_op),
@@ -139,12 +148,13 @@ def broadcast_request(
         if out is not None:
             raise ConfigError("out cannot be given with a structure")
         structure, leaves = flatten(x)
-        arrays = [as_array(leaf, "a leaf of the structure") for leaf in leaves]
+        arrays = arrays_of(x, leaves)
+        like = fresh(structure, x) if keep else x
         kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
         record = Record(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
-        skeleton = pack_object([_plain(structure), [[index, list(shape)] for index, shape in kinds]]) if is_root else b""
+        skeleton = pack_object([plain_structure(structure), [[index, list(shape)] for index, shape in kinds]]) if is_root else b""
     else:
-        arrays = [] if x is None else [as_array(x)]
+        arrays, like = [] if x is None else [as_array(x)], None
         record = Record() if x is None else array_record(arrays[0])
         skeleton = b""
 
@@ -165,7 +175,7 @@ def broadcast_request(
         if any(one != records[root] for one in brought):
             require_same(communicator, f"{name} from rank {root}", records, records)
         if records[root].kind == BYTES:
-            return (yield from _structure_body(communicator, arrays, skeleton, root))
+            return (yield from _structure_body(communicator, arrays, skeleton, root, like))
         theirs = records[root]
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
@@ -216,7 +226,7 @@ def broadcast_bytes(communicator: Communicator, mine: bytes, root: int) -> Gener
 
 
 def _structure_body(
-    communicator: Communicator, arrays: list[NDArray[Any]], skeleton: bytes, root: int
+    communicator: Communicator, arrays: list[NDArray[Any]], skeleton: bytes, root: int, like: Any
 ) -> Generator[Stage, None, Any]:
     is_root = communicator.member_rank == root
     plain, kinds = unpack_object((yield from broadcast_bytes(communicator, skeleton, root)))
@@ -225,13 +235,4 @@ def _structure_body(
         mine = arrays[place] if is_root else None
         dtype = dtype_from_index(index)
         results.append((yield from broadcast_flat(communicator, mine, tuple(shape), dtype, root)))
-    return unflatten(_restored(plain), results)
-
-
-def _plain(structure: Structure) -> list[Any]:
-    return [structure.kind, list(structure.keys), [_plain(child) for child in structure.children]]
-
-
-def _restored(plain: list[Any]) -> Structure:
-    kind, keys, children = plain
-    return Structure(kind, tuple(keys), tuple(_restored(child) for child in children))
+    return unflatten(restored_structure(plain), results, like)

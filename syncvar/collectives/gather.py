@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives._arguments import checked_output, checked_root, unflatten
+from syncvar.collectives._arguments import checked_output, checked_root, fresh, unflatten
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.all_gather import along_axis, gathered
 from syncvar.collectives.groups import communicator_of
 from syncvar.runtime.group import Request, fingerprint
@@ -58,13 +60,19 @@ def gather(
         array([0, 1, 2])
     """
     communicator = communicator_of(group)
+    if is_foreign(x, out):
+        call = partial(
+            gather, root=root, axis=axis, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
+        )
+        return in_kind(call, x, out)
 
     def check() -> Request:
         target = checked_root(root, communicator.size)
         structure, arrays, axes, kinds = along_axis(x, axis, out)
         is_root = communicator.member_rank == target
+        like = x
         if async_op:
-            arrays = [array.copy() for array in arrays]
+            arrays, like = [array.copy() for array in arrays], fresh(structure, x)
 
         def body() -> Generator[Stage, None, Any]:
             results = []
@@ -73,7 +81,7 @@ def gather(
             if not is_root:
                 return None
             if structure is not None:
-                return unflatten(structure, results)
+                return unflatten(structure, results, like)
             if out is not None:
                 into = checked_output(out, results[0].shape, results[0].dtype)
                 into[...] = results[0]

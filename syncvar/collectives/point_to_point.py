@@ -8,12 +8,14 @@ cycle of ranks that all send first gets the launcher's verdict instead of waitin
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
 from syncvar.collectives._headers import RECORD_BYTES, array_record, pack_record, unpack_record
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, UsageError
 from syncvar.plans import Chunk, Plan, Recv, Send
@@ -77,6 +79,8 @@ def send(
         array([0, 1, 2])
     """
     communicator = communicator_of(group)
+    if is_foreign(x):
+        return in_kind(partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x)
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if dest == rank:
@@ -139,6 +143,8 @@ def recv(
         array(2.5)
     """
     communicator = communicator_of(group)
+    if is_foreign(out):
+        return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if source == rank:

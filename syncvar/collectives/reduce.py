@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives._arguments import (
+    arrays_of,
     as_array,
     checked_output,
     checked_root,
     flatten,
+    fresh,
     is_structure,
     unflatten,
 )
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
@@ -45,7 +49,7 @@ def reduce(
     """Combine the values of all ranks on one of them.
 
     Args:
-        x: Array of any shape, number, or a nested dict/list/tuple of them; the same shapes and dtypes on every rank.
+        x: Array of any shape, number, or a nested dict/list/tuple/dataclass of them; the same shapes and dtypes on every rank.
         op: As for `all_reduce`.
         root: Rank of the group that gets the result.
         out: On the root, an array of the result's shape and dtype to write to; not for structures.
@@ -73,6 +77,11 @@ def reduce(
         array([1., 2.])
     """
     communicator = communicator_of(group)
+    if is_foreign(x, out):
+        call = partial(
+            reduce, op=op, root=root, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
+        )
+        return in_kind(call, x, out)
 
     def check() -> Request:
         target = checked_root(root, communicator.size)
@@ -83,7 +92,7 @@ def reduce(
             structure, leaves = flatten(x)
         else:
             structure, leaves = None, [x]
-        arrays = [as_array(leaf) for leaf in leaves]
+        arrays = arrays_of(x, leaves) if structure is not None else [as_array(x)]
         for array in arrays:
             finite.look(array, "reduce")
         parts = [described(array, op, "reduce", target, algorithm, shown=f", root {target}") for array in arrays]
@@ -91,6 +100,7 @@ def reduce(
         into = None
         if out is not None and is_root:
             into = checked_output(out, arrays[0].shape, hows[0].result)
+        like = fresh(structure, x) if async_op else x
         works = [contribution(array, how, communicator.member_rank) for array, how in zip(arrays, hows, strict=True)]
 
         def body() -> Generator[Stage, None, Any]:
@@ -100,7 +110,7 @@ def reduce(
             yield from tell_that_all_came(communicator, target)
             if not is_root:
                 return None
-            return results[0] if structure is None else unflatten(structure, results)
+            return results[0] if structure is None else unflatten(structure, results, like)
 
         digest = parts[0][1] if structure is None else fingerprint(structure, *(part[1] for part in parts))
         what = parts[0][2] if structure is None else f"reduce({op}, {len(arrays)} arrays, root {target})"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import by_shortcut, fitting, landed, landing, moved, moves, place_of
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
@@ -79,6 +80,11 @@ def reduce_scatter(
         result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, _prepare, op)
         if result is not None:
             return result
+    if is_foreign(x, out):
+        call = partial(
+            reduce_scatter, op=op, lengths=lengths, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
+        )
+        return in_kind(call, x, out)
     return communicator.perform(
         "reduce_scatter",
         partial(_request, communicator, x, op, lengths, out, algorithm, keep=async_op),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.runtime import finite
@@ -115,6 +117,9 @@ def _prefix(
     algorithm: str | None,
 ) -> Any:
     communicator = communicator_of(group)
+    if is_foreign(x, out):
+        call = partial(scan if name == "scan" else exscan, op=op, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
+        return in_kind(call, x, out)
 
     def check() -> Request:
         array = as_array(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output, checked_root
+from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.broadcast import broadcast_bytes
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
@@ -67,6 +69,11 @@ def scatter(
         array([0, 1, 2])
     """
     communicator = communicator_of(group)
+    if is_foreign(x, out):
+        call = partial(
+            scatter, root=root, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
+        )
+        return in_kind(call, x, out)
 
     def check() -> Request:
         source = checked_root(root, communicator.size)

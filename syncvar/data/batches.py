@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._arguments import Structure, as_array, describe, flatten, is_structure, unflatten
-from syncvar.collectives.broadcast import _plain as plain_structure
-from syncvar.collectives.broadcast import _restored as restored_structure
+from syncvar.collectives._arguments import (
+    Structure,
+    as_array,
+    describe,
+    flatten,
+    is_structure,
+    parts_of,
+    plain_structure,
+    rebuilt,
+    restored_structure,
+    unflatten,
+)
 from syncvar.errors import ConfigError
 from syncvar.plans import even_chunks
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
@@ -90,10 +99,8 @@ def map_leaves(fn: Callable[[NDArray[Any]], Any], value: Any) -> Any:
         >>> map_leaves(len, {"x": np.zeros(3), "y": [np.zeros(2), [1, 2, 3, 4]]})
         {'x': 3, 'y': [2, 4]}
     """
-    if isinstance(value, dict):
-        return {key: map_leaves(fn, item) for key, item in value.items()}
     if is_structure(value):
-        return _rebuilt(value, [map_leaves(fn, item) for item in value])
+        return rebuilt(value, [map_leaves(fn, item) for item in parts_of(value)])
     return fn(as_leaf(value))
 
 
@@ -212,21 +219,16 @@ def _stacked(parts: Sequence[Any]) -> Any:
     model = parts[0]
     if isinstance(model, dict):
         return {key: _stacked([part[key] for part in parts]) for key in model}
+    if isinstance(model, dict):
+        return rebuilt(model, [_stacked([part[key] for part in parts]) for key in model])
     if is_structure(model):
-        return _rebuilt(model, [_stacked([part[place] for part in parts]) for place in range(len(model))])
+        return rebuilt(model, [_stacked(list(same)) for same in zip(*map(parts_of, parts), strict=True)])
     arrays = [as_leaf(part) for part in parts]
     try:
         return np.stack(arrays)
     except ValueError as error:
         shapes = ", ".join(sorted({str(array.shape) for array in arrays}))
         raise ConfigError(f"elements of shapes {shapes} cannot be one batch; pad them with dataset.map") from error
-
-
-def _rebuilt(model: Any, items: list[Any]) -> Any:
-    """Return a list or tuple of the type of `model`."""
-    if hasattr(model, "_fields"):
-        return type(model)(*items)
-    return items if isinstance(model, list) else tuple(items)
 
 
 @lru_cache(maxsize=64)

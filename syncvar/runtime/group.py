@@ -77,6 +77,12 @@ class Work:
         self._engine = engine
         self._operation = operation
         self._sends = sends  # queued writes: others need not go before
+        self._finish: Callable[[Any], Any] | None = None
+
+    def then(self, finish: Callable[[Any], Any]) -> Work:
+        """Make what `finish` makes of the result the result; returns this work."""
+        self._finish = finish
+        return self
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result.
@@ -91,14 +97,15 @@ class Work:
         if self._engine is None:
             if operation.error is not None:
                 raise operation.error
-            return operation.result
+            return operation.result if self._finish is None else self._finish(operation.result)
         try:
-            return self._wait(timeout)
+            result = self._wait(timeout)
         except SyncvarError as error:
             note = f"the call was started at {operation.site}"
             if operation.site and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
+        return result if self._finish is None else self._finish(result)
 
     def _wait(self, timeout: float | None) -> Any:
         operation = self._operation

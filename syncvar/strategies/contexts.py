@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from syncvar.collectives._arguments import is_structure, parts_of, rebuilt
 from syncvar.collectives.barrier import meet
 from syncvar.errors import UsageError
 from syncvar.strategies.reducing import gather_values, own_part, reduce_values
@@ -190,11 +189,6 @@ def _grouped(value: Any) -> Any:
     """Return an argument of merge_call as the merge function sees it."""
     if value is None or isinstance(value, Variable | DistributedValues):
         return value
-    if isinstance(value, dict):
-        return {key: _grouped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not all(
-        isinstance(item, int | float | np.generic) for item in value
-    ):
-        items = [_grouped(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_structure(value):
+        return rebuilt(value, [_grouped(part) for part in parts_of(value)])
     return PerReplica(value)

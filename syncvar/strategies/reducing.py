@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, describe, flatten, unflatten
+from syncvar.collectives._arguments import (
+    arrays_of,
+    as_array,
+    describe,
+    flatten,
+    is_dataclass,
+    parts_of,
+    rebuilt,
+    unflatten,
+)
+from syncvar.collectives._kinds import given_back
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import ConfigError
@@ -53,11 +63,8 @@ def own_part(value: Any) -> Any:
     """Return this process's part of a DistributedValues, also inside structures; anything else as it is."""
     if isinstance(value, DistributedValues):
         return value.values[0]
-    if isinstance(value, dict):
-        return {key: own_part(item) for key, item in value.items()} if _holds(value.values()) else value
-    if isinstance(value, list | tuple) and _holds(value):
-        items = [own_part(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if _is_nested(value) and _holds(parts_of(value)):
+        return rebuilt(value, [own_part(part) for part in parts_of(value)])
     return value
 
 
@@ -67,12 +74,10 @@ def local_part(value: Any) -> Any:
         return value.local_value()
     if isinstance(value, DistributedValues):
         return local_part(value.values[0])
-    if isinstance(value, dict):
-        return {key: local_part(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(local_part(item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(local_part(item) for item in value)
+    if _is_nested(value):
+        parts = parts_of(value)
+        made = [local_part(part) for part in parts]
+        return value if all(map(operator.is_, made, parts)) else rebuilt(value, made)
     return value
 
 
@@ -99,18 +104,23 @@ def reduce_values(
     def check() -> Request:
         op = as_member(ReduceOp, reduce_op, "reduce_op")
         axes = _checked_axes(axis)
-        structure, leaves = flatten(local_part(value))
-        arrays = [as_array(leaf) for leaf in leaves]
+        part = local_part(value)
+        structure, leaves = flatten(part)
+        arrays = arrays_of(part, leaves, "the value")
+
+        def together(made: list[NDArray[Any]]) -> Any:
+            return given_back(part, unflatten(structure, made, part))
+
         name = f"strategy.reduce({op.name}, axis={axes})"
         if axes is None:
             request = reduce_request(communicator, arrays, op.value, reproducible=reproducible, name=name)
-            return _structured(request, lambda parts: unflatten(structure, parts), structure, name, arrays)
+            return _structured(request, together, structure, name, arrays)
         places = [_normalized(axes, array.ndim) for array in arrays]
         parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
         if op is not ReduceOp.MEAN:
             request = reduce_request(communicator, parts, op.value, reproducible=reproducible, name=name)
             return _structured(
-                request, lambda made: unflatten(structure, _as_asked(made, op, arrays)), structure, name, parts
+                request, lambda made: together(_as_asked(made, op, arrays)), structure, name, parts
             )
         counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
         request = reduce_request(communicator, [*parts, *counts], "sum", reproducible=reproducible, name=name)
@@ -118,7 +128,7 @@ def reduce_values(
         def finish(made: list[NDArray[Any]]) -> Any:
             totals, numbers = made[: len(parts)], made[len(parts) :]
             means = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]  # NaN of no element
-            return unflatten(structure, _as_asked(means, op, arrays))
+            return together(_as_asked(means, op, arrays))
 
         return _structured(request, finish, structure, name, parts)
 
@@ -143,7 +153,13 @@ def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: fl
                 raise ConfigError(
                     f"{name} concatenates along an axis, and a scalar has none; pass np.reshape(x, (1,))"
                 )
-        return gather_request(communicator, part, axis, name=name)
+        request = gather_request(communicator, part, axis, name=name)
+        body = request.body
+
+        def run() -> Generator[Stage, None, Any]:
+            return given_back(part, (yield from body))
+
+        return Request(request.what, request.digest, run())
 
     return communicator.perform(name, check, timeout)
 
@@ -217,10 +233,11 @@ def _as_asked(parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]
     ]
 
 
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple) or is_dataclass(value)
+
+
 def _holds(items: Any) -> bool:
     return any(
-        isinstance(item, DistributedValues)
-        or (isinstance(item, dict) and _holds(item.values()))
-        or (isinstance(item, list | tuple) and _holds(item))
-        for item in items
+        isinstance(item, DistributedValues) or (_is_nested(item) and _holds(parts_of(item))) for item in items
     )

@@ -4,6 +4,7 @@
 * `control`: messages between a worker and the launcher, checked against a schema.
 * `membership`, `arbiter`, `health`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
 * `keys`: the secret of a job, and what is derived from it.
+* `libraries`: tensors of other libraries as NumPy arrays on the same memory.
 * `objects`, `dtypes`: plain Python objects and arrays as data; nothing is ever pickled.
 
 Nothing here opens a socket, starts a thread or reads a clock. NumPy is imported only when an array is met, so that
@@ -26,6 +27,7 @@ from syncvar.wire.frame import (
     pack_header,
     parse_header,
 )
+from syncvar.wire.libraries import Library, Untaken, library_of
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ __all__ = [
     "Header",
     "Health",
     "Kind",
+    "Library",
     "Member",
     "Message",
     "Mute",
@@ -65,10 +68,12 @@ __all__ = [
     "RollCall",
     "Say",
     "Tell",
+    "Untaken",
     "Verdict",
     "derive",
     "dtype_from_index",
     "dtype_index",
+    "library_of",
     "pack_header",
     "pack_message",
     "pack_object",
