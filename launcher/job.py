@@ -15,6 +15,7 @@ from syncvar.env import RankEnvironment
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
+from syncvar_launcher.environment import inherited
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
 from syncvar_launcher.limits import cannot_start
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Job"]
 
 _LOOPBACK = "127.0.0.1"
-_NEVER_PASSED = (
-    "SYNCVAR_KEY_FD", "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE",
-)  # fmt: skip
 
 
 class Job:
@@ -103,7 +101,7 @@ class Job:
 
     def base_environment(self) -> dict[str, str]:
         """Return what workers inherit of the launcher's environment."""
-        return {name: value for name, value in self.environ.items() if name not in _NEVER_PASSED}
+        return inherited(self.environ, is_clear=self.options.env_clear)
 
     def pass_fds(self) -> list[int]:
         """Return the descriptors that workers inherit from whoever started the launcher."""
@@ -128,8 +126,9 @@ class Job:
         hidden = {"SYNCVAR_JOB_ID": "<random>"}
         if self.options.log_dir is None:
             hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
+        kept = self.base_environment() if self.options.env_clear else {}  # where all is inherited, only what is added tells something
         environments = [
-            self.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch) | hidden
+            kept | self.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch) | hidden
             for rank in range(self.options.workers)
         ]
         folder, _ = runtime_directory(self.environ)

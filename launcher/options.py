@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -22,6 +21,7 @@ from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
 from syncvar.topology import divided
 from syncvar_launcher import binding, exits, output, signals
+from syncvar_launcher.environment import check_assignment, variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +41,6 @@ __all__ = [
 LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 _PROGRAM = "syncvar-launch"
-_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _INTERNAL = frozenset(
     PREFIX + name for name in (
@@ -80,6 +79,7 @@ class LaunchOptions(NamedTuple):
         workers: How many ranks, at least 1 ("auto" is resolved).
         fake_hosts: As how many hosts this machine poses, at least 1.
         env: Variables to set for every rank.
+        env_clear: The ranks inherit no other variables than those of an allow-list.
         cwd: The folder in which the ranks start, absolute.
         log_dir: The folder for one file for each rank and stream, absolute, or None.
         output: Whose lines are shown while the job runs: "all", "first", "failed", "none" or ranks such as "0,3-5".
@@ -108,6 +108,7 @@ class LaunchOptions(NamedTuple):
     workers: int
     fake_hosts: int
     env: Mapping[str, str]
+    env_clear: bool
     cwd: Path
     log_dir: Path | None
     output: str
@@ -160,9 +161,10 @@ _RUN, _WORKERS, _OUTPUT, _LIMITS = "What to run", "Workers", "Output", "Limits"
 
 _OPTIONS = (
     _Option(
-        "env", ("--env",), _RUN, "set a variable of all ranks, or copy ours (repeat)",
-        "variables", "NAME[=V]", {},
+        "env", ("-x", "--env"), _RUN, "set a variable of all ranks, or copy ours (repeat)", "variables", "NAME[=V]|PRE*", {},
+        shown="-x, --env NAME[=V]|PRE*",
     ),
+    _Option("env_clear", ("--env-clear",), _RUN, "of ours only PATH, HOME and such, and what -x names", "switch", default=False),
     _Option("cwd", ("--cwd",), _RUN, "start the ranks in this folder", "folder", "DIR"),
     _Option("config", ("--config",), _RUN, "read [launch] and [runtime] from a TOML file", "path", "FILE", in_file=False),
     _Option("dry_run", ("--dry-run",), _RUN, "show what would be done, and do nothing", "switch", default=False),
@@ -288,22 +290,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     line = {key: value for key, value in vars(parser.parse_args(given)).items() if value is not None}
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    variables: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
     for name in environ:
         if name.startswith(LAUNCH_PREFIX) and name not in _IN_ENVIRONMENT:
             raise ConfigError(f"unknown variable {name}{_knob_hint(name.removeprefix(LAUNCH_PREFIX).lower(), name, _IN_ENVIRONMENT)}")
     for name, option in _IN_ENVIRONMENT.items():
         if name in environ:
-            variables[option.key] = _checked(option, environ[name], name, is_text=True)
+            settings[option.key] = _checked(option, environ[name], name, is_text=True)
 
-    path = line.get("config") or variables.get("config")
+    path = line.get("config") or settings.get("config")
     table, knobs = _read_file(base / path) if path else ({}, {})
     env: dict[str, str] = {}
     for option in _OPTIONS:
         if option.knob:
             continue
-        layers = (("file", table), ("environment", variables), ("command line", line))
+        layers = (("file", table), ("environment", settings), ("command line", line))
         values[option.key], origin[option.key] = option.default, "default"
         for source, layer in layers:
             if option.key not in layer:
@@ -311,7 +313,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
             origin[option.key] = source
             values[option.key] = layer[option.key]
             if option.key == "env":
-                chosen = _variables(layer["env"], environ, source)
+                chosen = variables(layer["env"], environ, source)
                 env |= chosen
                 origin |= {f"env.{name}": source for name in chosen}
 
@@ -363,6 +365,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         workers=values["workers"],
         fake_hosts=values["fake_hosts"],
         env=env,
+        env_clear=values["env_clear"],
         cwd=folder,
         log_dir=base / values["log_dir"] if values["log_dir"] is not None else None,
         output=values["output"],
@@ -413,7 +416,7 @@ class _Reader:
     def __call__(self, text: str) -> Any:
         try:
             if self._option.kind == "variables":
-                _check_variable(text)  # the shell has split the words already
+                check_assignment(text)  # the shell has split the words already
                 return text
             return _read(self._option, text, is_text=True)
         except ConfigError as error:
@@ -551,32 +554,8 @@ def _read_variables(value: Any, *, is_text: bool) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f'must be a list such as ["NAME=value", "NAME"], not {value!r}')
     for item in value:
-        _check_variable(item)
+        check_assignment(item)
     return value
-
-
-def _check_variable(text: str) -> None:
-    name = text.partition("=")[0]
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of a variable (letters, digits and _, no digit first)")
-    if "\0" in text:
-        raise ConfigError(f"the value of {name} has a zero byte")
-    if name in _CONTRACT:
-        raise ConfigError(f"{name} is set by the launcher, for each rank its own")
-    if name in _KNOBS:
-        raise ConfigError(f"{name} is a setting of the whole job: set it in the environment of {_PROGRAM} or in [runtime]")
-
-
-def _variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> dict[str, str]:
-    result: dict[str, str] = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals:
-            if name not in environ:
-                raise ConfigError(f"--env {name} ({source}): {_PROGRAM} has no variable {name} to copy; give {name}=value")
-            value = environ[name]
-        result[name] = value
-    return result
 
 
 def _checked(option: _Option, value: Any, where: str, *, is_text: bool) -> Any:

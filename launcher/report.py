@@ -162,14 +162,14 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     """Return a copy to print of a command line: the values that `--env` gives to secrets are replaced.
 
     Example:
-        >>> mask_arguments(["--env", "TOKEN=abc", "--env=HOME=/root", "a.py"])
-        ['--env', 'TOKEN=***', '--env=HOME=/root', 'a.py']
+        >>> mask_arguments(["--env", "TOKEN=abc", "--env=HOME=/root", "-xKEY=1", "a.py"])
+        ['--env', 'TOKEN=***', '--env=HOME=/root', '-xKEY=***', 'a.py']
     """
     result: list[str] = []
     for index, argument in enumerate(arguments):
-        start = "--env=" if argument.startswith("--env=") else ""
+        start = next((one for one in ("--env=", "-x=", "-x") if argument.startswith(one)), "")
         name, equals, _ = argument.removeprefix(start).partition("=")
-        given = start or (index > 0 and arguments[index - 1] == "--env")
+        given = start or (index > 0 and arguments[index - 1] in ("--env", "-x"))
         result.append(f"{start}{name}=***" if given and equals and _SECRET.search(name) else argument)
     return result
 

@@ -38,7 +38,8 @@ def dry_run_text(
     Args:
         options: What was asked for.
         cores: For each rank its cores, or None where it is not bound.
-        environments: For each rank the variables that the launcher sets; those of rank 0 are shown, secrets masked.
+        environments: For each rank the variables that the launcher sets, with `--env-clear` all that the rank has; those of
+            rank 0 are shown, secrets masked.
         argv: The command line of a worker.
         host: Name of the host.
         binding: Why the cores are what they are, in one sentence.
@@ -54,7 +55,7 @@ def dry_run_text(
     lines += [line for line in (binding, transport) if line]
     lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
     if environments:
-        lines += ["", "environment set for rank 0:"]
+        lines += ["", f"environment {'of rank 0, and nothing else' if options.env_clear else 'set for rank 0'}:"]
         masked = mask_environment(environments[0])
         lines += [f"  {escape(name)}={escape(shlex.quote(value))}" for name, value in sorted(masked.items())]
     lines += ["", "settings:", *(f"  {line}" for line in _columns(settings_rows(options)))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from syncvar.errors import ConfigError
+from syncvar.stacks import ALL_THREADS, MAIN_THREAD
 from syncvar_launcher.exits import signal_name
 
 __all__ = ["DEFAULT", "forwarded"]
@@ -24,6 +25,7 @@ _NOT_PASSED_ON: dict[int, str] = {
     signal.SIGTSTP: "it stops the launcher, which stops all ranks",
     signal.SIGTTIN: "it stops who reads from a terminal in the background",
     signal.SIGTTOU: "it stops who writes to a terminal in the background",
+    **dict.fromkeys((MAIN_THREAD, ALL_THREADS), "a rank writes its Python stack when it gets it"),
     **dict.fromkeys((signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS), _FAULT),
 }
 
@@ -53,5 +55,5 @@ def _number(text: str) -> int:
     if number not in signal.valid_signals():
         raise ConfigError(f"{text!r} is no signal: give names or numbers, such as {DEFAULT}, or none")
     if number in _NOT_PASSED_ON:
-        raise ConfigError(f"{signal_name(number)} cannot be passed on: {_NOT_PASSED_ON[number]}")
+        raise ConfigError(f"{signal_name(number) or number} cannot be passed on: {_NOT_PASSED_ON[number]}")
     return number

@@ -67,6 +67,23 @@ def test_what_every_rank_gets(launch):
             assert event["cores"] == CORES[rank * (len(CORES) // 2) : (rank + 1) * (len(CORES) // 2)]
 
 
+def test_what_a_rank_of_a_cleared_environment_gets(launch):
+    leaks = {"LEAK": "1", "MY_TOKEN": "2", "PYTHONSTARTUP": "/nonexistent", "OWN_A": "3", "OWN_B": "4", "SYNCVAR_STALL_WARNING_S": "9"}
+    options = ["--env-clear", "-x", "OWN_*", "-x", "MY_TOKEN", "-xPLAIN=5", "--fake-hosts", "2"]
+    job = launch(ABOUT + "import syncvar as sv; assert sv.all_reduce(1) == 2\n", options=options, env=leaks)
+    for event in about(job).values():
+        environ = event["environ"]
+        assert {name: environ.get(name) for name in ("OWN_A", "OWN_B", "MY_TOKEN", "PLAIN")} == {"OWN_A": "3", "OWN_B": "4", "MY_TOKEN": "2", "PLAIN": "5"}
+        assert environ["PATH"] == os.environ["PATH"]
+        assert float(environ["SYNCVAR_STALL_WARNING_S"]) == 9, "settings reach every rank"
+        assert not {"LEAK", "PYTHONSTARTUP", "PYTEST_CURRENT_TEST"} & environ.keys()
+    arguments = launch(ABOUT, options=[*options, "--dry-run"], env=leaks)
+    assert arguments.wait() == 0, str(arguments)
+    assert "OWN_A=3" in arguments.out, str(arguments)
+    assert "MY_TOKEN='***'" in arguments.out, "shown, but for secrets"
+    assert "LEAK" not in arguments.out
+
+
 def test_torch_names(launch):
     job = launch(ABOUT, workers=2, options=["--torch-env"])
     first, second = (event["environ"] for event in about(job).values())

@@ -44,6 +44,12 @@ def test_numbers_of_numpy_are_seconds():
     assert sv.run(divmod, workers=1, args=(7, 2), timeout=10**400) == [(3, 1)]
 
 
+def test_workers_of_a_program_may_inherit_next_to_nothing(monkeypatch):
+    monkeypatch.setenv("SYNCVAR_LAUNCH_ENV_CLEAR", "1")
+    monkeypatch.setenv("LEAK", "1")
+    assert sv.run(os.getenv, workers=1, args=("LEAK",)) == [None]
+
+
 def scripted(folder, text):
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))

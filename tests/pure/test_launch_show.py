@@ -46,6 +46,12 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
     assert "hunter2" not in text
 
 
+def test_a_cleared_environment_is_shown_whole(tmp_path):
+    cleared = parse(["--env-clear", "-m", "train"], {}, tmp_path)
+    assert "environment of rank 0, and nothing else:\n  HOME=/h\n" in dry_run_text(cleared, [None], [{"HOME": "/h"}], ["x"])
+    assert ("env_clear", "yes", "command line") in settings_rows(cleared)
+
+
 def test_every_setting_is_shown(options):
     names = {name for name, _, _ in settings_rows(options)}
     assert names >= (set(launch_keys()) - {"env"}) | set(RuntimeConfig.names()) | {"config", "env.API_KEY"}

@@ -11,6 +11,7 @@ import pytest
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
 from syncvar_launcher import options as options_module
+from syncvar_launcher.environment import inherited
 from syncvar_launcher.options import help_text, launch_keys, parse
 from syncvar_launcher.signals import forwarded
 
@@ -168,11 +169,15 @@ def test_usage_errors(capsys, argv, message):
         ("--forward-signals", "19", "SIGSTOP cannot be passed on: no process can handle it"),
         ("--forward-signals", "USR1,TERM", "SIGTERM cannot be passed on: it ends the job"),
         ("--forward-signals", "chld", "SIGCHLD cannot be passed on: the system tells the launcher"),
+        ("--forward-signals", "49", "49 cannot be passed on: a rank writes its Python stack when it gets it"),
         ("--forward-signals", "SEGV", "SIGSEGV cannot be passed on: it tells a fault"),
         ("--bind", "core", "must be one of auto, none, cores, not 'core' (did you mean cores?)"),
         ("--color", "on", "must be one of auto, always, never, not 'on'"),
         ("--env", "1A=2", "'1A' is no name of a variable (letters, digits and _, no digit first)"),
         ("--env", "BASH_FUNC_x%%=1", "'BASH_FUNC_x%%' is no name of a variable (letters, digits and _, no digit first)"),
+        ("-x", "*", "'*' is no beginning of names of variables"),
+        ("-x", "A*B", "'A*B' is no name of a variable"),
+        ("-x", "A*=1", "'A*' is no name of a variable"),
         ("--env", "=2", "'' is no name of a variable (letters, digits and _, no digit first)"),
         ("--env", "SYNCVAR_RANK=1", "SYNCVAR_RANK is set by the launcher, for each rank its own"),
         ("--env", "WORLD_SIZE=1", "WORLD_SIZE is set by the launcher, for each rank its own"),
@@ -263,6 +268,27 @@ def test_a_file_that_is_no_text(folder):
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="is not UTF-8"):
         run("--config", str(path), "-m", "x")
+
+
+def test_variables_are_copied_by_name_and_by_their_beginning():
+    environ = {"AWS_ID": "a", "AWS_KEY": "b", "OTHER": "c", "LD_PRELOAD": "d", "LD_X": "e", "SYNCVAR_KEY": "f", "SYNCVAR_MINE": "g"}
+    options = run("-x", "AWS_*", "-xOTHER", "-x=AWS_ID=z", "--env", "LD_*", "-x", "SYNCVAR_*", "-m", "x", environ=environ)
+    assert options.env == {"AWS_ID": "z", "AWS_KEY": "b", "OTHER": "c", "LD_X": "e", "SYNCVAR_MINE": "g"}
+    assert run("-x", "LD_PRELOAD", "-m", "x", environ=environ).env == {"LD_PRELOAD": "d"}, "named explicitly"
+    with pytest.raises(ConfigError, match=r"--env GCP_\* \(command line\): syncvar-launch has no variable to copy whose name begins with GCP_"):
+        run("-x", "GCP_*", "-m", "x", environ=environ)
+    assert (run("-m", "x").env_clear, run("--env-clear", "-m", "x").env_clear) == (False, True)
+
+
+def test_what_a_worker_inherits():
+    words = (
+        "PATH HOME LANG LC_TIME TERM TZ USER LOGNAME SHELL PYTHONPATH VIRTUAL_ENV LD_LIBRARY_PATH OMP_NUM_THREADS SYNCVAR_LOST_AFTER_S",
+        "AWS_SECRET_ACCESS_KEY LD_PRELOAD PYTHONSTARTUP BASH_FUNC_x%% SSH_AUTH_SOCK PATH_OF_MINE SYNCVAR_MINE",
+        "SYNCVAR_KEY SYNCVAR_KEY_FD SYNCVAR_STATUS_FD SYNCVAR_PASS_FDS SYNCVAR_PARENT_FD SYNCVAR_OUTCOME_FILE",
+    )
+    kept, more, never = (dict.fromkeys(names.split(), "1") for names in words)
+    assert inherited({**kept, **more, **never}, is_clear=False) == {**kept, **more}
+    assert inherited({**kept, **more, **never}, is_clear=True) == kept
 
 
 def test_a_variable_that_is_not_there_cannot_be_copied():

@@ -132,8 +132,8 @@ def test_secrets_are_masked():
 
 
 def test_secrets_on_the_command_line_are_masked_in_what_to_try():
-    arguments = ["--env", "TOKEN=abc", "--env=API_KEY=abc", "--env", "TOKEN", "-n", "2", "a.py", "KEY=1"]
+    arguments = ["--env", "TOKEN=abc", "--env=API_KEY=abc", "--env", "TOKEN", "-x", "KEY=abc", "-xKEY=abc", "-n", "2", "a.py", "KEY=1"]
     assert mask_arguments(arguments) == [
-        "--env", "TOKEN=***", "--env=API_KEY=***", "--env", "TOKEN", "-n", "2", "a.py", "KEY=1",
+        "--env", "TOKEN=***", "--env=API_KEY=***", "--env", "TOKEN", "-x", "KEY=***", "-xKEY=***", "-n", "2", "a.py", "KEY=1",
     ]  # fmt: skip
     assert "abc" not in failure_block(Failure(rank=0, status=1), arguments=arguments)
