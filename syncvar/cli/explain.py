@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.cli.records import Record, calls_of, duration, group_name, members_of, newest
+from syncvar.cli.records import Lost, Record, calls_of, duration, lost_ranks, members_of, names_of, newest
 from syncvar.topology import rank_list
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from syncvar.runtime.recorder import Event
 
@@ -43,7 +43,7 @@ def divergences(records: Sequence[Record]) -> list[Divergence]:
     """Return the first divergence of each group: the earliest first, but those behind which nobody was held up last.
 
     A call diverges when ranks made it with other fingerprints, or when a rank of which a record is there did not
-    enter it. What lies before the beginning of a full ring is not known, and neither is what a rank did after a record
+    enter it, or when it is known that a rank had ended before. What lies before the beginning of a full ring is not known, and neither is what a rank did after a record
     that was made in the middle of its run.
 
     Args:
@@ -61,7 +61,8 @@ def divergences(records: Sequence[Record]) -> list[Divergence]:
             absent = tuple(
                 rank
                 for rank in groups.get(group, ())
-                if rank in by_rank and rank not in made and _would_know(by_rank[rank], numbers[rank], call, began)
+                if rank not in made
+                and (_would_know(by_rank[rank], numbers[rank], call, began) if rank in by_rank else rank in _ended_before(made.values()))
             )
             every.append(Divergence(group, call, made, absent, began))
     found: dict[int, Divergence] = {}
@@ -113,6 +114,11 @@ def _held_up(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int
     )
 
 
+def _ended_before(events: Iterable[Event]) -> list[int]:
+    """Return the ranks that had ended before a call, as those heard who waited in it."""
+    return [rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end]
+
+
 def _would_know(record: Record, numbers: Sequence[int], call: int, began: int) -> bool:
     """Return whether a call that is not in a record was not entered by its rank."""
     if not record.is_final and not record.written > began and not any(number > call for number in numbers):
@@ -132,7 +138,7 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
     """
     records = newest(records)
     zero = min((record.events[0].began_ns for record in records if record.events), default=0)
-    found = divergences(records)
+    found, names = divergences(records), names_of(records)
     lines = _head(records)
     if found:
         lines += _told(records, found[0], zero)
@@ -141,7 +147,7 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
             lines.append(f"also: {len(found) - 1 - _ELSEWHERE} more groups")
     else:
         lines += _agreed(records, zero)
-    lines += ["", "at the end", *(f"  {line}" for record in records for line in _last(record, zero))]
+    lines += ["", "at the end", *(f"  {line}" for record in records for line in _last(record, zero, names))]
     lines += _waiting(records)
     return "".join(f"{line}\n" for line in lines), bool(found)
 
@@ -156,17 +162,30 @@ def _head(records: Sequence[Record]) -> list[str]:
     job = f" of job {first.job[:8]}" if first.job else ""
     generation = f", generation {first.generation}" if first.generation else ""
     lines = [f"flight records of {rank_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"]
-    if missing:
-        lines.append(f"{rank_list(missing)} left none: killed before there was time for it, or never joined")
+    lost = _lost(records)
+    how: dict[str, list[int]] = {}
+    for rank in missing:
+        how.setdefault(lost[rank].words if rank in lost else "killed before there was time for it, or never joined", []).append(rank)
+    lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in how.items()]
     boots = {record.boot: record.host for record in records}
     if len(boots) > 1:
         lines.append(f"times of hosts {', '.join(sorted(boots.values()))} are not known to be of one clock")
     return [*lines, ""]
 
 
+def _lost(records: Sequence[Record]) -> dict[int, Lost]:
+    """Return how ranks ended that others heard of."""
+    lost: dict[int, Lost] = {}
+    for record in records:
+        for event in record.events:
+            lost |= lost_ranks(event.detail)
+    return lost
+
+
 def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     members = members_of(records).get(one.group, ())
-    group = group_name(one.group, members)
+    names = names_of(records)
+    group = names[one.group]
     lines = [f"first divergence: call {one.call} of {group}, {duration(one.began - zero)} after the first event"]
     does: dict[str, list[int]] = {}
     for rank, event in sorted(one.made.items()):
@@ -177,7 +196,12 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
         begins = [one.made[rank].began_ns - zero for rank in ranks]
         when = f"at {duration(min(begins))}" + (f" to {duration(max(begins))}" if len(ranks) > 1 else "")
         texts.append((ranks, f"{rank_list(ranks)}: {text}, begun {when}"))
-    texts += [([rank], f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero)}") for rank in one.absent]
+    lost = _lost(records)
+    for rank in one.absent:
+        if rank in by_rank:
+            texts.append(([rank], f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero, names)}"))
+        else:
+            texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {one.call}"))
     unknown = sorted(set(members) - set(one.made) - set(one.absent))
     texts = sorted(texts, key=lambda item: item[0])
     lines += [f"  {text}" for _, text in texts[:_LINES]]
@@ -205,7 +229,7 @@ def _first_line(detail: str) -> str:
     return detail.split("\n", 1)[0].partition(": ")[2]
 
 
-def _instead(record: Record, one: Divergence, zero: int) -> str:
+def _instead(record: Record, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
     """Say what a rank did in place of a call."""
     own = [event for event in record.events if event.group == one.group]
     before = [event for event in own if event.call < one.call]
@@ -221,7 +245,7 @@ def _instead(record: Record, one: Divergence, zero: int) -> str:
     later = [event for event in others if event.began_ns > since]
     elsewhere = next((event for event in later if event.state != "done"), later[0] if before and later else None)
     if elsewhere is not None:
-        where = group_name(elsewhere.group, record.groups.get(elsewhere.group, ())) if elsewhere.group >= 0 else ""
+        where = names[elsewhere.group] if elsewhere.group >= 0 else ""
         at = f"call {elsewhere.call} of {where}" if where else "a question"
         return f"{text}; instead it made {at}, {elsewhere.what}, {_state(elsewhere)}, at {duration(elsewhere.began_ns - zero)}"
     return f"{text}; it made no other call" + (f": {_first(record.reason)}" if record.reason else "")
@@ -262,7 +286,7 @@ def _before(records: Sequence[Record], group: int, call: int, zero: int) -> list
 
 
 def _one_line(records: Sequence[Record], one: Divergence, zero: int) -> str:
-    group = group_name(one.group, members_of(records).get(one.group, ()))
+    group = names_of(records)[one.group]
     what = "; ".join(f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE])
     absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
     return f"call {one.call} of {group} at {duration(one.began - zero)}: {what}{absent}"
@@ -271,7 +295,7 @@ def _one_line(records: Sequence[Record], one: Divergence, zero: int) -> str:
 def _agreed(records: Sequence[Record], zero: int) -> list[str]:
     """Tell of ranks that made the same calls; some may have come to no end."""
     lines = ["no divergence: the ranks that left a record made the same calls"]
-    groups = members_of(records)
+    names = names_of(records)
     for group, calls in calls_of(records).items():
         for call, events in calls.items():
             bad = {rank: event for rank, event in events.items() if event.state != "done"}
@@ -283,14 +307,14 @@ def _agreed(records: Sequence[Record], zero: int) -> list[str]:
                 states.setdefault(said, []).append(rank)
             what = next(iter(bad.values())).what
             began = min(event.began_ns for event in events.values())
-            lines.append(f"first without an end in {group_name(group, groups.get(group, ()))}: call {call}, {what}, begun at {duration(began - zero)}")
+            lines.append(f"first without an end in {names[group]}: call {call}, {what}, begun at {duration(began - zero)}")
             lines += [f"  {rank_list(ranks)}: {said}" for said, ranks in states.items()]
             lines += ["before it", *_before(records, group, call, zero)]
             break
     return lines
 
 
-def _last(record: Record, zero: int) -> list[str]:
+def _last(record: Record, zero: int, names: Mapping[int, str]) -> list[str]:
     """Tell what a rank did last."""
     operations = [event for event in record.events if event.state != "noted"]
     who = f"rank {record.rank}"
@@ -299,13 +323,13 @@ def _last(record: Record, zero: int) -> list[str]:
     if last is None:
         text = f"{who}: no operation"
     else:
-        where = f"call {last.call} of {group_name(last.group, record.groups.get(last.group, ()))}" if last.group >= 0 else "a question"
+        where = f"call {last.call} of {names[last.group]}" if last.group >= 0 else "a question"
         if last.state == "started":
             text = f"{who}: in {where}, {last.what}, for {duration(record.written - last.began_ns)}"
         else:
             text = f"{who}: after {where}, {last.what}, {last.state} at {duration(last.ended_ns - zero)}"
     site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
-    if site and site != "a place unknown" and "bootstrap.py:" not in site:
+    if site and site != "a place unknown":
         text += f"; it stood at {site}"
     lines = [text]
     if record.reason:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,10 +14,14 @@ from syncvar.topology import rank_list
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Record", "as_record", "calls_of", "duration", "group_name", "load", "members_of", "newest"]
+__all__ = ["Record", "as_record", "calls_of", "duration", "load", "lost_ranks", "members_of", "names_of", "newest"]
 
 _LARGEST = 64 << 20
-_NUMBERED = 1 << 20  # groups are counted, or they have a digest as identity
+# What `PeerLost` says of a rank that has ended, in the words of the membership and of the launcher.
+_LOST = re.compile(
+    r"PeerLost: rank (?P<rank>\d+)(?: on \S+)? was lost: (?:finished\b|left with status (?P<left>\d+) before shutdown|"
+    r"exited with status (?P<code>\d+)|signal (?P<signal>\d+))"
+)
 
 
 class Record(NamedTuple):
@@ -149,18 +154,57 @@ def calls_of(records: Iterable[Record]) -> dict[int, dict[int, dict[int, Event]]
     return {group: dict(sorted(numbers.items())) for group, numbers in sorted(calls.items())}
 
 
-def group_name(group: int, members: tuple[int, ...]) -> str:
-    """Return a group in words.
+def names_of(records: Iterable[Record]) -> dict[int, str]:
+    """Return every group in words: by its ranks, for its identity is nothing that a program knows.
+
+    Several groups of the same ranks are numbered in the order of their first calls.
+    """
+    records = list(records)
+    firsts: dict[int, int] = {}
+    messages = set()
+    for event in (event for record in records for event in record.events):
+        firsts[event.group] = min(event.began_ns, firsts.get(event.group, event.began_ns))
+        if event.what.startswith(("send(", "recv(")):
+            messages.add(event.group)
+    names = {0: "the world"}
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for group, members in members_of(records).items():
+        if group in messages and len(members) == 2:
+            names[group] = "send/recv between ranks {} and {}".format(*sorted(members))
+        elif group:
+            alike.setdefault(members, []).append(group)
+    for members, groups in alike.items():
+        for number, group in enumerate(sorted(groups, key=lambda one: firsts.get(one, 0)), 1):
+            names[group] = f"group {number} of {rank_list(members)}" if len(groups) > 1 else f"the group of {rank_list(members)}"
+    return names
+
+
+class Lost(NamedTuple):
+    """How a rank ended that left no record, as another one heard.
+
+    Args:
+        words: In words.
+        did_end: It ended by itself, between two calls: what it had not entered then it never would have.
+    """
+
+    words: str
+    did_end: bool
+
+
+def lost_ranks(detail: str) -> dict[int, Lost]:
+    """Return by rank how one ended of which a failed call tells; empty where it tells of none.
 
     Example:
-        >>> group_name(0, (0, 1)), group_name(3, (0, 2))
-        ('the world', 'group 3 (ranks 0, 2)')
-        >>> group_name(9552367009143471357, (0, 1))
-        'group 3cfd (ranks 0, 1)'
+        >>> lost_ranks("PeerLost: rank 1 on box was lost: finished (it ended before barrier (call 3))")
+        {1: Lost(words='ended (exit 0)', did_end=True)}
+        >>> lost_ranks("PeerLost: rank 1 was lost: signal 9")
+        {1: Lost(words='killed by signal 9', did_end=False)}
     """
-    if group == 0:
-        return "the world"
-    return f"group {group if group < _NUMBERED else f'{group & 0xFFFF:04x}'} ({rank_list(members)})"
+    found = _LOST.match(detail)
+    if found is None:
+        return {}
+    code, number = found["left"] or found["code"] or "0", found["signal"]
+    return {int(found["rank"]): Lost(f"killed by signal {number}" if number else f"ended (exit {code})", not number)}
 
 
 def duration(ns: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.records import Record, calls_of, group_name, members_of
+from syncvar.cli.records import Record, calls_of, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ def merged(records: Sequence[Record]) -> dict[str, Any]:
     """
     zero = min((record.events[0].began_ns for record in records if record.events), default=0)
     events: list[dict[str, Any]] = []
-    groups = members_of(records)
+    groups = names_of(records)
     for record in records:
         label = f"rank {record.rank}" + (f" generation {record.generation}" if record.generation else "")
         pid = record.generation * 1_000_000 + record.rank
@@ -78,7 +78,7 @@ def _about(what: str, pid: int, tid: int, name: str, key: str = "name") -> dict[
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {key: name}}
 
 
-def _rows(record: Record, groups: dict[int, tuple[int, ...]]) -> tuple[dict[Event, int], dict[int, str]]:
+def _rows(record: Record, groups: dict[int, str]) -> tuple[dict[Event, int], dict[int, str]]:
     """Return the row of each event, and the rows' names: calls of a group that overlap have rows of their own."""
     rows: dict[Event, int] = {}
     names: dict[int, str] = {}
@@ -96,7 +96,7 @@ def _rows(record: Record, groups: dict[int, tuple[int, ...]]) -> tuple[dict[Even
                 break
         else:
             row = 1 + sum(map(len, lanes.values()))
-            name = "questions" if event.group < 0 else group_name(event.group, groups.get(event.group, ()))
+            name = "questions" if event.group < 0 else groups.get(event.group, "a group")
             names[row] = name + (f", {len(known) + 1}" if known else "")
             known.append((row, end))
             rows[event] = row

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["call_site", "main_stack", "own_site"]
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STARTERS = tuple(os.path.join(_PACKAGE, name) for name in ("begin.py", "bootstrap.py", "forkserver.py"))  # as `__main__`
 _looking = threading.Lock()
 
 
@@ -43,9 +45,9 @@ def main_stack() -> list[Frame]:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    while frame is not None:
+    while frame is not None:  # copy.deepcopy calls us in the user's name
         module = frame.f_globals.get("__name__", "")
-        ours = module == "copy" or module.startswith("syncvar.")  # copy.deepcopy calls us in the user's name
+        ours = module == "copy" or module.startswith("syncvar.") or frame.f_code.co_filename in _STARTERS
         if not ours or module.startswith("syncvar.examples."):
             return frame
         frame = frame.f_back

@@ -92,6 +92,18 @@ def test_a_killed_rank_leaves_none_and_is_named(launch, syncvar):
     assert "ranks 0, 2: failed: PeerLost: rank 1" in text
 
 
+def test_a_rank_that_ended_without_a_message_that_another_waits_for_is_explained(launch, syncvar):
+    job = launch(BEGIN + "if rank == 0:\n    sv.recv(1)\n", workers=2)
+    assert job.wait() == 70, str(job)
+    code, text = syncvar("explain", records(job))
+    assert code == 1, text
+    assert "rank 1 left none: ended (exit 0)" in text
+    assert "first divergence: call 0 of send/recv between ranks 0 and 1" in text
+    assert "rank 0: recv(from rank 1, tag 0), failed with PeerLost" in text
+    assert "rank 1: ended (exit 0) without call 0" in text
+    assert "begin.py" not in text, "a place of ours is none of the script"
+
+
 def test_a_deadline_is_explained(launch, syncvar):
     ending = "if rank == 1:\n    time.sleep(30)\nsv.all_reduce(x, timeout=0.5)\n"
     job = launch(BEGIN + ending, workers=2)

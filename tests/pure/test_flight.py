@@ -82,6 +82,17 @@ def killed():
     ]
 
 
+def ended():
+    """Rank 1 has ended in order; the others wait in a call, and rank 0 in another one for its message."""
+    failed = {"state": "failed", "detail": "PeerLost: rank 1 on box was lost: finished (it ended before all_reduce(sum, float32[12]) (call 2))"}
+    message = ("recv(from rank 1, tag 0)", 9)
+    pair = 9552367009143471357
+    return [
+        data(0, [*same(0, 2), call(2, SUM, 20, 90, **failed), call(0, message, 95, 96, group=pair, **failed)], groups={pair: [1, 0]}),
+        data(2, [*same(2, 2), call(2, SUM, 22, 90, **failed)]),
+    ]
+
+
 def crossed():
     """Ranks 0 and 1 wait for each other in two groups."""
     groups = {3: [0, 1], 4: [0, 1]}
@@ -111,6 +122,7 @@ CASES = {
     "mismatch": (mismatch, 1),
     "exception": (exception, 1),
     "killed": (killed, 0),
+    "ended": (ended, 1),
     "crossed": (crossed, 1),
     "skipped": (skipped, 1),
     "refused": (refused, 1),
@@ -121,6 +133,17 @@ CASES = {
 def write(folder, *each):
     for one in each:
         (folder / record_name(one["rank"], one["generation"])).write_text(json.dumps(one))
+
+
+@pytest.mark.parametrize("how", ["finished", "left with status 0 before shutdown", "exited with status 3"])
+def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(how):
+    lost = f"PeerLost: rank 1 on vm#1 was lost: {how} (while in all_reduce(sum, float32[12]) (call 2))"
+    left = records(data(0, [*same(0, 2), call(2, SUM, 20, 90, "failed", detail=lost)], world=2))
+    assert [(one.call, one.absent) for one in divergences(left)] == [(2, (1,))]
+    text, has_diverged = explained(left)
+    assert has_diverged
+    code = how.split()[-1] if how.startswith("exited") else "0"
+    assert f"rank 1: ended (exit {code}) without call 2" in text
 
 
 @pytest.mark.parametrize("name", CASES)
