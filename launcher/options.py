@@ -443,6 +443,8 @@ def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[s
             parser.exit(0)
         if argument == "--no-python":
             return given, "command", _without_dashes(argv[position:])
+        if name not in _BY_FLAG and name not in _OFF and name not in _OTHER_FLAGS and (text := _foreign(name)):
+            parser.error(f"unknown option {name}: {text}")
         if argument == "-m":
             return given, "module", list(argv[position:])
         if argument.startswith("-m") and argument[2:].replace(".", "").replace("_", "").isalnum():
@@ -465,6 +467,13 @@ def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[s
         # Joined, so that argparse does not take a value with a dash for an option; -n=4 would hold the sign itself.
         given.append(f"{option.flags[-1]}={value}")
     return given, "script", []
+
+
+def _foreign(name: str) -> str:
+    """Return what to write instead of an option of another launcher; empty where it is none."""
+    from syncvar.foreign_names import explained  # only an option that is not ours needs it
+
+    return explained("option", name)
 
 
 def _without_dashes(arguments: Sequence[str]) -> list[str]:

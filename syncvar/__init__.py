@@ -64,7 +64,15 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
-    from syncvar.identity import host_count, host_index, local_rank, local_world_size, rank, world_size
+    from syncvar.identity import (
+        host_count,
+        host_index,
+        local_rank,
+        local_world_size,
+        rank,
+        restart_count,
+        world_size,
+    )
     from syncvar.launching import run
     from syncvar.resident import empty, zeros
     from syncvar.runtime.context import init, is_initialized, shutdown
@@ -113,7 +121,7 @@ _HOMES = {
         "PeerLost", "PlanError", "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
         "UsageError",
     ),
-    "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "world_size"),
+    "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"),
     "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
     "syncvar.resident": ("empty", "zeros"),
@@ -213,6 +221,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "register_op",
+    "restart_count",
     "run",
     "save",
     "scan",
@@ -229,8 +238,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"syncvar.{name}")
+    if name not in __all__ and not name.startswith("_"):
+        from syncvar.foreign_names import missing
+
+        raise missing("sv", name, __all__)
     return _found(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

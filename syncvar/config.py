@@ -27,7 +27,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     import difflib  # only a wrong name needs it
 
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

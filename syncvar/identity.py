@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from syncvar.runtime.context import current
 
-__all__ = ["host_count", "host_index", "local_rank", "local_world_size", "rank", "world_size"]
+__all__ = ["host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"]
 
 
 def rank() -> int:
@@ -47,3 +47,17 @@ def host_index() -> int:
 def host_count() -> int:
     """Return the number of hosts."""
     return current().host_count
+
+
+def restart_count() -> int:
+    """Return how often this job's workers have been started again before, 0 in the first run and without a launcher.
+
+    `syncvar-launch --max-restarts` starts all workers again when one is lost, torchrun too; what they had is gone, but for
+    checkpoints. The same on every rank.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.restart_count()
+        0
+    """
+    return current().restarts

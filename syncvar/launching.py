@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Never
 
 from syncvar.begin import command_of
 from syncvar.env import PREFIX
@@ -55,6 +55,7 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
+    **_foreign: Never,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` as every rank of a new job and return the results by rank.
 
@@ -85,6 +86,10 @@ def run(
         >>> sv.run(divmod, workers=1, args=(7, 2))
         [(3, 1)]
     """
+    if _foreign:
+        from syncvar.foreign_names import unexpected
+
+        raise unexpected(run, _foreign)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers must be a positive integer, not {workers!r}")
     if not callable(fn):

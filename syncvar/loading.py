@@ -7,9 +7,34 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["attributes_of"]
+__all__ = ["Taught", "attributes_of", "unexpected"]
+
+
+class Taught:
+    """Objects that say what to write where other libraries have an attribute that they have not."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # a type checker is to know the attributes that there are
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_"):
+                from syncvar.foreign_names import explained
+
+                for kind in type(self).__mro__:
+                    if text := explained(kind.__name__, name):
+                        shown = type(self).__name__
+                        raise AttributeError(f"{shown!r} object has no attribute {name!r}: {text}", name=name, obj=None)
+            return object.__getattribute__(self, name)  # raises what it raised, also what a property raised
+
+
+def unexpected(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:
+    """Return the error for keywords that a function does not have; see `foreign_names.unexpected`."""
+    from syncvar.foreign_names import unexpected as explained
+
+    return explained(function, foreign)
 
 
 def attributes_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

@@ -21,6 +21,7 @@ from syncvar.checkpoint.saving import checked_metric
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.objects import gather_objects
 from syncvar.errors import CheckpointError, ConfigError, MismatchError
+from syncvar.loading import Taught, unexpected
 from syncvar.runtime.context import current, shutdown
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("syncvar")
 _BEST = ("min", "max")
+_KEPT = 5
 
 
-class CheckpointManager:
+class CheckpointManager(Taught):
     """The checkpoints of a run, in folders `step-…` of one directory.
 
     From its first save on rank 0 holds the directory's lock: a second job that saves there is refused, jobs that only restore are not.
@@ -42,7 +44,7 @@ class CheckpointManager:
     Args:
         checkpoint: What is saved.
         directory: Where; made at the first save. All ranks must see it.
-        keep: So many of the latest stay; None: all.
+        keep: So many of the latest stay; None: all. `max_to_keep=`, as tf.train writes it, is taken as well.
         best: "min" or "max": the checkpoint with the smallest or largest `metric` stays too.
         on_preemption: Take SIGTERM for a notice that this process will be ended soon; see `should_stop`.
         check_every: Ranks ask each other at every so many calls of `should_stop`.
@@ -65,12 +67,19 @@ class CheckpointManager:
         self,
         checkpoint: Checkpoint,
         directory: Any,
-        keep: int | None = 5,
+        keep: int | None = _KEPT,
         best: str | None = None,
         *,
         on_preemption: bool = False,
         check_every: int = 1,
+        **_foreign: int | None,
     ) -> None:
+        if "max_to_keep" in _foreign:
+            if keep != _KEPT:
+                raise ConfigError(f"keep={keep!r:.60} and max_to_keep={_foreign['max_to_keep']!r:.60} are two words for one thing: give keep")
+            keep = _foreign.pop("max_to_keep")
+        if _foreign:
+            raise unexpected(CheckpointManager, _foreign)
         if not isinstance(checkpoint, Checkpoint):
             raise ConfigError(f"checkpoint must be a sv.Checkpoint, not a {type(checkpoint).__name__}: sv.Checkpoint(model=…)")
         for name, number in (("keep", keep), ("check_every", check_every)):

@@ -2,6 +2,7 @@
 
     syncvar coming-from              the whole table
     syncvar coming-from horovod      one library beside syncvar, with what differs
+    syncvar coming-from words        single words of theirs (names, keywords, ops, options) and what to write instead
 
 `TASKS` is the table, and what both print. Every spelling of syncvar's is run by a test. In the spellings `x` is an array,
 `out` another one, `grads` a list of arrays, `w` a variable, `comm` is `MPI.COMM_WORLD`, `dist` is `torch.distributed`, `ctx`
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-__all__ = ["LIBRARIES", "TASKS", "Task", "add_options", "coming_from_text", "table_text"]
+__all__ = ["LIBRARIES", "SHORT", "TASKS", "WORDS", "Task", "add_options", "coming_from_text", "table_text"]
 
 LIBRARIES = ("tf.distribute", "horovod", "mpi4py", "torch.distributed")
+SHORT = {
+    "torch": "torch.distributed", "tf": "tf.distribute", "tensorflow": "tf.distribute", "hvd": "horovod", "mpi": "mpi4py",
+}  # fmt: skip
+WORDS = "words"
 _TITLES = ("tf.distribute", "Horovod", "mpi4py", "torch.distributed")
 _NONE = "-"
 
@@ -229,7 +234,15 @@ TASKS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `syncvar coming-from`."""
-    parser.add_argument("library", nargs="?", choices=LIBRARIES, help="one beside syncvar, with notes [all, as a table]")
+    parser.add_argument(
+        "library", nargs="?", choices=(*LIBRARIES, WORDS), type=_library, metavar="LIBRARY",
+        help=f"one of {', '.join(LIBRARIES)} beside syncvar, with notes; {WORDS}: their single words [all, as a table]",
+    )  # fmt: skip
+
+
+def _library(name: str) -> str:
+    """Return the library that a name, long or short, means."""
+    return SHORT.get(name.lower(), name)
 
 
 def table_text() -> str:

@@ -14,6 +14,8 @@ from syncvar.cli.rules import rules_text
 from syncvar.cli.table_of_collectives import collectives_text
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
+from syncvar.foreign_names import words_text
+from syncvar.wire import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +64,7 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
         elif chosen.command == "collectives":
             print(collectives_text(), end="")
         elif chosen.command == "coming-from":
-            print(coming_from.coming_from_text(chosen.library), end="")
+            print(words_text() if chosen.library == coming_from.WORDS else coming_from.coming_from_text(chosen.library), end="")
         elif chosen.command == "bench":
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":
@@ -81,3 +83,5 @@ def _settings() -> None:
     for item in RuntimeConfig.knobs():
         unit = f" {item.unit}" if item.unit else ""
         print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")
+    print(f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts that another launcher has started")
+    print("SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY")

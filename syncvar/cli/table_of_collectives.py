@@ -49,6 +49,8 @@ def signature_of(name: str) -> str:
     is_common = all(one in given for one in _COMMON)
     words = []
     for one in given.values():
+        if one.kind is inspect.Parameter.VAR_KEYWORD:  # words of other libraries, which are refused with ours
+            continue
         if one.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
         if not (is_common and one.name in _COMMON):

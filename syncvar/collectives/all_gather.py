@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import by_shortcut, detail_of, fitting, landed, landing, moved, moves
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.loading import unexpected
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
@@ -48,6 +49,7 @@ def all_gather(
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Concatenate the arrays of all ranks, in rank order, on every rank.
 
@@ -81,6 +83,8 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
+    if _foreign:
+        raise unexpected(all_gather, _foreign)
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and type(axis) is int and algorithm is None and timeout is None and not async_op
     if is_plain and axis in (0, -x.ndim) and x.ndim:

@@ -6,7 +6,7 @@ import mmap
 from bisect import bisect_left, bisect_right
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from syncvar.collectives._reducing import checked_scale, contribution, described
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.loading import unexpected
 from syncvar.runtime import finite
 from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request, fingerprint
@@ -58,6 +59,7 @@ def all_reduce(
     postscale: float | None = None,
     weight: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Combine the values of all ranks and give every rank the result.
 
@@ -101,6 +103,8 @@ def all_reduce(
         >>> sv.all_reduce({"loss": 0.5, "n": 3}, "mean")["n"]
         array(3.)
     """
+    if _foreign:
+        raise unexpected(all_reduce, _foreign)
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and communicator.channel is not None and not async_op and timeout is None
     is_plain = is_plain and prescale is None and postscale is None and weight is None and algorithm is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.scatter import cut
 from syncvar.errors import ConfigError, MismatchError
+from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
@@ -41,6 +42,7 @@ def all_to_all(
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Give part d to rank d, and get from each rank the part it has for this one.
 
@@ -73,6 +75,8 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
+    if _foreign:
+        raise unexpected(all_to_all, _foreign)
     communicator = communicator_of(group)
     is_plain = type(parts) is np.ndarray and algorithm is None and timeout is None and not async_op
     if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:

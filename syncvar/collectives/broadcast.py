@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from syncvar.collectives._moving import (
 )
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
+from syncvar.loading import unexpected
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
@@ -57,6 +58,7 @@ def broadcast(
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Give every rank the root's value.
 
@@ -89,6 +91,8 @@ def broadcast(
         >>> sv.broadcast(np.arange(3))
         array([0, 1, 2])
     """
+    if _foreign:
+        raise unexpected(broadcast, _foreign)
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and type(root) is int and algorithm is None and timeout is None and not async_op
     if is_plain:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives._arguments import checked_output, checked_root, fresh, unflatten
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.all_gather import along_axis, gathered
 from syncvar.collectives.groups import communicator_of
+from syncvar.loading import unexpected
 from syncvar.runtime.group import Request, fingerprint
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def gather(
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Concatenate the arrays of all ranks, in rank order, on the root.
 
@@ -59,6 +61,8 @@ def gather(
         >>> sv.gather(np.arange(3))
         array([0, 1, 2])
     """
+    if _foreign:
+        raise unexpected(gather, _foreign)
     communicator = communicator_of(group)
     if is_foreign(x, out):
         call = partial(

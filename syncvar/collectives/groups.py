@@ -8,6 +8,7 @@ import numpy as np
 
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
+from syncvar.loading import Taught
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Communicator, fingerprint
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "communicator_of", "new_group"]
 
 
-class Group:
+class Group(Taught):
     """Ranks that communicate among themselves; made by `new_group` or `split`.
 
     Example:

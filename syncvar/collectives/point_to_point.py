@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from syncvar.collectives._headers import RECORD_BYTES, array_record, pack_record
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, UsageError
+from syncvar.loading import unexpected
 from syncvar.plans import Chunk, Plan, Recv, Send
 from syncvar.runtime.context import current
 from syncvar.runtime.executor import prepare
@@ -50,6 +51,7 @@ def send(
     group: Group | None = None,
     async_op: bool = False,
     timeout: float | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Send an array to another rank, which takes it with `recv`.
 
@@ -78,6 +80,8 @@ def send(
         >>> sv.recv(0)
         array([0, 1, 2])
     """
+    if _foreign:
+        raise unexpected(send, _foreign)
     communicator = communicator_of(group)
     if is_foreign(x):
         return in_kind(partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x)
@@ -114,6 +118,7 @@ def recv(
     group: Group | None = None,
     async_op: bool = False,
     timeout: float | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Receive the next array that another rank sends to this one with this tag.
 
@@ -142,6 +147,8 @@ def recv(
         >>> sv.recv(0, tag=7)
         array(2.5)
     """
+    if _foreign:
+        raise unexpected(recv, _foreign)
     communicator = communicator_of(group)
     if is_foreign(out):
         return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)

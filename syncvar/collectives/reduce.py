@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives._arguments import (
     arrays_of,
@@ -19,6 +19,7 @@ from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.loading import unexpected
 from syncvar.runtime import finite
 from syncvar.runtime.group import Request, fingerprint
 
@@ -45,6 +46,7 @@ def reduce(
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Combine the values of all ranks on one of them.
 
@@ -76,6 +78,8 @@ def reduce(
         >>> sv.reduce(np.array([1.0, 2.0]), root=0)
         array([1., 2.])
     """
+    if _foreign:
+        raise unexpected(reduce, _foreign)
     communicator = communicator_of(group)
     if is_foreign(x, out):
         call = partial(

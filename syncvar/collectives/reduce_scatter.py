@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from syncvar.collectives._moving import by_shortcut, fitting, landed, landing, m
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.runtime import finite
 from syncvar.runtime.group import Request
@@ -44,6 +45,7 @@ def reduce_scatter(
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Combine the values of all ranks and give each rank its piece of axis 0.
 
@@ -74,6 +76,8 @@ def reduce_scatter(
         >>> sv.reduce_scatter(np.arange(3.0))
         array([0., 1., 2.])
     """
+    if _foreign:
+        raise unexpected(reduce_scatter, _foreign)
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and isinstance(op, str) and algorithm is None and timeout is None and not async_op
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:

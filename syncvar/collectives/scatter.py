@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.broadcast import broadcast_bytes
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
@@ -39,6 +40,7 @@ def scatter(
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    **_foreign: Never,
 ) -> Any:
     """Give each rank its part of what the root brings.
 
@@ -68,6 +70,8 @@ def scatter(
         >>> sv.scatter([np.arange(3)])
         array([0, 1, 2])
     """
+    if _foreign:
+        raise unexpected(scatter, _foreign)
     communicator = communicator_of(group)
     if is_foreign(x, out):
         call = partial(

@@ -15,6 +15,15 @@ distribute_datasets_from_function` gives each replica a dataset of its own (`sha
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from syncvar.data.dataset import Dataset, DatasetIterator, from_arrays, from_generator
 
 __all__ = ["Dataset", "DatasetIterator", "from_arrays", "from_generator"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        from syncvar.foreign_names import missing
+
+        raise missing("sv.data", name, __all__)

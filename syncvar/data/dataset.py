@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from syncvar.data.prefetching import Prefetched
 from syncvar.data.state import integer_of, read_state
 from syncvar.data.streams import Generated, StreamBatches, StreamMap, StreamRepeat, StreamShard, StreamShuffle
 from syncvar.errors import ConfigError
+from syncvar.loading import Taught, unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
@@ -29,7 +30,13 @@ __all__ = ["Dataset", "DatasetIterator", "from_arrays", "from_generator"]
 
 
 def from_arrays(
-    arrays: Any, *, batch_size: int | None, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
+    arrays: Any,
+    *,
+    batch_size: int | None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    **_foreign: Never,
 ) -> Dataset:
     """Return a dataset of batches of arrays, cut along their first axis.
 
@@ -53,6 +60,8 @@ def from_arrays(
         >>> [batch["x"].tolist() for batch in dataset]
         [[0, 1], [2, 3], [4]]
     """
+    if _foreign:
+        raise unexpected(from_arrays, _foreign)
     _flag("shuffle", shuffle)
     _flag("drop_remainder", drop_remainder)
     integer_of("seed", seed, 0)
@@ -83,7 +92,7 @@ def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
     return Dataset(Generated(fn))
 
 
-class Dataset:
+class Dataset(Taught):
     """Elements (batches, or what batches are made of) that can be read any number of times.
 
     Made by `sv.data.from_arrays` and `sv.data.from_generator`. Each step returns another dataset. Reading it from the
@@ -107,7 +116,7 @@ class Dataset:
         self._rows = rows  # of the batches that `from_arrays` has made; None elsewhere
         self._next_epoch = 0
 
-    def shuffle(self, buffer_size: None = None, *, seed: int = 0) -> Dataset:
+    def shuffle(self, buffer_size: None = None, *, seed: int = 0, **_foreign: Never) -> Dataset:
         """Return the elements in the order of (seed, epoch), the same on every replica, for any number of them.
 
         All elements of an epoch are shuffled, not those of a buffer: those of `from_arrays` by their indices, others are
@@ -121,6 +130,8 @@ class Dataset:
             ConfigError: A wrong argument; the dataset is repeated without end (shuffle before `repeat`); `from_arrays` has
                 made batches; while reading: a generator has yielded a million elements and not come to its end.
         """
+        if _foreign:
+            raise unexpected(Dataset.shuffle, _foreign)
         if buffer_size is not None:
             raise ConfigError(
                 f"shuffle has no buffer whose size could be {buffer_size!r:.100}: all elements of an epoch are shuffled; write "
@@ -153,7 +164,7 @@ class Dataset:
         kind = IndexedShard(inner, shards, index) if isinstance(inner, Indexed) else StreamShard(inner, shards, index)
         return Dataset(kind)
 
-    def batch(self, size: int, *, drop_remainder: bool = False) -> Dataset:
+    def batch(self, size: int, *, drop_remainder: bool = False, **_foreign: Never) -> Dataset:
         """Return batches of consecutive elements: their arrays get a new first axis.
 
         Args:
@@ -163,6 +174,8 @@ class Dataset:
         Raises:
             ConfigError: A wrong argument; while reading: elements of different structures or shapes.
         """
+        if _foreign:
+            raise unexpected(Dataset.batch, _foreign)
         size = integer_of("the batch size", size, 1)
         drop = _flag("drop_remainder", drop_remainder)
         inner = self._source
@@ -170,7 +183,7 @@ class Dataset:
             return Dataset(IndexedBatches(inner, size, drop_remainder=drop))
         return Dataset(StreamBatches(inner, size, drop_remainder=drop))
 
-    def map(self, fn: Callable[[Any], Any]) -> Dataset:
+    def map(self, fn: Callable[[Any], Any], **_foreign: Never) -> Dataset:
         """Return what a function makes of each element.
 
         Args:
@@ -179,6 +192,8 @@ class Dataset:
         Raises:
             ConfigError: `fn` cannot be called.
         """
+        if _foreign:
+            raise unexpected(Dataset.map, _foreign)
         _function("fn", fn, "write dataset.map(lambda batch: …)")
         inner = self._source
         return self._next(IndexedMap(inner, fn) if isinstance(inner, Indexed) else StreamMap(inner, fn))

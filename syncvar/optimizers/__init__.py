@@ -12,9 +12,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from syncvar.optimizers.adam import LAMB, Adam, AdamW
 from syncvar.optimizers.adaptive import Adagrad, RMSProp
 from syncvar.optimizers.base import Optimizer
 from syncvar.optimizers.momentum import SGD, Momentum, Nesterov
 
 __all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov", "Optimizer", "RMSProp"]
+
+RMSprop = RMSProp  # as Keras and torch write it
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        from syncvar.foreign_names import missing
+
+        raise missing("sv.optimizers", name, __all__)

@@ -10,6 +10,7 @@ import numpy as np
 from syncvar.collectives.all_reduce_shards import shards_request
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, UsageError
+from syncvar.loading import Taught
 from syncvar.optimizers.arguments import (
     Options,
     checked_choice,
@@ -55,7 +56,7 @@ _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
 _NONFINITE = ("allow", "error", "skip")
 
 
-class Optimizer(Rule):
+class Optimizer(Taught, Rule):
     """Base of the optimizers.
 
     Args:
@@ -75,7 +76,9 @@ class Optimizer(Rule):
     def __init__(self, learning_rate: Rate, numbers: dict[str, Any], **options: Unpack[Options]) -> None:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
-            raise TypeError(f"{type(self).__name__} got an unexpected argument {unknown[0]!r}")
+            from syncvar.foreign_names import unexpected
+
+            raise unexpected(type(self), unknown, Options.__annotations__)
         self._rate = checked_rate(learning_rate)
         super().__init__()
         self._decay = checked_number("weight_decay", options.get("weight_decay", 0.0))

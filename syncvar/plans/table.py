@@ -311,10 +311,7 @@ def check_algorithm(collective: str, algorithm: str | None = None) -> None:
 def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
     if name in names:
         return
-    import difflib  # only a wrong name needs it
+    from syncvar.config import nearest  # only a wrong name needs it
 
     known = list(names)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise ConfigError(
-        f"there is no {kind} {name!r}{where}; did you mean {nearest[0]!r}? Known: {', '.join(known)}"
-    )
+    raise ConfigError(f"there is no {kind} {name!r}{where}{nearest(name, known)}. Known: {', '.join(known)}")

@@ -81,6 +81,7 @@ class Context:
         self.local_world_size = environment.local_world_size if environment else 1
         self.host_index = environment.host_index if environment else 0
         self.host_count = environment.host_count if environment else 1
+        self.restarts = environment.restarts if environment else 0
         self.generation = generation
         self.is_closed = False
         self.is_forked = False

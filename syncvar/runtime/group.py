@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
+from syncvar.loading import Taught
 from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
@@ -63,7 +64,7 @@ class Request:
         self.body = body
 
 
-class Work:
+class Work(Taught):
     """A started collective.
 
     Example:

@@ -259,17 +259,30 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         dtype('float64')
     """
     if not isinstance(op, str):
-        raise ConfigError(f"op must be one of {', '.join((*OPS, *_registered))}, not {op!r}"[:500])
+        raise ConfigError(_no_op(op, str(op)))
     return _reduction(op.lower(), dtype)
+
+
+def _no_op(op: Any, word: str) -> str:
+    """Return why something is no op; members of other libraries, as ReduceOp.AVG, are known by their last word."""
+    from syncvar.config import nearest
+    from syncvar.foreign_names import explained, op_of
+
+    known = (*OPS, *_registered)
+    last = str(getattr(op, "name", word)).lower().replace("_", ".").rpartition(".")[2]
+    ours = op_of(last)
+    hint = f": write {ours!r}" if ours in known else f": {text}" if (text := explained("op", last)) else nearest(word, known)
+    return f"op must be one of {', '.join(known)}, not {op!r:.100}{hint}"
 
 
 @lru_cache(maxsize=256)
 def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
     if name not in OPS and name not in _registered:
-        known = (*OPS, *_registered)
-        from syncvar.config import nearest
+        from syncvar.foreign_names import op_of
 
-        raise ConfigError(f"op must be one of {', '.join(known)}, not {name!r}{nearest(name, known)}")
+        name = op_of(name)
+        if name not in OPS:
+            raise ConfigError(_no_op(name, name))
     dtype_index(dtype)
     kind = dtype.kind
     if name in _registered:

@@ -87,6 +87,7 @@ def environment_of(
         host=socket.gethostname(),
         host_directory=str(path),
         host_address=address,
+        restarts=told.restarts,
     )
 
 

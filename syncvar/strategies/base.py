@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.loading import Taught
 from syncvar.runtime.context import current
 from syncvar.runtime.queued import send_queued
 from syncvar.strategies.contexts import ValueContext
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Strategy"]
 
 
-class Strategy:
+class Strategy(Taught):
     """Replicas in sync: one process each, all members of one group.
 
     Args:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
+from syncvar.loading import unexpected
 from syncvar.runtime.context import current
 from syncvar.runtime.group import fingerprint
 from syncvar.strategies.mirrored import MirroredStrategy
@@ -57,7 +58,10 @@ class CentralStorageStrategy(MirroredStrategy):
         check_cross_writes: bool = True,
         reproducible: bool = False,
         timeout: float | None = None,
+        **_foreign: Never,
     ) -> None:
+        if _foreign:
+            raise unexpected(type(self), _foreign)
         super().__init__(
             group, strict=strict, check_cross_writes=check_cross_writes, reproducible=reproducible, timeout=timeout
         )

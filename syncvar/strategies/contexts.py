@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives._arguments import is_structure, parts_of, rebuilt
 from syncvar.collectives.barrier import meet
 from syncvar.errors import UsageError
+from syncvar.loading import Taught
 from syncvar.strategies.reducing import gather_values, own_part, reduce_values
 from syncvar.variables import DistributedValues, PerReplica, Variable
 from syncvar.variables.places import Place, context_of, current_owner, current_place, places
@@ -42,7 +43,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-class ReplicaContext:
+class ReplicaContext(Taught):
     """This replica among the others; got by `sv.get_replica_context()` inside `run`, or outside every scope.
 
     Example:

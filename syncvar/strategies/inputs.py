@@ -19,6 +19,7 @@ from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_
 from syncvar.data.dataset import Dataset
 from syncvar.data.state import integer_of, read_state
 from syncvar.errors import ConfigError, MismatchError, UsageError
+from syncvar.loading import Taught
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.strategies.offers import Offer, is_unanimous, verdict
 
@@ -149,7 +150,7 @@ class DistributedDataset:
         return f"<sv.DistributedDataset of {self._feed.what} for {self._feed.strategy!r}>"
 
 
-class DistributedIterator:
+class DistributedIterator(Taught):
     """An epoch of a DistributedDataset being read; all replicas get their batches, and its end, together.
 
     A replica whose own dataset has ended gets batches without rows until all have ended. The state is the same on every

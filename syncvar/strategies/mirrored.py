@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives import communicator_of
+from syncvar.loading import unexpected
 from syncvar.runtime.context import current
 from syncvar.runtime.group import fingerprint
 from syncvar.strategies.base import Strategy
@@ -57,7 +58,10 @@ class MirroredStrategy(Strategy):
         check_cross_writes: bool = True,
         reproducible: bool = False,
         timeout: float | None = None,
+        **_foreign: Never,
     ) -> None:
+        if _foreign:
+            raise unexpected(type(self), _foreign)
         members = self._default_members() if group is None else communicator_of(group).members
         super().__init__(
             _own_communicator(members),

@@ -73,6 +73,7 @@ class Told(NamedTuple):
         address: Where rank 0 can be reached: a name or an address.
         port: A port there that is meant for this job.
         run: What else tells this run from others.
+        restarts: How often the ranks have been started again before.
     """
 
     source: str
@@ -85,6 +86,7 @@ class Told(NamedTuple):
     address: str
     port: int
     run: str = ""
+    restarts: int = 0
 
 
 def told_elsewhere(environ: Mapping[str, str], own: RankEnvironment | None = None) -> Told | None:
@@ -221,9 +223,10 @@ def _torchrun(environ: Mapping[str, str]) -> Told | None:
         if "GROUP_WORLD_SIZE" in environ:
             host_count = _whole(environ, "GROUP_WORLD_SIZE")
     port = _port(environ["MASTER_PORT"], "MASTER_PORT")
+    restarts = _whole(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0
     told = Told(
         source, rank, world_size, local_rank, local_world_size, host_index, host_count, environ["MASTER_ADDR"], port,
-        environ.get("TORCHELASTIC_RUN_ID", "") + environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+        environ.get("TORCHELASTIC_RUN_ID", "") + environ.get("TORCHELASTIC_RESTART_COUNT", ""), restarts,
     )  # fmt: skip
     _check(told)
     return told

@@ -9,6 +9,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import shortcut_of
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
+from syncvar.loading import Taught
 from syncvar.runtime import finite
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.kernels import reduction
@@ -48,7 +49,7 @@ _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
 
-class Variable(ArrayProtocol):
+class Variable(Taught, ArrayProtocol):
     """A value with one copy on each replica, kept in step as its mode says.
 
     Making one is collective, except under NONE. It belongs to the strategy in force: the scope's, or outside every

@@ -66,7 +66,7 @@ def test_the_jobs_settings_count_as_in_a_job(capsys, monkeypatch):
     for where_it_cannot_be in (("all_gather", "--ranks", "3"), ("all_reduce", "--ranks", "3", "--reproducible")):
         assert "SYNCVAR_ALGORITHM" not in printed(capsys, *where_it_cannot_be)
     monkeypatch.setenv("SYNCVAR_ALGORITHM", "all_reduce:rign")
-    assert "did you mean 'ring'" in refused(capsys, "all_reduce")
+    assert "did you mean ring" in refused(capsys, "all_reduce")
 
 
 def test_the_root_is_shown(capsys):
@@ -94,7 +94,7 @@ def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
         (("all_reduce", "--ranks", "0"), "--ranks must be 1 to 1024, not 0"),
         (("all_reduce", "--ranks", "2000"), "--ranks must be 1 to 1024, not 2000"),
         (("all_reduce", "--count", "-1"), "--count must not be negative"),
-        (("all_reduce", "--algorithm", "rign"), "did you mean 'ring'"),
+        (("all_reduce", "--algorithm", "rign"), "did you mean ring"),
         (("all_gather", "--ranks", "3", "--algorithm", "doubling"), "needs a power of two of ranks, not 3"),
         (("broadcast", "--root", "4"), "root 4 is not in a group of 4"),
         (("all_reduce", "--bytes", "many"), "'many'"),

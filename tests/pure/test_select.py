@@ -165,14 +165,14 @@ def test_an_unknown_algorithm_is_answered_with_the_nearest_name_and_the_list():
         with pytest.raises(ConfigError) as caught:
             call()
         assert str(caught.value) == (
-            "there is no algorithm 'rign' for all_reduce; did you mean 'ring'? Known: direct, owners, tree, doubling, halving, ring, double_tree, reproducible"
+            "there is no algorithm 'rign' for all_reduce (did you mean ring?). Known: direct, owners, tree, doubling, halving, ring, double_tree, reproducible"
         )
 
 
 def test_an_unknown_collective_is_answered_with_the_nearest_name_and_the_list():
     for call in (lambda: choose("allreduce", 8, 3), lambda: build("allreduce", "ring", 0, 3)):
         with pytest.raises(
-            ConfigError, match="no collective 'allreduce'; did you mean 'all_reduce'"
+            ConfigError, match=r"no collective 'allreduce' \(did you mean all_reduce\?\)"
         ) as caught:
             call()
         assert all(name in str(caught.value) for name in ALGORITHMS)
@@ -271,8 +271,8 @@ def test_a_job_demands_algorithms_in_a_text(text, forced):
         ("ring", "collective:algorithm, not 'ring'"),
         ("all_reduce:", "collective:algorithm, not 'all_reduce:'"),
         ("all_reduce:ring,", "collective:algorithm, not ''"),
-        ("allreduce:ring", "no collective 'allreduce'; did you mean 'all_reduce'"),
-        ("all_reduce:rign", "no algorithm 'rign' for all_reduce; did you mean 'ring'.*Known: direct, owners"),
+        ("allreduce:ring", "no collective 'allreduce' .did you mean all_reduce"),
+        ("all_reduce:rign", "no algorithm 'rign' for all_reduce .did you mean ring.*Known: direct, owners"),
         ("all_reduce:ring,all_reduce:tree", "two algorithms are demanded for all_reduce: 'ring' and 'tree'"),
     ],
 )

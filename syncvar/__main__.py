@@ -1,0 +1,9 @@
+"""`python -m syncvar` is `syncvar`."""
+
+from __future__ import annotations
+
+import sys
+
+from syncvar.cli import main
+
+sys.exit(main())

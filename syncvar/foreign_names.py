@@ -1,0 +1,387 @@
+"""Words that people bring from tf.distribute, Horovod, mpi4py and torch.distributed, and what to write here instead.
+
+One table for attributes, keywords, ops and options of launchers. It is read where a name is not found, and
+`syncvar coming-from words` prints it. A few words are taken as they are; the table says which.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.config import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["WORDS", "Word", "explained", "missing", "op_of", "unexpected", "words_text"]
+
+SEVERAL_HOSTS = (
+    "syncvar-launch starts the workers of one host; for several, start the script on each with torchrun --nnodes 2 "
+    "--nproc-per-node 4 --node-rank 0 --master-addr HOST --master-port 29500 train.py, or one process for each rank "
+    "with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; on all of them with the same "
+    "SYNCVAR_KEY (64 hexadecimal digits) or SYNCVAR_KEY_FILE"
+)
+_OWN_MACHINE = "every option of syncvar-launch is for one host, where no such choice exists; leave it out"
+
+
+class Word(NamedTuple):
+    """Words of one meaning.
+
+    Args:
+        place: Where they are looked for: "sv", a room such as "sv.optimizers", a class, "op", "option", "keyword", or
+            "NAME()" for keywords of one function or class.
+        names: How others spell it.
+        text: What to write instead, or what to know.
+        is_accepted: They are taken as they are.
+    """
+
+    place: str
+    names: tuple[str, ...]
+    text: str
+    is_accepted: bool = False
+
+
+def _word(place: str, names: str, text: str, *, is_accepted: bool = False) -> Word:
+    return Word(place, tuple(names.split()), text, is_accepted)
+
+
+WORDS = (
+    # Accepted.
+    _word("sv.optimizers", "RMSprop", "it is sv.optimizers.RMSProp", is_accepted=True),
+    _word("CheckpointManager()", "max_to_keep", "it is keep=", is_accepted=True),
+    _word("op", "average avg", 'they are "mean"', is_accepted=True),
+    _word("coming-from", "torch tf tensorflow hvd mpi",
+          "short for torch.distributed, tf.distribute, horovod, mpi4py", is_accepted=True),
+    # Who and where.
+    _word("sv", "is_chief is_main_process is_master is_leader", "write sv.rank() == 0"),
+    _word("sv", "get_rank Get_rank process_index", "write sv.rank()"),
+    _word("sv", "size get_world_size Get_size process_count num_processes", "write sv.world_size()"),
+    _word("sv", "local_size", "write sv.local_world_size()"),
+    _word("sv", "cross_rank node_rank", "write sv.host_index()"),
+    _word("sv", "cross_size num_nodes", "write sv.host_count()"),
+    _word("sv", "Get_processor_name", "write sv.host_index(), or platform.node() for the name"),
+    _word("sv", "init_process_group initialize", "write sv.init(); the first call joins by itself as well"),
+    _word("sv", "destroy_process_group Finalize finalize",
+          "write sv.shutdown(); the end of the program does it as well"),
+    _word("sv", "is_available mpi_built gloo_built nccl_built get_backend",
+          "there is one backend, which is always there"),
+    _word("sv", "COMM_WORLD MPI comm world",
+          "the functions of the module are the world's: sv.rank(), sv.all_reduce(x); others are sv.new_group([0, "
+          "1])"),
+    _word("sv", "spawn start_processes launch", "write sv.run(fn, workers=4)"),
+    _word("sv", "Abort abort",
+          "raise an exception: the launcher then ends the other ranks, says who failed and where, and exits with 1"),
+    _word("sv", "Wtime", "write time.perf_counter()"),
+    # Collectives.
+    _word("sv", "allreduce Allreduce allreduce_ Iallreduce allreduce_async",
+          'write sv.all_reduce(x), which sums; sv.all_reduce(x, "mean") averages, out=x is in place, async_op=True '
+          "returns a Work"),
+    _word("sv", "grouped_allreduce all_reduce_coalesced",
+          'write sv.all_reduce([x, y], "mean"): a list or dict of arrays is one call'),
+    _word("sv", "metric_average average pmean", 'write sv.all_reduce(x, "mean")'),
+    _word("sv", "psum", "write sv.all_reduce(x)"),
+    _word("sv", "bcast Bcast Ibcast broadcast_ broadcast_async",
+          "write sv.broadcast(x, root=0), or sv.broadcast_object(o) for plain data"),
+    _word("sv", "broadcast_parameters broadcast_variables broadcast_global_variables broadcast_optimizer_state",
+          "write sv.broadcast(x, root=0) for a dict or list of arrays; variables made with sv.Variable begin equal"),
+    _word("sv", "broadcast_object_list", "write sv.broadcast_object(o)"),
+    _word("sv", "Reduce Ireduce", "write sv.reduce(x, root=0)"),
+    _word("sv", "allgather Allgather Allgatherv Iallgather all_gather_into_tensor all_gather_single",
+          "write sv.all_gather(x); lengths may differ"),
+    _word("sv", "allgather_object", "write sv.all_gather_object(o)"),
+    _word("sv", "Gather Gatherv Igather", "write sv.gather(x, root=0); lengths may differ"),
+    _word("sv", "Scatter Scatterv Iscatter",
+          "write sv.scatter(parts, root=0), a list with a part for each rank; lengths may differ"),
+    _word("sv", "reducescatter Reduce_scatter Reduce_scatter_block reduce_scatter_tensor",
+          "write sv.reduce_scatter(x)"),
+    _word("sv", "alltoall Alltoall Alltoallv Alltoallw all_to_all_single",
+          "write sv.all_to_all(parts), a list with a part for each rank; lengths may differ"),
+    _word("sv", "Scan", "write sv.scan(x)"),
+    _word("sv", "Exscan", "write sv.exscan(x)"),
+    _word("sv", "Barrier Ibarrier monitored_barrier", "write sv.barrier(timeout=30.0); who does not come is named"),
+    _word("sv", "Sum SUM Average AVG Min MIN Max MAX Product PROD Op",
+          'ops are names: "sum", "mean", "prod", "min", "max"; or members of sv.ReduceOp'),
+    _word("sv", "Adasum", 'there is no such op; sv.all_reduce(x, "mean")'),
+    _word("sv", "IN_PLACE", "write sv.all_reduce(x, out=x)"),
+    _word("sv", "Compression", "arrays travel in their dtype: write sv.all_reduce(x.astype('float16'), \"mean\")"),
+    _word("sv", "synchronize wait Wait Waitall poll", "async_op=True returns a Work: work.wait(), work.done()"),
+    _word("sv", "join Join",
+          "a distributed dataset ends on all ranks together, with batches without rows before; so nobody has to "
+          "join"),
+    # Messages.
+    _word("sv", "Send isend Isend Ssend Issend", "write sv.send(x, dest); async_op=True returns a Work at once"),
+    _word("sv", "Recv irecv Irecv",
+          "write sv.recv(source); async_op=True returns a Work at once, out=x receives into x"),
+    _word("sv", "sendrecv Sendrecv Sendrecv_replace",
+          "write work = sv.send(x, dest, async_op=True); y = sv.recv(source); work.wait()"),
+    _word("sv", "ANY_SOURCE ANY_TAG probe Probe iprobe Iprobe recv_any_source",
+          "a receiver names its source, so that the order of messages never depends on time: "
+          "start a receive from each rank, works = [sv.recv(r, async_op=True) for r in ranks], and take those that are done()"),
+    _word("sv", "PROC_NULL",
+          "there is no rank that swallows messages: write if neighbour is not None: sv.send(x, neighbour)"),
+    _word("sv", "batch_isend_irecv P2POp", "start them with async_op=True and wait for each Work"),
+    _word("sv", "send_object send_object_list recv_object recv_object_list",
+          "write sv.broadcast_object(o, root=0), which all ranks call, or "
+          "sv.send(np.frombuffer(data, 'uint8'), dest) for bytes"),
+    # Groups.
+    _word("sv", "Create_group create_group add_process_set ProcessSet process_set new_subgroups",
+          "write sv.new_group([0, 1]), which every rank of the world calls, members or not, in the same order"),
+    _word("sv", "Split Comm_split", "write sv.new_group(range(sv.world_size())).split(color, key)"),
+    _word("sv", "Dup", "write sv.new_group(range(sv.world_size()))"),
+    _word("sv", "Create_cart Cart_create Compute_dims init_device_mesh DeviceMesh",
+          "write sv.mesh((2, 2), ('row', 'column')); mesh.row and mesh.column are groups"),
+    _word("sv", "Win File Spawn Status Request Datatype",
+          "windows, files, spawning and derived types of MPI are not here: arrays travel as they are"),
+    # Strategies and training.
+    _word("sv", "ParameterServerStrategy ClusterCoordinator ParameterServerStrategyV2",
+          "there are no parameter servers: every worker runs the same script; sv.CentralStorageStrategy() "
+          "keeps one copy of each variable on a host, sv.MultiWorkerMirroredStrategy() one in each worker"),
+    _word("sv", "OneDeviceStrategy TPUStrategy",
+          "write sv.MirroredStrategy(), which has one replica without the launcher"),
+    _word("sv", "TFConfigClusterResolver ClusterResolver SlurmClusterResolver",
+          "TF_CONFIG and torchrun's variables are read by themselves"),
+    _word("sv", "distribute experimental",
+          "the names of tf.distribute are in sv itself: sv.MirroredStrategy(), sv.ReduceOp"),
+    _word("sv", "train", "the names of tf.train are in sv itself: sv.Checkpoint, sv.CheckpointManager"),
+    _word("sv", "latest_checkpoint", "write sv.CheckpointManager(checkpoint, directory).latest"),
+    _word("sv", "keras GradientTape function",
+          "there are no models or gradients here: bring gradients of torch, JAX or your own to sv.optimizers"),
+    _word("sv", "Dataset AUTOTUNE", "write sv.data.from_arrays(x, batch_size=32) or sv.data.from_generator(fn)"),
+    _word("sv", "DataLoader DistributedSampler TensorDataset",
+          "write strategy.experimental_distribute_dataset(sv.data.from_arrays(x, batch_size=32, shuffle=True))"),
+    _word("sv", "DistributedOptimizer DistributedGradientTape DistributedTrainStep",
+          'write sv.optimizers.SGD(0.1).apply_gradients(pairs), or grads = sv.all_reduce(grads, "mean") before the '
+          "step of your own optimizer"),
+    _word("sv", "DistributedDataParallel DDP FullyShardedDataParallel",
+          'write grads = sv.all_reduce(grads, "mean") after the backward pass, a list of them in one call'),
+    _word("sv", "elastic",
+          "syncvar-launch --max-restarts 3 starts all workers again; sv.CheckpointManager goes on from the newest "
+          "checkpoint"),
+    _word("sv", "start_timeline timeline", "set SYNCVAR_TRACE=traces, then syncvar trace merge traces"),
+    # Optimizers.
+    _word("sv.optimizers", "Adadelta Adamax Nadam NAdam Ftrl LARS Lion Rprop Adafactor",
+          "it is not here; sv.optimizers has SGD, Momentum, Nesterov, RMSProp, Adagrad, Adam, AdamW and LAMB"),
+    _word("sv.optimizers", "Lamb", "write sv.optimizers.LAMB"),
+    _word("sv.optimizers", "AdaGrad", "write sv.optimizers.Adagrad"),
+    _word("sv.optimizers", "schedules lr_scheduler",
+          "learning_rate may be a function of the step: sv.optimizers.SGD(lambda step: 0.1 / (1 + step))"),
+    _word("Optimizer", "step", "write optimizer.apply_gradients(zip(gradients, variables))"),
+    _word("Optimizer", "zero_grad minimize compute_gradients get_gradients",
+          "gradients are yours: write optimizer.apply_gradients(zip(gradients, variables))"),
+    _word("keyword", "lr", "write learning_rate="),
+    _word("keyword", "betas", "write beta_1=0.9, beta_2=0.999"),
+    _word("keyword", "eps", "write epsilon="),
+    _word("keyword", "alpha", "write rho="),
+    _word("keyword", "clipnorm global_clipnorm max_norm", "write clip_norm="),
+    _word("keyword", "clipvalue", "write clip_value="),
+    _word("keyword", "backward_passes_per_step gradient_accumulation_steps", "write accumulate="),
+    _word("SGD()", "momentum", "write sv.optimizers.Momentum(0.1, momentum=0.9)"),
+    _word("SGD()", "nesterov", "write sv.optimizers.Nesterov(0.1, momentum=0.9)"),
+    # Strategies' arguments.
+    _word("keyword", "devices compute_devices parameter_device", "one replica is one process: syncvar-launch --workers 4 says how many"),
+    _word("keyword", "cross_device_ops communication_options",
+          "leave it out: the algorithm is chosen by size; SYNCVAR_ALGORITHM demands one"),
+    _word("keyword", "cluster_resolver", "leave it out: TF_CONFIG and torchrun's variables are read by themselves"),
+    _word("Strategy", "experimental_run_v2", "write strategy.run(fn, args=(x,))"),
+    _word("Strategy", "cluster_resolver", "write sv.rank() and sv.world_size()"),
+    _word("Strategy", "extended", "what it has in tf.distribute is not here, or is a method of the strategy"),
+    _word("Strategy", "make_dataset_iterator experimental_make_numpy_dataset",
+          "write strategy.experimental_distribute_dataset(sv.data.from_arrays(x, batch_size=32))"),
+    _word("ReplicaContext", "devices replica_id", "write context.replica_id_in_sync_group"),
+    # Variables.
+    _word("Variable", "grad backward requires_grad",
+          "there are no gradients here: compute them from v.numpy() and bring them to sv.optimizers"),
+    _word("Variable", "data detach", "write v.numpy(), and v.assign(x) to write"),
+    _word("Variable", "add_ copy_ sub_", "write v.assign_add(x), v.assign(x) or v.assign_sub(x)"),
+    # Checkpoints.
+    _word("CheckpointManager", "latest_checkpoint", "write manager.latest"),
+    _word("CheckpointManager", "restore_or_initialize restore", "write manager.restore_latest()"),
+    _word("CheckpointManager", "checkpoint_interval keep_checkpoint_every_n_hours",
+          "write manager.save(step) when it is time; sv.CheckpointManager(…, keep=None) keeps all"),
+    _word("CheckpointManager()", "max_keep keep_n", "write keep="),
+    _word("CheckpointManager()", "checkpoint_name step_counter checkpoint_interval init_fn keep_checkpoint_every_n_hours",
+          "it is not here: folders are named step-…, and manager.save(step) is told the step"),
+    # Data.
+    _word("Dataset", "take skip",
+          "write itertools.islice(dataset, 10), or dataset.at(epoch=0, position=10) to begin later"),
+    _word("Dataset", "cache", "arrays are in memory already; leave it out"),
+    _word("Dataset", "filter unbatch flat_map interleave zip enumerate concatenate padded_batch window",
+          "write it in the function of sv.data.from_generator(fn), or into dataset.map(fn)"),
+    _word("Dataset", "as_numpy_iterator", "write iter(dataset): its elements are NumPy arrays"),
+    _word("Dataset", "cardinality", "write len(dataset)"),
+    _word("Dataset", "with_options options",
+          "leave it out: experimental_distribute_dataset cuts each batch, whatever the source"),
+    _word("Dataset", "set_epoch", "leave it out: each iteration over the dataset is an epoch with an order of its own"),
+    _word("sv.data", "from_tensor_slices from_tensors TensorDataset DataLoader",
+          "write sv.data.from_arrays(x, batch_size=32), or batch_size=None for single rows"),
+    _word("sv.data", "DistributedSampler", "write strategy.experimental_distribute_dataset(dataset)"),
+    _word("sv.data", "AUTOTUNE", "write dataset.prefetch(2)"),
+    _word("DistributedIterator", "get_next", "write next(iterator)"),
+    _word("keyword", "num_parallel_calls deterministic",
+          "leave it out; dataset.prefetch(2) after it reads ahead in a thread"),
+    _word("keyword", "reshuffle_each_iteration",
+          "leave it out: each epoch has an order of its own; dataset.at(epoch=0) reads one again"),
+    _word("keyword", "num_workers", "leave it out; dataset.prefetch(2) reads ahead in a thread"),
+    # Handles and groups.
+    _word("Work", "Wait result synchronize get", "write work.wait(), which returns the result"),
+    _word("Work", "Test test is_completed is_success poll", "write work.done()"),
+    _word("Group", "Get_rank", "write group.rank"),
+    _word("Group", "Get_size", "write group.size"),
+    _word("Group", "Split", "write group.split(color, key)"),
+    _word("Group", "Free free", "write group.destroy()"),
+    _word("Group", "all_reduce broadcast all_gather reduce gather scatter reduce_scatter all_to_all barrier send recv",
+          "pass the group: sv.all_reduce(x, group=group), and so the others"),
+    # Keywords of collectives.
+    _word("keyword", "average", 'write op="mean"'),
+    _word("keyword", "root_rank", "write root="),
+    _word("send()", "dst target", "write dest="),
+    _word("recv()", "src dest", "write source="),
+    _word("recv()", "buf tensor", "write out="),
+    _word("keyword", "src dst dest", "write root="),
+    _word("keyword", "sendbuf sendobj tensor obj value array", "write x as the first argument"),
+    _word("keyword", "recvbuf output output_tensor tensor_list gather_list", "write out="),
+    _word("keyword", "recvcounts counts splits output_split_sizes",
+          "leave it out: lengths may differ between ranks, and are told by themselves"),
+    _word("keyword", "process_set comm", "write group="),
+    _word("keyword", "compression", "leave it out: arrays travel in their dtype, x.astype('float16') is smaller"),
+    _word("keyword", "gradient_predivide_factor prescale_factor", "write prescale="),
+    _word("keyword", "postscale_factor", "write postscale="),
+    _word("keyword", "timeout_s timeout_seconds", "write timeout=30.0, in seconds"),
+    _word("keyword", "name", "leave it out: calls are told apart by their order, which is the same on all ranks"),
+    _word("run()", "np nprocs num_proc num_processes nproc", "write workers="),
+    # Ops.
+    _word("op", "product", 'write "prod"'),
+    _word("op", "land band", 'write "and"'),
+    _word("op", "lor bor", 'write "or"'),
+    _word("op", "lxor bxor", 'write "xor"'),
+    _word("op", "adasum premul_sum", 'it is not here; write "mean", or "sum" with prescale='),
+    # Options of torchrun, mpirun, horovodrun and srun.
+    _word("option", "--hostfile --machinefile -f -H --host --hosts --nnodes --nodes --node-rank --rdzv-endpoint --rdzv-backend "
+          "--rdzv-id --rdzv-conf --master-addr --master-port --local-addr --join --listen --host-discovery-script",
+          SEVERAL_HOSTS),
+    _word("option", "--ssh-port --ssh-identity-file --network-interface --network-interfaces --prefix --launcher",
+          SEVERAL_HOSTS),
+    _word("option", "-N --npernode --ntasks-per-node --ppr -ppn", "write --workers 4; " + SEVERAL_HOSTS),
+    _word("option", "--ntasks --num-proc --num-processes --num-workers --nproc --num-gpus --gpus -c",
+          "write --workers 4"),
+    _word("option", "--standalone", "leave it out: one host is what syncvar-launch is for"),
+    _word("option", "--map-by --rank-by --bind-to --report-bindings --use-hwthread-cpus --cpu-bind",
+          "write --bind cores, --bind none or --cores-per-worker 2; --dry-run shows the cores"),
+    _word("option", "--cpus-per-task", "write --cores-per-worker 2"),
+    _word("option", "--show-map --display-map --display-allocation", "write --dry-run"),
+    _word("option", "--oversubscribe --allow-run-as-root --nooversubscribe", "leave it out: nothing forbids it"),
+    _word("option", "--tag-output --merge-stderr-to-stdout", "leave it out: each line begins with its rank"),
+    _word("option", "--output-filename --redirects -r --tee -t --stdout --stderr",
+          "write --log-dir DIR: one file for each rank and stream"),
+    _word("option", "--timestamp-output --prefix-timestamp", "write --timestamps"),
+    _word("option", "--wdir --wd --chdir", "write --cwd DIR"),
+    _word("option", "--genv --envall --export", "write --env NAME=VALUE, or --env NAME to copy ours"),
+    _word("option", "--mca --gmca --gloo --mpi --pmi --backend", _OWN_MACHINE),
+    _word("option", "--timeline-filename", "set SYNCVAR_TRACE=traces, then syncvar trace merge traces"),
+    _word("option", "--autotune --fusion-threshold-mb --cycle-time-ms --cache-capacity",
+          "leave it out: sv.all_reduce of a list or dict is one transfer already"),
+    _word("option", "--min-np --max-np --reset-limit --elastic-timeout",
+          "the number of workers stays the same; --max-restarts 3 starts all of them again"),
+    _word("option", "--restarts --monitor-interval", "write --max-restarts 3; a rank's end is seen at once"),
+    _word("option", "--resume",
+          "the script resumes: manager.restore_latest() of sv.CheckpointManager goes on from the newest checkpoint"),
+    _word("option", "--metrics --dashboard",
+          "there is no such service; SYNCVAR_TRACE=traces records every call, syncvar explain and syncvar trace "
+          "read it"),
+    _word("option", "--check-build", "write syncvar test, which proves all collectives on real processes"),
+    _word("option", "--role --log-line-prefix-template", "leave it out: all workers are alike"),
+)  # fmt: skip
+
+_PLACES = {
+    "op": "op", "option": "option of the launcher", "keyword": "keyword", "coming-from": "`syncvar coming-from`",
+}  # fmt: skip
+_TEXTS = {(word.place, name): word.text for word in WORDS for name in word.names}
+_OPS = {name: "mean" for word in WORDS if word.place == "op" and word.is_accepted for name in word.names}
+
+
+def explained(place: str, name: str) -> str:
+    """Return what to write instead of a word, or an empty text where the table does not have it.
+
+    Args:
+        place: As in the table.
+        name: The word. Options may be written with underscores, and with one dash for two.
+
+    Example:
+        >>> explained("CheckpointManager", "latest_checkpoint")
+        'write manager.latest'
+        >>> explained("option", "-node_rank") == explained("option", "--node-rank")
+        True
+    """
+    if place == "option" and (place, name) not in _TEXTS and len(name) > 2:
+        name = "--" + name.lstrip("-").replace("_", "-")
+    return _TEXTS.get((place, name), "")
+
+
+def missing(place: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error for an attribute that a module does not have.
+
+    Args:
+        place: "sv", or "sv." and a room.
+        name: The attribute.
+        known: Those that it has.
+
+    Example:
+        >>> missing("sv", "is_chief", [])
+        AttributeError("module 'syncvar' has no attribute 'is_chief': write sv.rank() == 0")
+        >>> missing("sv.optimizers", "Adamw", ["AdamW"])
+        AttributeError("module 'syncvar.optimizers' has no attribute 'Adamw' (did you mean AdamW?)")
+    """
+    module = "syncvar" + place.removeprefix("sv")
+    text = explained(place, name)
+    hint = f": {text}" if text else nearest(name, known)
+    # With an object Python would add a guess of its own.
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name, obj=None)
+
+
+def unexpected(function: Callable[..., Any], foreign: Iterable[str], known: Iterable[str] = ()) -> TypeError:
+    """Return the error for keywords that a function does not have.
+
+    Args:
+        function: It, or the class that is made.
+        foreign: The keywords, at least one.
+        known: Those that it has and its signature does not name.
+
+    Example:
+        >>> import syncvar as sv
+        >>> unexpected(sv.recv, ["src"])
+        TypeError("recv() got an unexpected keyword argument 'src': write source=")
+        >>> unexpected(sv.recv, ["tags"])
+        TypeError("recv() got an unexpected keyword argument 'tags' (did you mean tag?)")
+    """
+    from inspect import signature
+
+    name, shown = min(foreign), function.__name__
+    text = explained(f"{shown}()", name) or explained("keyword", name)
+    hint = f": {text}" if text else nearest(name, (*signature(function).parameters, *known))
+    return TypeError(f"{shown}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def op_of(name: str) -> str:
+    """Return the op that an accepted word means, or the word itself.
+
+    Example:
+        >>> op_of("average"), op_of("min")
+        ('mean', 'min')
+    """
+    return _OPS.get(name, name)
+
+
+def words_text() -> str:
+    """Return the table in Markdown.
+
+    Example:
+        >>> print(words_text().splitlines()[2])
+        | `RMSprop` | of `sv.optimizers` | accepted: it is sv.optimizers.RMSProp |
+    """
+    lines = ["| word | where | here |", "|---|---|---|"]
+    for word in WORDS:
+        names = ", ".join(f"`{name}`" for name in word.names)
+        where = _PLACES.get(word.place) or f"{'keyword of' if word.place.endswith('()') else 'of'} `{word.place}`"
+        text = ("accepted: " if word.is_accepted else "") + word.text
+        lines.append(f"| {names} | {where} | {text} |")
+    return "\n".join(lines) + "\n"
