@@ -693,8 +693,8 @@ def test_wrong_numbers(make, words):
         make()
 
 
-def test_an_unknown_option_is_pythons_own_error():
-    with pytest.raises(TypeError, match="unexpected argument 'clipnorm'"):
+def test_an_unknown_option_is_a_type_error_with_our_word():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clipnorm': write clip_norm="):
         OPT.SGD(clipnorm=1.0)
 
 
