@@ -7,6 +7,7 @@ are first used, so that importing the package costs next to nothing.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from syncvar.loading import attributes_of
@@ -238,11 +239,16 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"syncvar.{name}")
-    if name not in __all__ and not name.startswith("_"):
+    if name not in __all__ and not name.startswith("_") and not _is_module(name):
         from syncvar.foreign_names import missing
 
         raise missing("sv", name, __all__)
     return _found(name)
+
+
+def _is_module(name: str) -> bool:
+    """Return whether a module of this package is asked for before it is imported, as `from syncvar import testing` does."""
+    return any(os.path.exists(os.path.join(folder, name + ending)) for folder in __path__ for ending in ("", ".py"))
 
 
 def __dir__() -> list[str]:

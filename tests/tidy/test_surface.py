@@ -43,7 +43,7 @@ def check_annotations(name, function):
 
 def test_names_are_sorted_and_listed_by_dir():
     assert sorted(sv.__all__) == list(sv.__all__)
-    assert set(sv.__all__) <= set(dir(sv))
+    assert set(dir(sv)) == {*sv.__all__, "__version__"}
 
 
 def test_an_unknown_name_is_an_attribute_error():
