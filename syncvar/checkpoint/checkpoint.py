@@ -59,8 +59,9 @@ class _Waiting:
 class Checkpoint:
     """Objects under names, saved and restored together.
 
-    It takes variables, optimizers, iterators and other objects with `state_dict()` and `load_state_dict(state)`,
-    `numpy.random.Generator`, checkpoints, dicts, lists and tuples of these, and plain data (numbers, texts, arrays, lists and dicts of them).
+    It takes variables, optimizers, iterators and other objects with `state_dict()` and `load_state_dict(state)` (modules, optimizers
+    and schedulers of PyTorch), `numpy.random.Generator`, checkpoints, dicts, lists and tuples of these, and plain data (numbers,
+    texts, arrays, tensors, dates, lists, sets and dicts of them).
     `checkpoint.name = object` adds one later. Plain data belong to the checkpoint itself: `checkpoint.epoch` is what was restored.
 
     A checkpoint is a folder: a shard of each rank, in the safetensors format, and a manifest, which is written last and is the

@@ -1,8 +1,9 @@
 """What a checkpoint can hold, and how each kind of it is saved, looked at and restored.
 
 * Variables, by their mode. Objects with `tracked()` (optimizers): the variables it names. Checkpoints, dicts, lists and tuples of such.
-* `numpy.random.Generator`: its state. Objects with `state_dict()` and `load_state_dict(state)` (iterators): that, as plain data.
-* Plain data (numbers, texts, arrays, lists and dicts of them): values of the checkpoint itself, replaced when it is restored.
+* `numpy.random.Generator`: its state. Objects with `state_dict()` and `load_state_dict(state)` (iterators, and modules, optimizers
+  and schedulers of PyTorch): that, as plain data.
+* Plain data (numbers, texts, arrays, tensors, dates, lists, sets and dicts of them): values of the checkpoint itself, replaced when it is restored.
 
 States and plain data are saved once where all ranks have the same, else each rank's own.
 """
@@ -10,6 +11,7 @@ States and plain data are saved once where all ranks have the same, else each ra
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +25,7 @@ from syncvar.variables import Variable, VariableSynchronization
 from syncvar.variables.places import places
 from syncvar.variables.policy import Context, Effect, Operation, Travel, decide
 from syncvar.variables.splitting import share_of
-from syncvar.wire import pack_object, unpack_object
+from syncvar.wire import is_plain, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["KEEP", "Leaf", "PlainLeaf", "VariableLeaf", "checked_object", "communicator_of_leaves", "is_nested", "leaf_of", "outside"]
 
 KEEP = object()  # staged: this replica keeps what it has
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, np.ndarray, np.generic)
 
 
 class Leaf(Protocol):
@@ -190,8 +191,8 @@ class PlainLeaf:
         return state
 
     def now(self) -> Any:
-        """Return its state."""
-        return self._get()
+        """Return its state; a copy, for the object may write to what it has told."""
+        return copy.deepcopy(self._get())
 
     def put(self, staged: Any) -> None:
         """Give it the state."""
@@ -218,12 +219,12 @@ def checked_object(name: str, value: Any) -> Any:
     """
     if isinstance(value, np.random.RandomState):
         raise ConfigError(f"{name!r} is a numpy.random.RandomState; use np.random.default_rng(seed), whose state is saved")
-    if isinstance(value, (Variable, np.random.Generator, *_PLAIN)) or hasattr(value, "tracked") or _has_state(value):
+    if isinstance(value, Variable | np.random.Generator) or is_plain(value) or hasattr(value, "tracked") or _has_state(value):
         return value
     raise ConfigError(
         f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it takes variables, "
         f"optimizers, iterators and other objects with state_dict() and load_state_dict(state), numpy.random.Generator, "
-        f"checkpoints, and plain data (numbers, texts, arrays, lists and dicts of them)"
+        f"checkpoints, and plain data (numbers, texts, arrays, tensors, dates, lists, sets and dicts of them)"
     )
 
 
@@ -232,7 +233,7 @@ def is_nested(value: Any) -> bool:
     if not isinstance(value, dict | list | tuple):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return any(is_nested(item) or not isinstance(item, _PLAIN) for item in items)
+    return any(is_nested(item) or not is_plain(item) for item in items)
 
 
 def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf:

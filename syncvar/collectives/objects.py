@@ -1,6 +1,7 @@
 """Collectives of plain Python objects, sent as data and never pickled.
 
-Objects are None, bool, int, float, complex, str, bytes, and lists, tuples and dicts of these and of NumPy arrays.
+Objects are None, bool, int, float, complex, str, bytes, date, time, datetime, timedelta, and lists, tuples, sets and dicts (plain,
+OrderedDict, Counter) of these, of NumPy arrays, and of tensors of PyTorch and JAX, which come out as such.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 * `membership`, `arbiter`, `health`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
 * `keys`: the secret of a job, and what is derived from it.
 * `libraries`: tensors of other libraries as NumPy arrays on the same memory.
-* `objects`, `dtypes`: plain Python objects and arrays as data; nothing is ever pickled.
+* `objects`, `moments`, `dtypes`: plain Python objects, dates and arrays as data; nothing is ever pickled.
 
 Nothing here opens a socket, starts a thread or reads a clock. NumPy is imported only when an array is met, so that
 the launcher can use this room without it.
@@ -28,7 +28,7 @@ from syncvar.wire.frame import (
     parse_header,
 )
 from syncvar.wire.libraries import Library, Untaken, library_of
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.wire.objects import is_plain, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from syncvar.wire.arbiter import Report, Verdict
@@ -73,6 +73,7 @@ __all__ = [
     "derive",
     "dtype_from_index",
     "dtype_index",
+    "is_plain",
     "library_of",
     "pack_header",
     "pack_message",

@@ -1,15 +1,18 @@
 """Arrays of other libraries: taken as NumPy arrays on the same memory, and given back as what they were.
 
-PyTorch's tensors go by its own two functions (about 1 us each), JAX's arrays and all others by DLPack (about 5 us). No such
-library is imported here to take an array: the array is the proof that it has been.
+PyTorch's tensors go by its own two functions (about 1 us each), others by DLPack and the array API's namespaces (about 5 us). No
+such library is imported here to take an array: the array is the proof that it has been. One is imported where an array of it
+comes from another process.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.errors import ConfigError
 from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
 if TYPE_CHECKING:
@@ -17,17 +20,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Library", "Untaken", "library_of"]
+__all__ = ["NAMED", "Library", "Untaken", "library_of"]
 
 
 class Library(NamedTuple):
     """How arrays of a library become NumPy arrays and back.
 
     Args:
-        name: Of the library; "" where it is not known by name.
+        name: Of the library; "" where it is not known by name, and its arrays cannot be made in another process.
         take: Returns a NumPy array on the memory of an array; raises TypeError, ValueError, BufferError or RuntimeError.
         give: Returns an array of the library on the memory of a NumPy array where that can be, like the one that comes
-            second; None where the library says no way.
+            second, which may be None where the library has a name; None where the library says no way.
         wrote: Is told that an array has been written to through its memory.
     """
 
@@ -68,6 +71,8 @@ def _library_of(kind: Any) -> Library | None:
         return None
     if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__):
         return _TORCH
+    if any(base.__module__ == "jax" and base.__name__ == "Array" for base in kind.__mro__):
+        return _JAX
     return _ANY if hasattr(kind, "__array_namespace__") else _ANY._replace(give=None)
 
 
@@ -90,7 +95,7 @@ def _take_from_torch(tensor: Any) -> NDArray[Any]:
 
 def _give_to_torch(array: NDArray[Any], like: Any) -> Any:
     del like
-    torch = sys.modules["torch"]
+    torch = _imported("torch")
     if not array.flags.writeable:  # of which PyTorch has none
         array = array.copy()
     if array.dtype.kind == "V":
@@ -121,6 +126,26 @@ def _take_by_dlpack(value: Any) -> NDArray[Any]:
     return array
 
 
+def _give_to_jax(array: NDArray[Any], like: Any) -> Any:
+    del like
+    return _imported("jax.numpy").asarray(array)
+
+
+def _imported(name: str) -> Any:
+    """Return a library's module.
+
+    Raises:
+        ConfigError: It cannot be imported here.
+    """
+    found = sys.modules.get(name)
+    if found is None:
+        try:
+            found = importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"there are tensors of {name.partition('.')[0]} in it, which cannot be imported here: {error}") from error
+    return found
+
+
 def _give_by_namespace(array: NDArray[Any], like: Any) -> Any:
     return like.__array_namespace__().asarray(array)
 
@@ -144,4 +169,6 @@ def _refuse_device(value: Any, kind: str | None) -> None:
 
 _HOST_MEMORY = (1, 3, 11, 13)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged
 _TORCH = Library("torch", _take_from_torch, _give_to_torch, _wrote_to_torch)
+_JAX = Library("jax", _take_by_dlpack, _give_to_jax, lambda _: None)
+NAMED = (_TORCH, _JAX)  # on the wire such a library is an index into this table, never a name to import
 _ANY = Library("", _take_by_dlpack, _give_by_namespace, lambda _: None)

@@ -1,24 +1,48 @@
 """Plain Python objects as bytes and back: data only, nothing that could run.
 
-Travels: None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy arrays and scalars of the dtypes in
-`syncvar.wire.dtypes`. Everything else is refused when it is packed.
+Travels: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, date, time,
+datetime, timedelta, NumPy arrays and scalars of the dtypes in `syncvar.wire.dtypes`, and tensors of PyTorch and JAX.
+Everything else is refused when it is packed.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from syncvar.errors import ConfigError, WireError
 from syncvar.wire.dtypes import dtype_from_index, dtype_index
+from syncvar.wire.libraries import NAMED, library_of
+from syncvar.wire.moments import MOMENTS, pack_moment, unpack_moment
 
-__all__ = ["pack_object", "unpack_object"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["PLAIN", "is_plain", "pack_object", "unpack_object"]
 
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
+_ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
+_MOMENT = 16  # and as many as there are kinds of moments
 _DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
+_VERSIONS = "_metadata"  # what PyTorch's modules note on their state, by which they read older ones
+
+PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, *MOMENTS,
+)  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is of a kind that can travel; what is in it is not looked at."""
+    import numpy as np
+
+    if isinstance(value, (*PLAIN, np.ndarray, np.generic)):
+        return True
+    library = library_of(value)
+    return library is not None and library.name != ""
 
 
 def pack_object(value: Any, limit_nbytes: int = 1 << 31) -> bytes:
@@ -31,10 +55,10 @@ def pack_object(value: Any, limit_nbytes: int = 1 << 31) -> bytes:
         >>> unpack_object(pack_object({"a": (1, [2.5, None])}))
         {'a': (1, [2.5, None])}
     """
-    data = msgpack.packb(_plain(value, "value", 0), use_bin_type=True, strict_types=True)
+    data = _packed(_plain(value, "value", 0))
     if len(data) > limit_nbytes:
         raise ConfigError(f"the object takes {len(data)} bytes, more than the limit of {limit_nbytes}")
-    return bytes(data)
+    return data
 
 
 def unpack_object(data: bytes) -> Any:
@@ -79,7 +103,7 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         return [_plain(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
     if kind is tuple:
         items = [_plain(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
-        return msgpack.ExtType(_TUPLE, msgpack.packb(items, use_bin_type=True, strict_types=True))
+        return _extension(_TUPLE, items)
     if kind is dict:
         return {
             _plain(key, f"a key of {place}", depth + 1): _plain(item, f"{place}[{key!r}]", depth + 1)
@@ -89,43 +113,107 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         return bytes(value)
     if kind is complex:
         return msgpack.ExtType(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+    if kind in (OrderedDict, Counter):
+        items = [
+            [_plain(key, f"a key of {place}", depth + 1), _plain(item, f"{place}[{key!r}]", depth + 1)]
+            for key, item in value.items()
+        ]
+        about = [_plain(getattr(value, _VERSIONS, None), f"{place}.{_VERSIONS}", depth + 1)] if kind is OrderedDict else []
+        return _extension(_ORDERED if kind is OrderedDict else _COUNTER, [items, *about])
+    if kind in (set, frozenset):
+        # In the order of their bytes, so that equal sets are equal bytes in every process.
+        parts = sorted(_packed(_plain(item, f"an item of {place}", depth + 1)) for item in value)
+        return _extension(_SET if kind is set else _FROZEN_SET, parts)
+    if kind in MOMENTS:
+        try:
+            return msgpack.ExtType(_MOMENT + MOMENTS.index(kind), pack_moment(value))
+        except ValueError as error:  # also of a name that is no text
+            raise ConfigError(f"{place}: {error}") from None
     return _plain_array(value, place)
+
+
+def _packed(plain: Any) -> bytes:
+    return bytes(msgpack.packb(plain, use_bin_type=True, strict_types=True))
+
+
+def _extension(code: int, plain: Any) -> Any:
+    return msgpack.ExtType(code, _packed(plain))
 
 
 def _plain_array(value: Any, place: str) -> Any:
     import numpy as np
 
     if isinstance(value, np.generic):
-        code = _SCALAR
-    elif type(value) is np.ndarray:
-        code = _ARRAY
-    else:
+        return msgpack.ExtType(_SCALAR, _array_bytes(np.asarray(value), place))
+    if type(value) is np.ndarray:
+        return msgpack.ExtType(_ARRAY, _array_bytes(value, place))
+    library = library_of(value)
+    if library is None or not library.name:
+        remedy = "" if library is None else ": write np.from_dlpack(x)"
         raise ConfigError(
-            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel; objects may be "
-            f"None, bool, int, float, complex, str, bytes, list, tuple, dict and NumPy arrays (nothing is pickled)"
+            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel{remedy}; objects may be "
+            f"None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, dates and times, "
+            f"NumPy arrays, and tensors of PyTorch and JAX (nothing is pickled)"
         )
-    array = np.asarray(value)
     try:
-        index = dtype_index(array.dtype)
+        array = library.take(value)
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise ConfigError(f"{place} of type {type(value).__name__} cannot travel: {error}") from None
+    return msgpack.ExtType(_TENSOR, bytes([NAMED.index(library)]) + _array_bytes(array, place))
+
+
+def _array_bytes(value: NDArray[Any], place: str) -> bytes:
+    import numpy as np
+
+    try:
+        index = dtype_index(value.dtype)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-    array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+    array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("=")).reshape(value.shape)
     head = _ARRAY_HEAD.pack(index, array.ndim) + struct.pack(f"<{array.ndim}Q", *array.shape)
-    return msgpack.ExtType(code, head + array.tobytes())
+    return head + array.tobytes()
 
 
 def _restore(code: int, data: bytes, depth: int) -> Any:
     if code == _TUPLE:
-        items = _unpack(data, depth + 1)
-        if not isinstance(items, list):
-            raise WireError("a tuple must hold a list")
-        return tuple(items)
+        return tuple(_list(data, depth))
     if code == _BIG_INTEGER:
         return int.from_bytes(data, "little", signed=True)
     if code == _COMPLEX:
         return complex(*struct.unpack("<dd", data))
+    if code == _ORDERED:
+        items, about = _list(data, depth)
+        made = OrderedDict((key, item) for key, item in items)
+        if about is not None:
+            setattr(made, _VERSIONS, about)
+        return made
+    if code == _COUNTER:
+        (items,) = _list(data, depth)
+        return Counter(dict(items))
+    if code in (_SET, _FROZEN_SET):
+        return (set if code == _SET else frozenset)(_unpack(part, depth + 1) for part in _list(data, depth))
+    if _MOMENT <= code < _MOMENT + len(MOMENTS):
+        return unpack_moment(code - _MOMENT, data)
+    if code == _TENSOR:
+        if not data or data[0] >= len(NAMED):
+            raise WireError("a tensor of an unknown library")
+        library = NAMED[data[0]]
+        assert library.give is not None
+        return library.give(_restored_array(data[1:]), None)
     if code not in (_ARRAY, _SCALAR):
         raise WireError(f"unknown type code {code}")
+    array = _restored_array(data)
+    return array[()] if code == _SCALAR else array
+
+
+def _list(data: bytes, depth: int) -> list[Any]:
+    items = _unpack(data, depth + 1)
+    if not isinstance(items, list):
+        raise WireError("a tuple, set or ordered dict must hold a list")
+    return items
+
+
+def _restored_array(data: bytes) -> NDArray[Any]:
     import numpy as np
 
     index, ndim = _ARRAY_HEAD.unpack_from(data)
@@ -137,5 +225,4 @@ def _restore(code: int, data: bytes, depth: int) -> Any:
         count *= length
     if len(data) - start != count * dtype.itemsize:
         raise WireError(f"an array of shape {shape} and dtype {dtype} does not have {len(data) - start} bytes")
-    array = np.frombuffer(data, dtype=np.uint8, offset=start).view(dtype).reshape(shape).copy()
-    return array[()] if code == _SCALAR else array
+    return np.frombuffer(data, dtype=np.uint8, offset=start).view(dtype).reshape(shape).copy()

@@ -42,3 +42,48 @@ class TensorOfAnyDtype(Tensor):
 
     def __array__(self, dtype=None, copy=None):
         return self.array
+
+
+def fake_torch():
+    """Return a module that does what is used of PyTorch, for the tests that run without it; `-m torch` has the real one."""
+
+    class Tensor:
+        __module__ = "torch"
+
+        def __init__(self, array, *, requires_grad=False, device="cpu", dtype=None):
+            self.array, self.requires_grad, self._version = array, requires_grad, 0
+            self.device, self.dtype = types.SimpleNamespace(type=device), dtype or array.dtype.name
+
+        def __dlpack__(self, **_):
+            raise BufferError("Can't export tensors that require gradient")
+
+        def detach(self):
+            return Tensor(self.array, device=self.device.type, dtype=self.dtype)
+
+        def numpy(self):
+            if self.requires_grad:
+                raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+            if self.device.type != "cpu" or self.dtype == "bfloat16":
+                raise TypeError(f"no array of {self.device.type} or {self.dtype}")
+            return self.array
+
+        def view(self, dtype):
+            return Tensor(self.array, dtype=dtype)
+
+        def is_inference(self):
+            return False
+
+    def increment_version(tensor):
+        tensor._version += 1
+
+    def from_numpy(array):
+        assert array.flags.writeable
+        assert array.dtype.kind in "biufc"
+        return Tensor(array)
+
+    graph = types.SimpleNamespace(increment_version=increment_version)
+    module = types.ModuleType("torch")
+    vars(module).update(
+        Tensor=Tensor, bfloat16="bfloat16", int16="int16", from_numpy=from_numpy, autograd=types.SimpleNamespace(graph=graph)
+    )
+    return module

@@ -1,5 +1,8 @@
 """Tensors of other libraries: such tensors come out where such went in, and `out=` is written where it lies."""
 
+import datetime as dt
+import sys
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -8,11 +11,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from tensors import Tensor, TensorOfAnyDtype, TensorOfOldDLPack
+from tensors import Tensor, TensorOfAnyDtype, TensorOfOldDLPack, fake_torch
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.errors import WireError
 from syncvar.testing import run_ranks
+from syncvar.wire import pack_object, unpack_object
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
 LAYOUTS = {"links": {}, "arena": {"shared": True}}
@@ -271,3 +276,87 @@ def test_variables_take_tensors():
     v = sv.Variable(Tensor(np.ones(3)))
     v.assign_add(Tensor(np.ones(3)))
     assert v.numpy().tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    module = fake_torch()
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+def test_tensors_of_pytorch_by_its_own_functions(torch):
+    """Those that require a gradient are detached; bfloat16 goes by int16; backward is told what was written."""
+    x = torch.Tensor(np.ones(3), requires_grad=True)
+    got = sv.all_reduce(x)
+    assert (type(got), got.array.tolist()) == (torch.Tensor, [1.0, 1.0, 1.0])
+    assert sv.all_reduce(np.arange(3.0), out=x) is x
+    assert (x.array.tolist(), x._version) == ([0.0, 1.0, 2.0], 1)
+    half = torch.Tensor(np.ones(2, ml_dtypes.bfloat16).view("int16"), dtype="bfloat16")
+    got = sv.all_gather(half)
+    assert (type(got), got.dtype, got.array.view(ml_dtypes.bfloat16).tolist()) == (torch.Tensor, "bfloat16", [1.0, 1.0])
+    with pytest.raises(sv.ConfigError, match=r"on the device.*'meta'.*no data"):
+        sv.all_reduce(torch.Tensor(np.ones(3), device="meta"))
+
+
+def test_tensors_in_objects_and_checkpoints_stay_tensors(torch, tmp_path):
+    """Of one library into the same one; OrderedDicts, sets and dates stay what they are, on another number of workers."""
+    when = dt.datetime(2024, 2, 29, 12, tzinfo=dt.UTC)
+
+    def state(number):
+        weights = torch.Tensor(np.full((2, 3), number), requires_grad=True)
+        half = torch.Tensor(np.full(2, number, ml_dtypes.bfloat16).view("int16"), dtype="bfloat16")
+        return OrderedDict(weights=weights, half=half, seen={when, "x"}, options={"lr": 0.5, 3: (None, when)})
+
+    def looked(found):
+        assert type(found) is OrderedDict
+        assert list(found) == ["weights", "half", "seen", "options"]
+        assert type(found["weights"]) is type(found["half"]) is torch.Tensor
+        assert (found["half"].dtype, found["seen"], found["options"]) == ("bfloat16", {when, "x"}, {"lr": 0.5, 3: (None, when)})
+        return float(found["weights"].array[1, 2]), float(found["half"].array.view(ml_dtypes.bfloat16)[0])
+
+    class Module:
+        def __init__(self, number):
+            self.held = state(number)
+
+        def state_dict(self):
+            return self.held
+
+        def load_state_dict(self, given):
+            self.held["weights"].array[...] = given["weights"].array  # in place, as PyTorch does
+            if float(given["weights"].array[0, 0]) < 0:
+                raise RuntimeError("negative weights")
+            self.held = given
+
+    def send():
+        got = [looked(one) for one in sv.all_gather_object(state(sv.rank() + 1))]
+        return [*got, looked(sv.broadcast_object(state(7) if sv.rank() else None, root=1))]
+
+    assert everywhere(send) == [[(1.0, 1.0), (2.0, 2.0), (7.0, 7.0)]] * 2
+
+    def save():
+        sv.Checkpoint(model=Module(3.0), state=state(4.0), day=when).save(tmp_path / "c")
+        sv.Checkpoint(model=Module(-3.0), state=state(4.0), day=when).save(tmp_path / "bad")
+
+    everywhere(save, size=2)
+
+    def restore():
+        checkpoint = sv.Checkpoint(model=Module(0.0), state=state(0.0), day=None)
+        checkpoint.restore(tmp_path / "c")
+        with pytest.raises(sv.CheckpointError, match="negative weights"):
+            checkpoint.restore(tmp_path / "bad")
+        return looked(checkpoint.model.held), looked(checkpoint.state), checkpoint.day
+
+    assert everywhere(restore, size=3) == [((3.0, 3.0), (4.0, 4.0), when)] * 3
+
+
+def test_tensors_of_libraries_without_a_name_do_not_travel_as_objects():
+    with pytest.raises(sv.ConfigError, match=r"value\[0\] is a tensors\.Tensor, which cannot travel: write np\.from_dlpack\(x\)"):
+        sv.broadcast_object([Tensor(np.ones(2))])
+
+
+def test_a_library_that_is_not_here_is_named(torch, monkeypatch):
+    packed = pack_object([torch.Tensor(np.ones(2))])
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(WireError, match="tensors of torch in it, which cannot be imported here"):
+        unpack_object(packed)

@@ -5,6 +5,8 @@ import decimal
 import enum
 import random
 import tracemalloc
+import zoneinfo
+from collections import Counter, OrderedDict
 
 import ml_dtypes
 import msgpack
@@ -23,15 +25,26 @@ arrays = st.builds(
     st.integers(0, 1 << 16),
 )
 keys = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.text(max_size=3), st.integers())
+zones = st.none() | st.sampled_from([dt.UTC, dt.timezone(dt.timedelta(hours=-3, seconds=1)), dt.timezone(dt.timedelta(hours=2), "home")])
+zones |= st.sampled_from(["Europe/Vienna", "America/St_Johns"]).map(zoneinfo.ZoneInfo)
+moments = st.dates() | st.times(timezones=zones) | st.datetimes(timezones=zones) | st.timedeltas()
+hashable = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5) | st.binary(max_size=3) | moments,
+    lambda inner: st.frozensets(inner, max_size=3) | st.tuples(inner, inner),
+    max_leaves=4,
+)
 leaves = (
     st.none() | st.booleans() | st.integers() | st.integers(-(1 << 200), 1 << 200) | st.floats(allow_nan=False)
     | st.complex_numbers(allow_nan=False) | st.text(max_size=20) | st.binary(max_size=20) | arrays
+    | moments | st.sets(hashable, max_size=4) | st.frozensets(hashable, max_size=4)
 )  # fmt: skip
 values = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=4)
     | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(keys, inner, max_size=4),
+    | st.dictionaries(keys, inner, max_size=4)
+    | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+    | st.dictionaries(hashable, inner, max_size=4).map(Counter),
     max_leaves=12,
 )
 
@@ -50,6 +63,8 @@ def same(one, other):
         return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, dt.datetime | dt.time):
+        return (one, one.fold, repr(one.tzinfo)) == (other, other.fold, repr(other.tzinfo))
     return one == other
 
 
@@ -92,6 +107,15 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
+class Day(dt.date):
+    pass
+
+
+class Elsewhere(dt.tzinfo):
+    def utcoffset(self, when):
+        return dt.timedelta(0)
+
+
 class Name(str):
     __slots__ = ()
 
@@ -100,11 +124,15 @@ class Name(str):
     ("value", "place"),
     [
         (object(), "value"),
-        ({"a": [1, {2}]}, r"value\['a'\]\[1\]"),
+        ({"a": [1, {2, object()}]}, r"an item of value\['a'\]\[1\]"),
         ([(1, len)], r"value\[0\]\[1\]"),
         ({"x": Colour.RED}, r"value\['x'\]"),
         ([Name("n")], r"value\[0\]"),
-        ([dt.datetime(2020, 1, 1, tzinfo=dt.UTC)], r"value\[0\]"),
+        ([dt.datetime(2020, 1, 1, tzinfo=Elsewhere())], r"value\[0\]: its time zone is a .*Elsewhere, which cannot travel.*astimezone"),
+        ([dt.timezone(dt.timedelta(0), "\ud800")], r"value\[0\]"),
+        ([dt.time(1, tzinfo=dt.timezone(dt.timedelta(0), "\ud800"))], r"value\[0\]"),
+        ([Day(2020, 1, 1)], r"value\[0\]"),
+        ([OrderedDict(a={1: [object()]})], r"value\[0\]\['a'\]\[1\]\[0\]"),
         ([decimal.Decimal(1)], r"value\[0\]"),
         ([np.array(["text"])], r"value\[0\]"),
         ([np.array([None], dtype=object)], r"value\[0\]"),
@@ -113,7 +141,7 @@ class Name(str):
         ([np.str_("text")], r"value\[0\]"),
         ([np.longdouble(1)], r"value\[0\]"),
         ([np.ma.masked_array([1.0], [True])], r"value\[0\]"),
-        ({frozenset({1}): 2}, "a key of value"),
+        ({frozenset({1, 1.5j, b"", len}): 2}, "an item of a key of value"),
         (["\ud800"], r"value\[0\]"),
         ({"\ud800": 1}, "a key of value"),
     ],
@@ -157,14 +185,15 @@ def test_random_bytes_are_read_or_refused_with_wire_error_only(data):
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
-@given(st.integers(0, 7), st.binary(max_size=60))
+@given(st.integers(0, 24), st.binary(max_size=60))
 def test_random_extensions_are_read_or_refused_with_wire_error_only(code, data):
     unpack_or_refuse(msgpack.packb([msgpack.ExtType(code, data)]))
 
 
 def test_packed_objects_with_changed_bytes_are_read_or_refused():
     draw = random.Random(0)
-    value = {"a": (1, [2.5, None, 1 << 80, 3j]), "b": np.arange(6, dtype=np.int16).reshape(2, 3), ("t", 1): np.float32(2)}
+    value = {"a": (1, [2.5, None, 1 << 80, 3j]), "b": np.arange(6, dtype=np.int16).reshape(2, 3), ("t", 1): np.float32(2),
+        "s": {1, "x", frozenset({2})}, "o": OrderedDict(a=Counter("ab")), "d": [dt.datetime(2020, 2, 29, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Vienna")), dt.timedelta(3, 4), dt.time(5, 6, tzinfo=dt.timezone(dt.timedelta(hours=1)))]}  # fmt: skip
     packed = pack_object(value)
     for _ in range(20_000):
         data = bytearray(packed)
@@ -242,3 +271,48 @@ def test_nothing_is_ever_pickled():
 
 def test_every_index_of_the_table_is_a_dtype_of_that_name():
     assert [dtype_from_index(index).name for index in range(len(DTYPE_NAMES))] == list(DTYPE_NAMES)
+
+
+def test_equal_sets_are_equal_bytes_whatever_their_order():
+    one, other = set(), set()
+    for number in range(100):
+        one.add(f"{number << 10}")
+        other.add(f"{(99 - number) << 10}")
+    assert pack_object([one, frozenset(one)]) == pack_object([other, frozenset(other)])
+
+
+def test_what_modules_note_on_their_state_stays_with_it():
+    state = OrderedDict(w=1.0)
+    state._metadata = OrderedDict([("", {"version": 2})])
+    back = unpack_object(pack_object([state]))[0]
+    assert (type(back), back, back._metadata) == (OrderedDict, state, state._metadata)
+    assert type(back._metadata) is OrderedDict
+
+
+@pytest.mark.parametrize(
+    ("code", "data"),
+    [
+        (6, [[]]), (6, [[[1, 2, 3]], None]), (6, [[[[1], 2]], None]), (6, 5), (7, [[1]]), (7, [msgpack.packb([1])]), (8, 3), (9, [msgpack.packb({})]),
+    ],
+)  # fmt: skip
+def test_sets_and_dicts_of_what_cannot_be_in_them_are_refused(code, data):
+    with pytest.raises(WireError):
+        unpack_object(msgpack.packb(msgpack.ExtType(code, msgpack.packb(data))))
+
+
+DAY, CLOCK = b"\xe4\x07\x02\x1d", b"\x01\x02\x03\x00\x00\x00\x00\x00"
+
+
+@pytest.mark.parametrize(
+    ("code", "data"),
+    [
+        (16, b""), (16, DAY + b"1"), (16, b"\xe4\x07\x0d\x1d"), (17, CLOCK), (17, CLOCK[:-1] + b"\x02\x00"), (17, CLOCK + b"\x00x"),
+        (18, DAY + CLOCK + b"\x07"), (18, DAY + CLOCK + b"\x01" + bytes(7)), (18, DAY + CLOCK + b"\x01" + b"\xff" * 7 + b"\x7f"),
+        (18, DAY + CLOCK + b"\x02../../etc/passwd"), (18, DAY + CLOCK + b"\x02/etc/passwd"), (18, DAY + CLOCK + b"\x02Europe"), (18, DAY + CLOCK + b"\x02a\x00b"),
+        (18, DAY + CLOCK + b"\x02"), (18, DAY + CLOCK + b"\x02\xff"), (19, b"\xff\xff\xff\x7f" + bytes(8)), (20, b""),
+        (10, b""), (10, b"\x07" + bytes(40)),
+    ],
+)  # fmt: skip
+def test_moments_and_tensors_that_are_none_are_refused(code, data):
+    with pytest.raises(WireError):
+        unpack_object(msgpack.packb([msgpack.ExtType(code, data)]))

@@ -1,6 +1,7 @@
 """What the source may not contain, read from its syntax trees, and what imports may not load."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -165,12 +166,14 @@ def test_the_search_finds_received_names(text):
 
 
 WALL_CLOCK = {"time.time", "time.time_ns", "time.ctime", "time.gmtime", "time.localtime", "time.strftime", "datetime"}
-# What a person reads: the time beside a line of output, in a record and in a lock. Nothing is decided by it.
+# What a person reads: the time beside a line of output, in a record and in a lock; and the user's own dates,
+# which are data. Nothing is decided by it.
 SHOWN_TIMES = {
     "launcher/output.py": {"datetime"},
     "launcher/running.py": {"time.time"},
     "syncvar/runtime/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/lock.py": {"time.strftime", "time.gmtime"},
+    "syncvar/wire/moments.py": {"datetime"},
 }
 
 
@@ -196,6 +199,7 @@ def test_the_wall_clock_decides_nothing():
     """Clocks of hosts differ and jump: deadlines and waits are measured by the monotonic clock, here and nowhere else."""
     found = {str(path.relative_to(REPOSITORY)): set(wall_clock(ast.parse(path.read_text()))) for path in SOURCES}
     assert {name: words for name, words in found.items() if words} == SHOWN_TIMES
+    assert not re.search(r"\b(now|utcnow|today|fromtimestamp)\(", (REPOSITORY / "syncvar/wire/moments.py").read_text())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Dates, times, durations and time zones as numbers and texts, and back."""
+
+from __future__ import annotations
+
+import datetime as dt
+import struct
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MOMENTS", "pack_moment", "unpack_moment"]
+
+MOMENTS = (dt.date, dt.time, dt.datetime, dt.timedelta)
+_DATE = struct.Struct("<HBB")
+_TIME = struct.Struct("<BBBIB")  # hour, minute, second, microsecond, fold
+_DURATION = struct.Struct("<iiI")  # days, seconds, microseconds
+_OFFSET = struct.Struct("<q")  # microseconds
+_MICROSECOND = dt.timedelta(microseconds=1)
+_NO_ZONE, _FIXED, _NAMED = b"\x00", b"\x01", b"\x02"
+
+
+def pack_moment(value: Any) -> bytes:
+    """Return a date, time, datetime or timedelta as bytes; of the exact types, not of classes made from them.
+
+    Raises:
+        ConfigError: Its time zone is of a kind that cannot travel.
+
+    Example:
+        >>> unpack_moment(0, pack_moment(dt.date(2024, 2, 29)))
+        datetime.date(2024, 2, 29)
+    """
+    kind = type(value)
+    if kind is dt.date:
+        return _DATE.pack(value.year, value.month, value.day)
+    if kind is dt.timedelta:
+        return _DURATION.pack(value.days, value.seconds, value.microseconds)
+    day = _DATE.pack(value.year, value.month, value.day) if kind is dt.datetime else b""
+    clock = _TIME.pack(value.hour, value.minute, value.second, value.microsecond, value.fold)
+    return day + clock + _packed_zone(value.tzinfo)
+
+
+def unpack_moment(place: int, data: bytes) -> Any:
+    """Return the moment of the kind at a place of MOMENTS.
+
+    Raises:
+        ValueError: The bytes are none.
+        struct.error: They are too few, or too many.
+    """
+    kind = MOMENTS[place]
+    if kind is dt.date:
+        return dt.date(*_DATE.unpack(data))
+    if kind is dt.timedelta:
+        return dt.timedelta(*_DURATION.unpack(data))
+    at = _DATE.size if kind is dt.datetime else 0
+    day = _DATE.unpack(data[:at]) if at else ()
+    *clock, fold = _TIME.unpack(data[at : at + _TIME.size])
+    make: Callable[..., Any] = kind
+    return make(*day, *clock, tzinfo=_zone(data[at + _TIME.size :]), fold=fold)
+
+
+def _packed_zone(zone: dt.tzinfo | None) -> bytes:
+    if zone is None:
+        return _NO_ZONE
+    if type(zone) is dt.timezone:
+        offset = zone.utcoffset(None)
+        name = zone.tzname(None)
+        given = name if name != dt.timezone(offset).tzname(None) else ""
+        return _FIXED + _OFFSET.pack(offset // _MICROSECOND) + given.encode()
+    key = getattr(zone, "key", None)
+    if type(zone).__module__ == "zoneinfo" and isinstance(key, str):
+        return _NAMED + key.encode()
+    raise ConfigError(
+        f"its time zone is a {type(zone).__module__}.{type(zone).__qualname__}, which cannot travel: use datetime.timezone, "
+        f"zoneinfo.ZoneInfo(name), or x.astimezone(datetime.timezone.utc)"
+    )
+
+
+def _zone(data: bytes) -> dt.tzinfo | None:
+    code, rest = data[:1], data[1:]
+    if code == _NO_ZONE and not rest:
+        return None
+    if code == _FIXED:
+        (offset,) = _OFFSET.unpack(rest[: _OFFSET.size])
+        name = rest[_OFFSET.size :].decode()
+        delta = dt.timedelta(microseconds=offset)
+        return dt.timezone(delta, name) if name else dt.UTC if not offset else dt.timezone(delta)
+    if code == _NAMED:
+        import zoneinfo
+
+        key = rest.decode()
+        try:
+            return zoneinfo.ZoneInfo(key)  # it refuses names that lead out of its folders
+        except (KeyError, OSError) as error:
+            raise ValueError(f"there is no time zone {key!r:.80} here: {error}") from None
+    raise ValueError("the bytes are no time zone")
