@@ -88,12 +88,14 @@ if TYPE_CHECKING:
         ReduceOp,
         ReplicaContext,
         Strategy,
+        Uneven,
         ValueContext,
         Variable,
         get_replica_context,
         get_strategy,
         has_strategy,
         in_cross_replica_context,
+        uneven,
     )
     from syncvar.variables import (
         DistributedValues,
@@ -129,8 +131,8 @@ _HOMES = {
     "syncvar.runtime.group": ("Work",),
     "syncvar.strategies": (
         "CentralStorageStrategy", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
-        "MultiWorkerMirroredStrategy", "ReduceOp", "ReplicaContext", "Strategy", "ValueContext", "Variable", "get_replica_context", "get_strategy",
-        "has_strategy", "in_cross_replica_context",
+        "MultiWorkerMirroredStrategy", "ReduceOp", "ReplicaContext", "Strategy", "Uneven", "ValueContext", "Variable", "get_replica_context",
+        "get_strategy", "has_strategy", "in_cross_replica_context", "uneven",
     ),
     "syncvar.variables": (
         "DistributedValues", "Explanation", "Mirrored", "PerReplica", "VariableAggregation", "VariableSynchronization",
@@ -180,6 +182,7 @@ __all__ = [
     "Strategy",
     "SyncvarError",
     "TransportError",
+    "Uneven",
     "UsageError",
     "ValueContext",
     "Variable",
@@ -231,6 +234,7 @@ __all__ = [
     "send",
     "shutdown",
     "tree_sum",
+    "uneven",
     "world_size",
     "zeros",
 ]

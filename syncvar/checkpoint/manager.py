@@ -196,6 +196,7 @@ class CheckpointManager(Taught):
             found = self._found() if communicator.member_rank == 0 else []
             return [self._directory, step, None if rated is None else repr(rated), found[-1].step + 1 if found else 0]
 
+        communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
         everyone = gather_objects(communicator, "checkpoint step", bring, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             table = {

@@ -89,6 +89,7 @@ def restore_leaves(
         for leaf, value in staged:
             leaf.put(value)
         return found
+    communicator.require_all("restoring a checkpoint")
     members = communicator.members
     before: list[str] = []
     for _ in range(_ROUNDS):

@@ -79,6 +79,7 @@ class Saving:
         timeout: float | None,
         guard: Callable[[], None] | None = None,
     ) -> None:
+        communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
         self.path = path
         self._step, self._metric = step, metric
         self._context = current()
@@ -235,6 +236,7 @@ class Saving:
                 f"call wait() on what save(…, async_op=True) returned before that"
             )
         communicator = self._communicator
+        communicator.require_all("committing a checkpoint", "let one rank write alone: sv.save(path, …)")
         timeout = self._timeout if timeout is None else timeout
         mine = written if isinstance(written, CheckpointError) else None
         told = [failure_of(written), None] if isinstance(written, CheckpointError) else [None, written]

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError
+from syncvar.errors import ConfigError, UsageError
 from syncvar.wire import DTYPE_NAMES, Untaken, library_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+
+    from syncvar.runtime.group import Communicator
 
 __all__ = [
     "Structure", "arrays_of", "as_array", "checked_output", "checked_root", "describe", "flatten", "fresh", "is_dataclass",
@@ -82,17 +84,26 @@ def _is_masked(value: Any) -> bool:
     return isinstance(value, masked.MaskedArray)
 
 
-def checked_root(root: Any, size: int) -> int:
-    """Return `root` as a rank of the group.
+def checked_root(root: Any, communicator: Communicator) -> int:
+    """Return `root` as a rank of those who make the call.
 
     Raises:
         ConfigError: It is no integer or outside the group.
+        UsageError: It has left the block of sv.uneven that this rank is in.
     """
+    size = len(communicator.whole)
     if isinstance(root, bool) or not isinstance(root, int | np.integer):
         raise ConfigError(f"root must be an integer, not {root!r}")
     if not 0 <= root < size:
         raise ConfigError(f"root {root} is not in the group: its ranks are 0 to {size - 1}")
-    return int(root)
+    if communicator.uneven is None:
+        return int(root)
+    if communicator.whole[root] not in communicator.members:
+        raise UsageError(
+            f"rank {root} is the root of this call and has left its loop in sv.uneven: name one that still works "
+            f"({', '.join(map(str, communicator.present))}), for instance block.working[0]"
+        )
+    return communicator.members.index(communicator.whole[root])
 
 
 def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

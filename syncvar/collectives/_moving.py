@@ -59,7 +59,7 @@ def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any,
     """
     shortcut = communicator.shortcuts.get(key)
     if shortcut is None:
-        if not communicator.is_shared or not x.dtype.isnative or not moves(communicator, key[0], None):
+        if not communicator.prepares or not communicator.is_shared or not x.dtype.isnative or not moves(communicator, key[0], None):
             return None
         try:
             prepared = prepare(communicator, x, *how)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator
     from syncvar.runtime.shortcut import Shortcut
 
-__all__ = ["all_reduce", "owns_itself", "reduce_request", "reduce_together", "shortcut_of", "tree_sum"]
+__all__ = ["all_reduce", "owns_itself", "reduce_request", "reduce_together", "shortcut_of", "tree_combined", "tree_sum"]
 
 
 def all_reduce(
@@ -162,7 +162,7 @@ def _request(
     target = None if out is None else checked_output(out, array.shape, how.result)
     if weight is None or weight:  # what a rank of weight 0 brings does not count
         finite.look(array, "all_reduce")
-    work = contribution(array, how, communicator.member_rank, prescale)
+    work = contribution(array, how, communicator.home_rank, prescale)
     if how.element_shape:
         work, how = work.view(how.result), how._replace(element_shape=())
     brought: Any = work.reshape(array.shape)
@@ -386,7 +386,7 @@ def _fused(
             if one is not out and not one.flags.c_contiguous:
                 one[...] = out.reshape(one.shape)
         return results
-    rank = communicator.member_rank
+    rank = communicator.home_rank
     work = np.concatenate([contribution(array, how, rank) for array in arrays])
     yield Stage(plan, work, how.ufunc)
     made = []
@@ -449,7 +449,7 @@ def _one(
         if not is_flat:
             _store(made, out.reshape(array.shape), apply)
         return made
-    work = contribution(array, how, communicator.member_rank)
+    work = contribution(array, how, communicator.home_rank)
     yield Stage(plan, work, how.ufunc)
     if apply is not None and target is not None:
         _store(target, divided(how, work, size).reshape(array.shape), apply)
@@ -503,10 +503,16 @@ def tree_sum(parts: Sequence[Any]) -> Any:
         first = arrays[0]
         if any(array.shape != first.shape or array.dtype != first.dtype for array in arrays):
             raise ConfigError("the parts of tree_sum must have the same shape and dtype")
-        how = reduction("sum", first.dtype)
-        total = np.empty(first.size, how.accumulate)
-        items = {(number, number + 1): np.ascontiguousarray(array).reshape(-1) for number, array in enumerate(arrays)}
-        summed(items, 0, len(arrays), total, 0)
-        with quiet():
-            sums.append(finish(how, total, 1).reshape(first.shape))
+        sums.append(tree_combined(arrays, "sum"))
     return given_back(parts[0], unflatten(flat[0][0], sums, parts[0]))
+
+
+def tree_combined(arrays: Sequence[NDArray[Any]], op: str) -> NDArray[Any]:
+    """Return the "sum" or "mean" of arrays of one shape and dtype, by the reproducible tree."""
+    first = arrays[0]
+    how = reduction(op, first.dtype)
+    total = np.empty(first.size, how.accumulate)
+    items = {(number, number + 1): np.ascontiguousarray(array).reshape(-1) for number, array in enumerate(arrays)}
+    summed(items, 0, len(arrays), total, 0)
+    with quiet():
+        return finish(how, total, len(arrays)).reshape(first.shape)

@@ -101,7 +101,7 @@ def _prepare(communicator: Communicator, parts: NDArray[Any]) -> Any:
         is_like_x = type(out) is np.ndarray and out.shape == x.shape and out.dtype == x.dtype and out.flags.carray
         if is_like_x and not np.may_share_memory(out, x):
             return _sides(mine, [out[cut] for cut in cuts], rank)
-        return _blocks(mine, shape, out, rank)
+        return _blocks(mine, shape, None if out is None else _checked_outs(out, communicator, mine), rank)
 
     return (
         _request(communicator, parts, None, None, keep=False),
@@ -121,9 +121,9 @@ def _request(
     is_moved: bool | None = None,
 ) -> Request:
     """Check the arguments and return the request; `keep` takes copies of the parts now."""
-    mine = cut(parts, communicator.size, "all_to_all")
+    mine = cut(parts, communicator, "all_to_all")
     if out is not None:
-        _checked_outs(out, communicator.size, mine)
+        out = _checked_outs(out, communicator, mine)
     if keep:
         mine = [part.copy() for part in mine]
     packed = pack_object([dtype_index(mine[0].dtype), [list(part.shape) for part in mine]])
@@ -139,7 +139,7 @@ def _request(
                 if found is not None:
                     layout, blocks = _layout(mine[0].dtype, shape, communicator.size, communicator.member_rank), found
             if (yield from moved(layout, blocks)):
-                return list(blocks.made)
+                return _placed(communicator, list(blocks.made))
         records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
         lengths = tuple(record.nbytes for record in records)
         flat = (yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), lengths)).tobytes()
@@ -149,27 +149,36 @@ def _request(
             table = {communicator.members[rank]: f"brings {DTYPE_NAMES[index]}" for rank, (index, _) in enumerate(told)}
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
         made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
-        if out is None:
-            return made
-        outs = _checked_outs(out, communicator.size, mine)
-        return [landed(one, target) for one, target in zip(made, outs, strict=True)]
+        if out is not None:
+            made = [landed(one, target) for one, target in zip(made, out, strict=True)]
+        return _placed(communicator, made)
 
     what = f"all_to_all({mine[0].dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
     return Request(what, fingerprint("all_to_all", algorithm), body())
 
 
-def _checked_outs(out: Any, size: int, mine: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return one array to write to for each rank.
+def _placed(communicator: Communicator, made: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return one array for each rank; from ranks that have left a block of sv.uneven one without elements."""
+    if len(made) == len(communicator.whole):
+        return made
+    nothing = np.empty((0, *made[0].shape[1:]), made[0].dtype)
+    found = dict(zip(communicator.present, made, strict=True))
+    return [found.get(rank, nothing) for rank in range(len(communicator.whole))]
+
+
+def _checked_outs(out: Any, communicator: Communicator, mine: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return one array to write to for each rank that takes part.
 
     Raises:
         ConfigError: There are not as many, or they overlap the parts.
     """
     if type(out) is Untaken:
         raise ConfigError(f"out {out.reason}")
+    size = len(communicator.whole)
     if isinstance(out, np.ndarray) and out.ndim:
-        outs = [out[chunk.start : chunk.stop] for chunk in even_chunks(out.shape[0], size)]
+        outs = [out[chunk.start : chunk.stop] for chunk in even_chunks(out.shape[0], len(mine))]
     elif isinstance(out, list | tuple) and len(out) == size and all(isinstance(one, np.ndarray) for one in out):
-        outs = list(out)
+        outs = [out[rank] for rank in communicator.present]
     else:
         raise ConfigError(f"out must be a list of {size} arrays, or one array to be cut along axis 0")
     for one in outs:
@@ -184,13 +193,13 @@ def _layout(dtype: np.dtype[Any], shape: tuple[int, ...], size: int, rank: int) 
     return Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes)
 
 
-def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], out: Any, rank: int) -> Blocks | None:
+def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int) -> Blocks | None:
     """Return the arrays of a call whose parts all have one shape; None where they cannot be written to piece by piece."""
     size, dtype = len(mine), mine[0].dtype
-    if out is None:
+    if outs is None:
         made = list(np.empty((size, *shape), dtype)) if shape else [np.empty((), dtype) for _ in mine]
     else:
-        made = _checked_outs(out, size, mine)
+        made = outs
         if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):
             return None
     return _sides(mine, made, rank)

@@ -144,7 +144,7 @@ def broadcast_request(
         is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
         keep: Take copies of the arrays now: the caller may change them before the call ends.
     """
-    root = checked_root(root, communicator.size)
+    root = checked_root(root, communicator)
     is_root = communicator.member_rank == root
     if x is None and is_root:
         raise ConfigError(f"the root (rank {root}) must pass a value, not None")

@@ -71,7 +71,7 @@ def gather(
         return in_kind(call, x, out)
 
     def check() -> Request:
-        target = checked_root(root, communicator.size)
+        target = checked_root(root, communicator)
         structure, arrays, axes, kinds = along_axis(x, axis, out)
         is_root = communicator.member_rank == target
         like = x

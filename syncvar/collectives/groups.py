@@ -34,17 +34,18 @@ class Group(Taught):
     @property
     def rank(self) -> int | None:
         """This process's rank in the group, or None for a non-member."""
-        return self._communicator.rank
+        communicator = self._communicator
+        return None if communicator.rank is None else communicator.home_rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._communicator.size
+        return len(self._communicator.whole)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the world, in the group's order."""
-        return self._communicator.members
+        return self._communicator.whole
 
     @property
     def is_member(self) -> bool:
@@ -73,6 +74,7 @@ class Group(Taught):
             return [None if color is None else _integer("color", color), _integer("key", key)]
 
         parent = communicator_of(self)
+        current().refuse_in_block("group.split")
         everyone = gather_objects(parent, "split", mine, timeout)
         if color is None:
             return None
@@ -113,6 +115,7 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
         MismatchError: The lists differ between ranks.
     """
     context = current()
+    context.refuse_in_block("sv.new_group")
     world = context.world
     members: tuple[int, ...] = ()
     refused: ConfigError | None = None

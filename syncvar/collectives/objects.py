@@ -55,7 +55,26 @@ def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | No
         >>> sv.all_gather_object({"rank": sv.rank()})
         [{'rank': 0}]
     """
-    return gather_objects(communicator_of(group), "all_gather_object", lambda: o, timeout, async_op=async_op)
+    communicator = communicator_of(group)
+
+    def check() -> Request:
+        mine = pack_object(o)
+
+        def body() -> Generator[Stage, None, list[Any]]:
+            return _placed(communicator, (yield from gather_bytes(communicator, mine)))
+
+        return Request("all_gather_object", fingerprint("all_gather_object"), body())
+
+    return communicator.perform("all_gather_object", check, timeout, async_op=async_op)
+
+
+def _placed(communicator: Communicator, data: list[bytes]) -> list[Any]:
+    """Return the objects of all ranks; None for ranks that have left a block of sv.uneven."""
+    found = [unpack_object(one) for one in data]
+    if len(found) == len(communicator.whole):
+        return found
+    known = dict(zip(communicator.present, found, strict=True))
+    return [known.get(rank) for rank in range(len(communicator.whole))]
 
 
 def gather_objects(
@@ -98,7 +117,7 @@ def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeo
     communicator = communicator_of(group)
 
     def check() -> Request:
-        source = checked_root(root, communicator.size)
+        source = checked_root(root, communicator)
         mine = pack_object(o) if communicator.member_rank == source else b""
 
         def body() -> Generator[Stage, None, Any]:
@@ -134,12 +153,12 @@ def gather_object(
     communicator = communicator_of(group)
 
     def check() -> Request:
-        target = checked_root(root, communicator.size)
+        target = checked_root(root, communicator)
         mine = pack_object(o)
 
         def body() -> Generator[Stage, None, list[Any] | None]:
             everything = yield from gather_bytes(communicator, mine, target)
-            return [unpack_object(data) for data in everything] if communicator.member_rank == target else None
+            return _placed(communicator, everything) if communicator.member_rank == target else None
 
         return Request(f"gather_object(root {target})", fingerprint("gather_object", target), body())
 
@@ -171,13 +190,14 @@ def scatter_object(
     communicator = communicator_of(group)
 
     def check() -> Request:
-        source = checked_root(root, communicator.size)
+        source = checked_root(root, communicator)
         packed: list[bytes] = []
         if communicator.member_rank == source:
-            if not isinstance(objects, list | tuple) or len(objects) != communicator.size:
+            count = len(communicator.whole)
+            if not isinstance(objects, list | tuple) or len(objects) != count:
                 given = f"{len(objects)} objects" if isinstance(objects, list | tuple) else type(objects).__name__
-                raise ConfigError(f"scatter_object needs a list of {communicator.size} objects on the root, not {given}")
-            packed = [pack_object(one) for one in objects]
+                raise ConfigError(f"scatter_object needs a list of {count} objects on the root, not {given}")
+            packed = [pack_object(objects[rank]) for rank in communicator.present]
 
         def body() -> Generator[Stage, None, Any]:
             lengths = pack_object([len(data) for data in packed])

@@ -40,6 +40,10 @@ __all__ = ["recv", "send"]
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
 _TAG_MAX = (1 << 31) - 1
+_NO_MESSAGES = (
+    "send and recv inside `with sv.uneven():` are refused: nobody would answer for a rank that has left its loop. Send before or "
+    "after the block, or use a collective (scatter, all_to_all, broadcast)"
+)
 _STREAMS_MAX = 128  # of a group: beyond, pairs and tags that wait for nothing are let go
 
 
@@ -83,6 +87,8 @@ def send(
     if _foreign:
         raise unexpected(send, _foreign)
     communicator = communicator_of(group)
+    if communicator.uneven is not None:
+        raise UsageError(_NO_MESSAGES)
     if is_foreign(x):
         return in_kind(partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x)
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
@@ -150,6 +156,8 @@ def recv(
     if _foreign:
         raise unexpected(recv, _foreign)
     communicator = communicator_of(group)
+    if communicator.uneven is not None:
+        raise UsageError(_NO_MESSAGES)
     if is_foreign(out):
         return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)

@@ -88,7 +88,7 @@ def reduce(
         return in_kind(call, x, out)
 
     def check() -> Request:
-        target = checked_root(root, communicator.size)
+        target = checked_root(root, communicator)
         is_root = communicator.member_rank == target
         if is_structure(x):
             if out is not None:
@@ -105,7 +105,7 @@ def reduce(
         if out is not None and is_root:
             into = checked_output(out, arrays[0].shape, hows[0].result)
         like = fresh(structure, x) if async_op else x
-        works = [contribution(array, how, communicator.member_rank) for array, how in zip(arrays, hows, strict=True)]
+        works = [contribution(array, how, communicator.home_rank) for array, how in zip(arrays, hows, strict=True)]
 
         def body() -> Generator[Stage, None, Any]:
             results = []

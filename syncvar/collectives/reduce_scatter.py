@@ -14,7 +14,7 @@ from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import by_shortcut, fitting, landed, landing, moved, moves, place_of
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
-from syncvar.errors import ConfigError
+from syncvar.errors import ConfigError, UsageError
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.runtime import finite
@@ -117,7 +117,7 @@ def _request(
     finite.look(array, "reduce_scatter")
     if array.ndim == 0:
         raise ConfigError("reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce")
-    rows = _rows(lengths, array.shape[0], communicator.size)
+    rows = _rows(lengths, array.shape[0], communicator)
     how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
     rank = communicator.member_rank
     if len(how.element_shape) == array.ndim:
@@ -132,7 +132,7 @@ def _request(
             return landed(blocks.made, into)
 
         return Request(what, digest, body())
-    work = contribution(array, how, rank)
+    work = contribution(array, how, communicator.home_rank)
     width = prod(array.shape[1:]) // prod(how.element_shape)
     counts = tuple(row * width for row in rows)
     start = list(accumulate(counts, initial=0))[rank]
@@ -163,12 +163,16 @@ def _blocks(array: NDArray[Any], how: Reduction, out: Any, size: int, rank: int)
     return Blocks(made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank]))
 
 
-def _rows(lengths: Any, total: int, size: int) -> tuple[int, ...]:
+def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ...]:
     if lengths is None:
-        return tuple(chunk.count for chunk in even_chunks(total, size))
+        return tuple(chunk.count for chunk in even_chunks(total, communicator.size))
+    size = len(communicator.whole)
     rows = tuple(lengths)
     if len(rows) != size or any(isinstance(row, bool) or not isinstance(row, int | np.integer) or row < 0 for row in rows):
         raise ConfigError(f"lengths must be {size} integers >= 0, one for each rank, not {lengths!r}")
     if sum(rows) != total:
         raise ConfigError(f"lengths {list(rows)} add up to {sum(rows)}, axis 0 has {total}")
-    return tuple(int(row) for row in rows)
+    gone = [rank for rank in range(size) if rows[rank] and rank not in communicator.present]
+    if gone:
+        raise UsageError(f"lengths {list(rows)} has rows for rank {gone[0]}, which has left its loop in sv.uneven: give it 0 rows")
+    return tuple(int(rows[rank]) for rank in communicator.present)

@@ -128,7 +128,7 @@ def _prefix(
         neutral = identity(how) if name == "exscan" else None
         into = None if out is None else checked_output(out, array.shape, how.result)
         rank = communicator.member_rank
-        work = contribution(array, how, rank)
+        work = contribution(array, how, communicator.home_rank)
         count = rank if name == "exscan" else rank + 1
 
         def body() -> Generator[Stage, None, Any]:

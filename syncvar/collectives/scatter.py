@@ -80,13 +80,13 @@ def scatter(
         return in_kind(call, x, out)
 
     def check() -> Request:
-        source = checked_root(root, communicator.size)
+        source = checked_root(root, communicator)
         parts: list[NDArray[Any]] = []
         skeleton = b""
         if communicator.member_rank == source:
             if x is None:
                 raise ConfigError(f"the root (rank {source}) must pass a list of arrays, or one array, not None")
-            parts = [part.copy() if async_op else part for part in cut(x, communicator.size, "scatter")]
+            parts = [part.copy() if async_op else part for part in cut(x, communicator, "scatter")]
             skeleton = pack_object([dtype_index(parts[0].dtype), [list(part.shape) for part in parts]])
 
         def body() -> Generator[Stage, None, Any]:
@@ -122,21 +122,22 @@ def scatter_flat(
     return work[start : start + counts[communicator.member_rank]]
 
 
-def cut(value: Any, size: int, name: str) -> list[NDArray[Any]]:
-    """Return one array for each rank of a list, or of an array that is cut along axis 0.
+def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]:
+    """Return one array for each rank that takes part, of a list (one for each rank) or of an array that is cut along axis 0.
 
     Raises:
         ConfigError: A list of another length, arrays of different dtypes, a scalar.
     """
+    size = len(communicator.whole)
     if isinstance(value, list | tuple):
         if len(value) != size:
             raise ConfigError(f"{name} needs one array for each of {size} ranks, not {len(value)}; or pass one array to be cut")
-        parts = [as_array(part, f"part {index}") for index, part in enumerate(value)]
+        parts = [as_array(value[rank], f"part {rank}") for rank in communicator.present]
     else:
         array = as_array(value)
         if array.ndim == 0:
             raise ConfigError(f"{name} cuts along axis 0, and a scalar has none; pass a list of {size} values")
-        parts = [array[chunk.start : chunk.stop] for chunk in even_chunks(array.shape[0], size)]
+        parts = [array[chunk.start : chunk.stop] for chunk in even_chunks(array.shape[0], communicator.size)]
     if any(part.dtype != parts[0].dtype for part in parts):
         names = sorted({part.dtype.name for part in parts})
         raise ConfigError(f"the parts of {name} must have one dtype, not {', '.join(names)}: write x.astype(…)")

@@ -449,7 +449,7 @@ class Optimizer(Taught, Rule):
         """Make what was added up on another number of replicas, before a checkpoint, count as much as it did there."""
         assert self._slots.replicas is not None
         assert self._slots.weight is not None
-        size, before = float(call.owner.communicator.size), float(copy_of(self._slots.replicas))
+        size, before = float(len(call.owner.communicator.whole)), float(copy_of(self._slots.replicas))
         if before == size:
             return
         if number and before and call.travels and not call.is_given and (call.op == "sum" or call.weight is not None):

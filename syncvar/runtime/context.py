@@ -39,7 +39,7 @@ from syncvar.topology import HostMap, is_meant_alone, rank_list, told_elsewhere,
 from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping, Sequence
+    from collections.abc import Collection, Iterator, MutableMapping, Sequence
 
     import zmq
 
@@ -86,6 +86,7 @@ class Context:
         self.is_closed = False
         self.is_forked = False
         self.process = os.getpid()
+        self.uneven: object | None = None  # the block of sv.uneven that the program is in
         self.extras: dict[str, Any] = {}  # what upper rooms keep per context: default strategy, names of variables
         self._transport = transport
         self._control = control
@@ -171,6 +172,7 @@ class Context:
             identity, members, self.rank, self.engine, channel,
             recorder=self.recorder, forced=self._forced, hosts=self._hosts_of(identity, members) if shares else None,
         )  # fmt: skip
+        made.is_pair = not shares
         made.prepares = self.config.check_finite == "off"  # a prepared call looks at nothing
         self._communicators.add(made)
         return made
@@ -187,6 +189,21 @@ class Context:
         if len(mine) == 1 or self._channels is None:
             return Hosts(sizes, None)
         return Hosts(sizes, self._channels.make(identity, mine, mine.index(self.rank)))
+
+    def groups_within(self, members: Collection[int]) -> list[Communicator]:
+        """Return the groups of some ranks that this one makes collective calls in, with others, in the order of their identities."""
+        found = [
+            one for one in self._communicators
+            if one.size > 1 and one.rank is not None and not one.is_pair and not one.is_destroyed and set(one.members) <= set(members)
+        ]  # fmt: skip
+        return sorted(found, key=lambda one: one.identity)
+
+    def refuse_in_block(self, what: str) -> None:
+        """Raise UsageError inside a block of sv.uneven."""
+        if self.uneven is not None:
+            raise UsageError(
+                f"{what} inside `with sv.uneven():` is refused: a rank that has left its loop would not take part. Do it before the block"
+            )
 
     def new_identity(self) -> int:
         """Return the next group identity; called in the same order on all ranks, it is the same on all."""

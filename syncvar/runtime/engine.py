@@ -23,6 +23,7 @@ from syncvar.errors import (
     GroupBroken,
     HandshakeError,
     PeerLost,
+    SyncvarError,
     TransportError,
     UsageError,
 )
@@ -337,6 +338,13 @@ class Engine:
         return not any(other == group for other, _ in list(self._active)) and not any(
             operation.group == group for operation in list(self._inbox)
         )
+
+    def settle(self, group: int) -> None:
+        """Wait until no call of a group is running or waits to be started; who waits for it hears of its errors."""
+        for operation in [*list(self._active.values()), *list(self._inbox)]:
+            if operation.group == group:
+                with contextlib.suppress(SyncvarError):
+                    self.wait(operation)
 
     def rest(self, group: int, peer: int) -> None:
         """Keep of a pair's calls no more than their number: they may go on after a long time, or never."""

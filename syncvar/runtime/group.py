@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from syncvar.errors import ConfigError, InternalError, SyncvarError, UsageError
+from syncvar.errors import ConfigError, InternalError, MismatchError, SyncvarError, UsageError
 from syncvar.loading import Taught
 from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.operation import Operation, Stage
     from syncvar.runtime.shortcut import Shortcut
 
-__all__ = ["Communicator", "Request", "Work", "fingerprint"]
+__all__ = ["Communicator", "Request", "Uneven", "Work", "fingerprint"]
 
 _PLANS_MAX = 512
 _SHORTCUTS_MAX = 512
@@ -166,6 +167,16 @@ class _NoOutlet:
 _NO_OUTLET = _NoOutlet()
 
 
+class Uneven(Protocol):
+    """What stands before each call of a group inside a block of sv.uneven."""
+
+    def roll(self, name: str, timeout: float | None) -> None:
+        """Learn which ranks still work; the group's communicator has no others then."""
+
+    def require_all(self, what: str, instead: str = "") -> None:
+        """Raise UsageError if a rank has left."""
+
+
 class Communicator:
     """The calls of one group.
 
@@ -195,6 +206,9 @@ class Communicator:
         self.members = tuple(members)
         self.size = len(self.members)
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
+        self.whole = self.members  # with the ranks that have left a block of sv.uneven, without which its calls are made
+        self.uneven: Uneven | None = None
+        self.is_pair = False  # its calls are messages
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.next_call = 0
@@ -287,6 +301,8 @@ class Communicator:
         """Prepare the short way of an all-reduce that has just gone the long way."""
         from syncvar.runtime.shortcut import reduce_shortcut
 
+        if not self.prepares:
+            return None
         return self.keep_shortcut(key, reduce_shortcut(self, how, shape, digest, what, apply))
 
     def keep_shortcut(self, key: Any, made: Shortcut | None) -> Shortcut | None:
@@ -302,6 +318,11 @@ class Communicator:
     def epoch(self) -> int:
         """Number of the block of calls, the same on all ranks that have begun and ended the same runs."""
         return self._epoch
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether its program has let go of it."""
+        return self._destroyed is not None
 
     @property
     def is_awaited(self) -> bool:
@@ -338,6 +359,40 @@ class Communicator:
             )
         return self.rank
 
+    @property
+    def home_rank(self) -> int:
+        """This process's rank in the whole group.
+
+        Raises:
+            UsageError: It is not a member.
+        """
+        return self.member_rank if self.uneven is None else self.whole.index(self.members[self.member_rank])
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks of the whole group that take part in its calls."""
+        return tuple(range(self.size)) if self.uneven is None else tuple(map(self.whole.index, self.members))
+
+    def require_all(self, what: str, instead: str = "") -> None:
+        """Look whether all ranks of the group still work, before something that needs them all. Collective in a block of sv.uneven.
+
+        Args:
+            what: Needs them all.
+            instead: What else to do, for the error.
+
+        Raises:
+            UsageError: One has left the block; on all that work.
+        """
+        if self.uneven is not None:
+            self.uneven.require_all(what, instead)
+
+    def become(self, other: Communicator) -> None:
+        """Change places with another communicator: whoever has this one makes the other's calls from now on."""
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+        for one in (self, other):
+            if one.engine is not None and one.channel is not None:
+                one.engine.count_by(one)
+
     def perform(
         self,
         name: str,
@@ -359,6 +414,8 @@ class Communicator:
             async_op: Return a `Work` at once.
             after_queued: Queued writes go first; False for the call that sends them.
         """
+        if self.uneven is not None:
+            self.uneven.roll(name, timeout)  # from here on this is the group of those who still work
         engine = self.engine
         self.member_rank  # noqa: B018  (raises for non-members)
         if self._destroyed is not None:
@@ -394,11 +451,15 @@ class Communicator:
                 operation.advance(_NO_OUTLET)
                 work = Work(None, operation)
                 return work if async_op else work.wait()
-            if async_op:
+            if async_op and self.uneven is None:
                 operation.site = own_site()
                 engine.start(operation, allowed)
                 return Work(engine, operation, sends=not after_queued)
-            return engine.run(operation, allowed)
+            if not async_op:
+                return engine.run(operation, allowed)
+            with contextlib.suppress(MismatchError):  # in a block of sv.uneven started calls are made at once
+                engine.run(operation, allowed)
+            return Work(None, operation)
 
     def _operation(self, call: int, request: Request) -> Operation:
         channel = self.channel

@@ -3,6 +3,7 @@
 * `base`: scope, run, reduce, gather. `mirrored`: the strategies with a copy on every replica. `central_storage`: one
   copy on each host.
 * `contexts`: asking where the program is; the replica context. `reducing`: values over replicas.
+* `uneven`: loops of different lengths.
 * `inputs`: each replica's batches, and the agreement on steps (`offers`, pure).
 
 `Variable` is offered here too, because a variable needs the default strategy, which this room makes.
@@ -23,6 +24,7 @@ from syncvar.strategies.contexts import (
 from syncvar.strategies.inputs import DistributedDataset, DistributedIterator, InputContext
 from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from syncvar.strategies.reducing import ReduceOp
+from syncvar.strategies.uneven import Uneven, uneven
 from syncvar.variables import Variable
 
 __all__ = [
@@ -35,10 +37,12 @@ __all__ = [
     "ReduceOp",
     "ReplicaContext",
     "Strategy",
+    "Uneven",
     "ValueContext",
     "Variable",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "uneven",
 ]

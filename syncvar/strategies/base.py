@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, SyncvarError, UsageError
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.context import Context as Joined
     from syncvar.runtime.group import Communicator
     from syncvar.variables.policy import VariableSynchronization
     from syncvar.variables.queue import WriteQueue
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "strategies_of"]
 
 
 class Strategy(Taught):
@@ -77,6 +79,7 @@ class Strategy(Taught):
         self.roster: Roster | None = None
         if self.has_copies and communicator.rank is not None and communicator.size > 1:
             self.roster = Roster(self)
+            _known(self.context).add(self)
 
     @property
     def check_every(self) -> int:
@@ -128,7 +131,7 @@ class Strategy(Taught):
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas of this strategy."""
-        return self._communicator.size
+        return len(self._communicator.whole)
 
     def __repr__(self) -> str:
         return f"<sv.{type(self).__name__} of {self.num_replicas_in_sync} replicas>"
@@ -269,7 +272,7 @@ class Strategy(Taught):
         Args:
             fn: Called once with a ValueContext.
         """
-        return PerReplica(fn(ValueContext(self._communicator.member_rank, self.num_replicas_in_sync)))
+        return PerReplica(fn(ValueContext(self._communicator.home_rank, self.num_replicas_in_sync)))
 
     # -- input ----------------------------------------------------------------------------------------------------
 
@@ -375,6 +378,16 @@ class Strategy(Taught):
         world = self.context.world
         mine = self._communicator
         return [mine, world] if mine is not world and mine.members == world.members else [mine]
+
+
+def _known(context: Joined) -> weakref.WeakSet[Strategy]:
+    found: weakref.WeakSet[Strategy] = context.extras.setdefault("strategies", weakref.WeakSet())
+    return found
+
+
+def strategies_of(context: Joined) -> list[Strategy]:
+    """Return the strategies of this process whose replicas are several and have copies."""
+    return list(_known(context))
 
 
 class Scope:

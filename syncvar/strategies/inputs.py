@@ -406,7 +406,7 @@ def distributed_from_function(strategy: Strategy, fn: Callable[[InputContext], A
     try:
         if not callable(fn):
             raise ConfigError(f"fn must be a function of an InputContext, not {type(fn).__name__}")
-        dataset = fn(InputContext(replicas, strategy.communicator.member_rank, replicas))
+        dataset = fn(InputContext(replicas, strategy.communicator.home_rank, replicas))
     except Exception as raised:
         error = raised
     return _announced(strategy, "distribute_datasets_from_function", dataset, error, is_global=False)

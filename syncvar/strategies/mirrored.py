@@ -104,6 +104,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 def _own_communicator(members: tuple[int, ...]) -> Communicator:
     """Return a group of the strategy's own; its identity counts the strategies made over the same ranks."""
     context = current()
+    context.refuse_in_block("making a strategy")
     made: dict[Any, int] = context.extras.setdefault("strategies_made", {})
     number = made[members] = made.get(members, 0) + 1
     return context.communicator(fingerprint("strategy", members, number), members)

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.collectives.all_gather import gather_request
+from syncvar.collectives.all_reduce import tree_combined
 from syncvar.errors import ConfigError, UsageError
 from syncvar.runtime.group import fingerprint
+from syncvar.variables.policy import Travel
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from syncvar.runtime.group import Request
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 
-__all__ = ["checked_replica", "fetch", "publish"]
+__all__ = ["checked_replica", "fetch", "publish", "with_absent"]
 
 
 def publish(owner: Owner, namespace: Any, variable: Any) -> None:
@@ -62,7 +66,7 @@ def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> N
     communicator = owner.communicator
     engine = communicator.engine
     assert engine is not None
-    rank = communicator.members[replica]
+    rank = communicator.whole[replica]
     answer = engine.ask(rank, _key(namespace, name), what, owner.timeout)
     if answer is None:
         raise UsageError(
@@ -73,6 +77,35 @@ def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> N
     made: NDArray[Any] = np.frombuffer(answer[1], dtype_from_index(index)).reshape(shape)
     made.flags.writeable = False
     return made
+
+
+def with_absent(owner: Owner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str) -> NDArray[Any]:
+    """Return the aggregate of all replicas' copies where some have left a block of sv.uneven: theirs are read from them.
+
+    Collective over those that work.
+
+    Args:
+        owner: The strategy.
+        namespace: Where the name is unique.
+        name: The variable's.
+        mine: This replica's copy.
+        travel: SUM, MEAN or FIRST.
+        what: The call in words.
+    """
+    communicator = owner.communicator
+
+    def check() -> Request:
+        return gather_request(communicator, mine[np.newaxis], 0, name=what)
+
+    told = communicator.perform(what, check, owner.timeout)
+    copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, told, strict=True))
+    for replica in [0] if travel is Travel.FIRST else range(len(communicator.whole)):
+        if replica not in copies:
+            copies[replica] = fetch(owner, namespace, name, replica, what)
+    if travel is Travel.FIRST:
+        return copies[0].copy()
+    ordered = [copies[replica] for replica in sorted(copies)]
+    return tree_combined(ordered, "sum" if travel is Travel.SUM else "mean")
 
 
 def checked_replica(rank: Any, count: int, what: str) -> int:

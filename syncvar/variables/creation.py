@@ -113,6 +113,8 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
         MismatchError: Another replica asks for something else.
     """
     communicator = owner.communicator
+    if not _is_apart(wish.synchronization):
+        communicator.require_all("making a variable", "for the slots of an optimizer write optimizer.build([v, …]) before the block")
     checked: _Checked | None = None
     failure: Exception | None = None
     try:

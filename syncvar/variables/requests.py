@@ -57,7 +57,7 @@ def request_of(
         op = "sum" if travel is Travel.SUM else "mean"
         return reduce_request(communicator, x, op, out=out, reproducible=reproducible, name=what, apply=apply)
     if travel is Travel.FIRST:
-        return broadcast_request(communicator, x, 0, name=what)
+        return broadcast_request(communicator, x, communicator.present[0], name=what)
     if travel is Travel.SAME:
         return _same_request(communicator, x, what, hint)
     if travel is Travel.MEETING:
@@ -135,7 +135,7 @@ def rows_request(
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
         request = gather_request(communicator, brought, 0, name=what)
     elif travel is Travel.FIRST_ROWS:
-        request = broadcast_request(communicator, brought if communicator.rank == 0 else None, 0, name=what)
+        request = broadcast_request(communicator, brought if communicator.rank == 0 else None, communicator.present[0], name=what)
     elif travel is Travel.SAME:
         joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
         request = _same_request(communicator, joined, what, hint)

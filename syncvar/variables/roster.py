@@ -104,7 +104,9 @@ class Roster:
         self._bar = Bar()
         self.is_watching = True  # the next write may have to be compared first: outside runs, and in some
         self._is_running = False
-        self._writes = 0  # that were made outside runs
+        self._is_paused = False
+        self._deferred: list[Variable] = []  # while it is paused
+        self.writes = 0  # that were made outside runs
         self._compared: set[int] = set()  # in this run, before a write
         self._config = owner.context.config
         self._replay: dict[Point, list[tuple[str, str]]] | None = None
@@ -124,7 +126,7 @@ class Roster:
         if is_auto:
             self._expect(self.runs + self._costs.runs)
         self._numbers += 1
-        good = f"write {self._writes}" if self.owner.is_default and not self.runs else f"run {self.runs}"
+        good = f"write {self.writes}" if self.owner.is_default and not self.runs else f"run {self.runs}"
         self.entries[name] = Entry(name, self._numbers, nbytes, good, is_auto=is_auto)
 
     def attach(self, variable: Variable) -> Entry | None:
@@ -171,6 +173,26 @@ class Roster:
         owner = self.owner
         return COSTS["links" if owner.communicator.channel is None else "arena", owner.reproducible]
 
+    def living(self) -> dict[str, Variable]:
+        """Return the variables that live in this process, by name."""
+        found = {name: entry.variable() for name, entry in self.entries.items()}
+        return {name: variable for name, variable in found.items() if variable is not None}
+
+    def pause(self) -> None:
+        """Decide and compare nothing, and defer nothing: some replicas may make no more steps (`sv.uneven`)."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._deferred = [one for one in self.living().values() if one.is_deferred]
+            for one in self._deferred:
+                one.defers(is_deferred=False)
+
+    def resume(self) -> None:
+        """Go on as before."""
+        self._is_paused = False
+        for one in self._deferred:
+            one.defers(is_deferred=True)
+        self._deferred = []
+
     # -- points that all replicas reach ---------------------------------------------------------------------------
 
     def begin_run(self, check_every: int) -> None:
@@ -193,6 +215,8 @@ class Roster:
         Raises:
             MismatchError: Copies of a variable differ; nothing has been written.
         """
+        if self._is_paused:
+            return
         owner = self.owner
         found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001  (its other half)
         mended = {entry.number for entry, _ in found if entry.is_told}  # perhaps, by this write
@@ -206,9 +230,9 @@ class Roster:
                 compare(owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before)
                 self._compared.update(entry.number for entry, _ in pairs)
         elif owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
-            self._writes += 1
-            if _is_due(self._writes, owner.check_every) and self.entries:
-                self._agree(Point("write", self._writes), is_decision=False, is_check=True, mended=mended)
+            self.writes += 1
+            if _is_due(self.writes, owner.check_every) and self.entries:
+                self._agree(Point("write", self.writes), is_decision=False, is_check=True, mended=mended)
 
     def end_run(self, check_every: int) -> None:
         """Decide and compare, if it is time; called by all replicas at the end of a run, when nothing waits.
@@ -216,6 +240,8 @@ class Roster:
         Raises:
             MismatchError: Copies of a variable differ.
         """
+        if self._is_paused:
+            return
         run = self.runs
         point = Point("run", run)
         is_check = _is_due(run, check_every) and bool(self.entries)
@@ -230,7 +256,7 @@ class Roster:
     def after_write(self, variable: Variable, increments: int) -> None:
         """Decide, if it is time, after an increment outside every scope."""
         entry = self.entries.get(variable.name)
-        if entry is None or entry.is_pinned or increments % WRITES_PER_DECISION:
+        if entry is None or self._is_paused or entry.is_pinned or increments % WRITES_PER_DECISION:
             return
         point = Point("write", increments, variable.name)
         if self._config.auto_replay:

@@ -133,6 +133,7 @@ def written_once(owner: Owner, storages: Sequence[Storage]) -> Iterator[None]:
     if not shared:
         yield
         return
+    owner.communicator.require_all("writing a copy that the replicas of a host share")
     for storage in shared:
         storage.is_staging = True
     try:

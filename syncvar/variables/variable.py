@@ -14,7 +14,7 @@ from syncvar.runtime import finite
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.kernels import reduction
 from syncvar.variables.casting import operand_array
-from syncvar.variables.copies import checked_replica, fetch, publish
+from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
 from syncvar.variables.places import context_of, current_owner, places
@@ -363,6 +363,7 @@ class Variable(Taught, ArrayProtocol):
             ConfigError: Another mode.
             UsageError: The variable was not asked as AUTO.
         """
+        self._owner.context.refuse_in_block("v.pin")
         if self._requested is not VariableSynchronization.AUTO:
             raise UsageError(
                 f"variable {self.name!r} was asked as {self._requested.name}, which never changes; pin is for "
@@ -427,7 +428,7 @@ class Variable(Taught, ArrayProtocol):
         if operation is Operation.READ_FROM:
             what = f"read_from({replica!r}) of variable {self.name!r}"
             replica = checked_replica(replica, self._replicas, what)
-            if travel is Travel.QUESTION and replica != self._owner.communicator.member_rank:
+            if travel is Travel.QUESTION and replica != self._owner.communicator.home_rank:
                 self._reads += 1
                 return fetch(self._owner, self._namespace, self.name, replica, what)
         self._reads += 1
@@ -443,8 +444,14 @@ class Variable(Taught, ArrayProtocol):
                 self._check_sum(f"{operation.value} of variable {self.name!r}")
             return array
 
+        communicator, value = self._owner.communicator, None
         try:
-            value: NDArray[Any] = self._travel(action, what, mine, request_of)
+            if communicator.uneven is not None and self._synchronization is VariableSynchronization.ON_READ:
+                communicator.uneven.roll(what, self._owner.timeout)
+                if len(communicator.whole) > communicator.size:
+                    value = with_absent(self._owner, self._namespace, self.name, mine(), travel, what)
+            if value is None:
+                value = self._travel(action, what, mine, request_of)
         except (MismatchError, DeadlineExceeded, PeerLost) as error:
             self._advise_reader(operation, error)
             raise
@@ -483,6 +490,10 @@ class Variable(Taught, ArrayProtocol):
         self._changes.append((step, self._pace, pace, why))
         self._pace, self._decided = pace, (step, why)
         self._queue = queue_of(self._owner) if pace == "deferred" and self._replicas > 1 else None
+
+    def defers(self, *, is_deferred: bool) -> None:
+        """Let increments wait, or not, without a word about it; for a roster that pauses only."""
+        self._queue = queue_of(self._owner) if is_deferred else None
 
     def _is_deferrable(self, operation: Operation) -> bool:
         """Return whether a write, made here and now, is an increment that the replicas combine."""
@@ -640,7 +651,6 @@ class Variable(Taught, ArrayProtocol):
         what = f"{operation.value} of variable {self.name!r}"
         indices = indices.read_value() if isinstance(indices, Variable) else indices
         values = values.read_value() if isinstance(values, Variable) else values
-        divisor = self._owner.communicator.size if action.travel is Travel.MEAN_ROWS else 1
         is_split = action.effect is Effect.SPLIT_ANEW
 
         def mine() -> tuple[NDArray[Any], Rows]:
@@ -651,6 +661,7 @@ class Variable(Taught, ArrayProtocol):
 
         def store(together: tuple[NDArray[Any], Rows]) -> None:
             total, rows = together
+            divisor = self._owner.communicator.size if action.travel is Travel.MEAN_ROWS else 1
             with self._storage:
                 made = applied(operation, total if is_split else self._copy, rows, divisor=divisor)
                 self._keep(self._share(made) if is_split else made)
@@ -671,6 +682,8 @@ class Variable(Taught, ArrayProtocol):
             is_in_place: The call writes the copy by itself.
         """
         storage = self._storage
+        if self._synchronization is VariableSynchronization.ON_READ and action.travel is not Travel.NOTHING:
+            self._owner.communicator.require_all(what)
         if isinstance(storage, SharedCopy) and not storage.is_staging:
             with written_once(self._owner, [storage]):
                 return self._write(action, what, mine, request, store, is_in_place=is_in_place)

@@ -1,0 +1,157 @@
+"""A group inside a block of `sv.uneven`: its calls are made by the ranks that still work, as if it had no others.
+
+Before each call those who work make a small one, the roll: an all-reduce of one bit for each of them. A rank that leaves its
+loop makes one roll more in each of its groups, which says so, and has no part in that group from then on; its last roll
+waits in the engine until the others make theirs. So all know of the same ranks at the same call, and nothing is ever
+repeated. The group's communicator becomes that of those who still work: whoever holds it makes their calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from syncvar.collectives.all_reduce import reduce_request, shortcut_of
+from syncvar.errors import UsageError
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.topology import rank_list
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.context import Context
+    from syncvar.runtime.group import Communicator, Work
+
+__all__ = ["Enrolled", "OneHasLeft"]
+
+_ROLL = "roll of sv.uneven"
+_DIGEST = fingerprint(_ROLL)
+_LAST = 1 << 40  # more rolls than a block has
+
+
+class OneHasLeft(UsageError):
+    """A rank has left its loop, and the block ends with the first."""
+
+
+class Block(Protocol):
+    """What the groups of a block have in common."""
+
+    context: Context
+    number: int  # the same on all its ranks, and of no other block
+    stops_at_first: bool
+
+
+class Enrolled:
+    """One group in a block.
+
+    Args:
+        block: The block.
+        communicator: The group's, with no call under way.
+    """
+
+    def __init__(self, block: Block, communicator: Communicator) -> None:
+        self._block = block
+        self.communicator = communicator
+        self.identity = communicator.identity
+        self.whole = self.working = communicator.members
+        self.calls = 0  # that this rank has made here while it worked
+        self._rolls: Communicator | None = None
+        if communicator.channel is not None:
+            communicator.channel.is_settled = False  # so calls that have been prepared take the long way, and the roll
+        self._home = self._beside("calls")
+        self._take(self._home)
+
+    def roll(self, name: str, timeout: float | None) -> None:
+        """Learn which ranks still work; the communicator is theirs afterwards. Collective over them.
+
+        Args:
+            name: The call that follows, for messages.
+            timeout: Seconds; None means the job's default.
+
+        Raises:
+            OneHasLeft: A rank has left, and the block ends with the first.
+            MismatchError: A rank has left by an exception.
+
+        Cost: an all-reduce of 8 bytes for each 64 ranks.
+        """
+        if len(self.working) > 1:
+            left = self._told(f"{name} inside sv.uneven", timeout)
+            if left.any():
+                bits = np.unpackbits(left.view(np.uint8), bitorder="little")
+                gone = [rank for rank, bit in zip(self.working, bits, strict=False) if bit]
+                self.working = tuple(rank for rank in self.working if rank not in gone)
+                self._rolls = None
+                self._take(self._beside("calls"))
+                if self._block.stops_at_first:
+                    raise OneHasLeft(f"{rank_list(gone)} left sv.uneven, and this block ends with the first")
+        self.calls += 1
+
+    def require_all(self, what: str, instead: str = "") -> None:
+        """Raise UsageError if a rank has left; collective over those who work."""
+        self.roll(what, None)
+        gone = [rank for rank in self.whole if rank not in self.working]
+        if gone:
+            raise UsageError(
+                f"{what} needs every rank of the group, and in `with sv.uneven():` {rank_list(gone)} left the loop already: do it before "
+                f"the block or after it{instead and ', or '}{instead}"
+            )
+
+    def leave(self, timeout: float | None) -> Work | None:
+        """Tell the others, in the roll of their next call, that this rank works no more; returns that roll."""
+        self._give_back()
+        if len(self.working) == 1:
+            return None
+        rolls = self._rolls_now()
+        left = self._nobody()
+        place = rolls.member_rank
+        left[place >> 6] = np.uint64(1) << np.uint64(place & 63)
+        work: Work = rolls.perform(_ROLL, lambda: self._request(rolls, left, "sv.uneven: its own loop has ended"), timeout, async_op=True)
+        return work
+
+    def abandon(self, reason: str) -> None:
+        """Let all further rolls of the others fail: an exception has left the block here. Sends, but waits for nothing."""
+        self._give_back()
+        rolls = self._rolls_now()
+        engine = rolls.engine
+        if engine is not None and len(self.working) > 1:
+            engine.left_run(rolls.identity, rolls.members, rolls.next_call - 1, rolls.next_call + _LAST, reason)
+
+    def _give_back(self) -> None:
+        """Let the communicator be what it was."""
+        self.communicator.become(self._home)
+
+    def _take(self, made: Communicator) -> None:
+        made.prepares = False
+        made.whole, made.uneven = self.whole, self
+        self.communicator.become(made)
+
+    def _beside(self, kind: str) -> Communicator:
+        """Return another communicator of those who still work."""
+        block = self._block
+        return block.context.communicator(fingerprint(kind, block.number, self.identity, self.working), self.working)
+
+    def _rolls_now(self) -> Communicator:
+        if self._rolls is None:
+            self._rolls = self._beside("rolls")
+        return self._rolls
+
+    def _nobody(self) -> NDArray[np.uint64]:
+        return np.zeros(-(-len(self.working) // 64), np.uint64)
+
+    def _told(self, what: str, timeout: float | None) -> NDArray[np.uint64]:
+        """Return who of those that worked has left, a bit for each."""
+        rolls = self._rolls_now()
+        mine = self._nobody()
+        shortcut = rolls.shortcuts.get((_ROLL, "or", mine.dtype, mine.shape, False))
+        if shortcut is not None and timeout is None:
+            told = shortcut(mine, None, (what, _DIGEST))
+            if told is not None:
+                return told
+        found: NDArray[np.uint64] = rolls.perform(what, lambda: self._request(rolls, mine, what), timeout)
+        shortcut_of(rolls, mine, "or", _ROLL, reproducible=False)
+        return found
+
+    @staticmethod
+    def _request(rolls: Communicator, left: NDArray[np.uint64], what: str) -> Request:
+        return Request(what, _DIGEST, reduce_request(rolls, left, "or", name=_ROLL).body)

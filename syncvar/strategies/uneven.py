@@ -1,0 +1,194 @@
+"""Loops of different lengths: `with sv.uneven():`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.objects import gather_objects
+from syncvar.collectives.uneven import Enrolled, OneHasLeft
+from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
+from syncvar.runtime.context import current
+from syncvar.strategies.base import strategies_of
+from syncvar.variables.catching_up import catch_up
+from syncvar.variables.places import current_place
+from syncvar.variables.policy import Context as Where
+
+if TYPE_CHECKING:
+    from syncvar.collectives import Group
+    from syncvar.runtime.context import Context
+    from syncvar.runtime.group import Communicator
+    from syncvar.variables.roster import Roster
+
+__all__ = ["Uneven", "uneven"]
+
+_WHAT = "sv.uneven"
+_END = "end of sv.uneven"
+
+
+def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: float | None = None) -> Uneven:
+    """Return a context manager for a loop that may have another number of steps on each rank. Collective over the group.
+
+    A rank whose loop has ended waits at the end of the block until those of all have. Meanwhile every call of the others is
+    made by the ranks that still work, as if the group had no others: sums and means are theirs alone (the mean is over
+    those who work, by `weight=` where it is given), `all_gather` and `gather` have no part of the others, `scatter`,
+    `reduce_scatter` and `all_to_all` cut an array among those who work. Ranks keep their numbers, in `root=`, in what
+    `minloc` tells, and in lists of one item for each rank, which hold None (objects) or an empty array (`all_to_all`) for
+    ranks that have left. A call whose root has left raises UsageError on all that work.
+
+    So it is with variables, `strategy.run`, optimizers and distributed datasets: ON_WRITE variables are written by the
+    replicas that work, the first of them in place of replica 0 (ONLY_FIRST_REPLICA), and when all have left, every replica
+    takes the values of the one that has gone furthest. Reading an ON_READ variable counts the copies of all replicas,
+    also of those that have left.
+
+    Refused inside: send and recv, new groups and strategies, `v.pin`, another such block. Refused once a rank has left: what
+    needs every replica (making variables, checkpoints, assigning ON_READ variables in cross context, shared copies of
+    CentralStorageStrategy). Started calls (`async_op=True`) are made at once, prepared calls are not used, nothing is deferred
+    (AUTO) or compared (`check_every`).
+
+    Args:
+        group: The ranks whose loops may differ; None means the world. Their groups within it are meant as well.
+        stop_at_first: The block ends on all ranks when the first has left it: at the call which that one does not make, which
+            is not made by anybody.
+        timeout: Seconds that a rank waits for the others' loops to end; None means the job's default.
+
+    Raises:
+        UsageError: Inside `strategy.run` or another such block; or this rank is not in the group.
+        MismatchError: Other ranks enter it otherwise; or an exception has left the block on another rank.
+
+    Cost: one more all-reduce of 8 bytes before each call. When all have left, a broadcast of the variables if their loops
+        were of different lengths.
+
+    Example:
+        >>> import syncvar as sv
+        >>> with sv.uneven() as block:
+        ...     for step in range(3 + sv.rank()):
+        ...         mean = sv.all_reduce(float(step), "mean")
+        >>> float(mean), block.working
+        (2.0, (0,))
+    """
+    if not isinstance(stop_at_first, bool):
+        raise ConfigError(f"stop_at_first must be True or False, not {stop_at_first!r}")
+    return Uneven(group, stop_at_first, timeout)
+
+
+class Uneven:
+    """A block of `sv.uneven`; its attribute `working` names the ranks that still work.
+
+    Args:
+        group: The ranks; None means the world.
+        stop_at_first: It ends with the first that leaves.
+        timeout: Seconds, or None.
+    """
+
+    def __init__(self, group: Group | None, stop_at_first: bool, timeout: float | None) -> None:
+        self._group = group
+        self._timeout = timeout
+        self.stops_at_first = stop_at_first
+        self.number = self._main = 0
+        self._communicator: Communicator | None = None
+        self._enrolled: dict[int, Enrolled] = {}
+        self._rosters: list[Roster] = []
+
+    @property
+    def working(self) -> tuple[int, ...]:
+        """Ranks of the group that still work, as far as was known at the last call in it."""
+        communicator = self._communicator
+        if communicator is None:
+            return ()
+        mine = self._enrolled.get(self._main)
+        working = communicator.whole if mine is None else mine.working
+        return tuple(rank for rank, member in enumerate(communicator.whole) if member in working)
+
+    def __enter__(self) -> Self:
+        communicator = communicator_of(self._group)
+        context = self.context = current()
+        found = context.groups_within(communicator.members)
+
+        def bring() -> list[Any]:
+            _refuse_inside(context)
+            return [self.stops_at_first, [one.identity for one in found]]
+
+        everyone = gather_objects(communicator, _WHAT, bring, self._timeout)
+        if any(one[0] != everyone[0][0] for one in everyone):
+            table = {rank: f"stop_at_first={one[0]}" for rank, one in zip(communicator.members, everyone, strict=True)}
+            raise MismatchError("the ranks do not enter the same block of sv.uneven", table)
+        self._communicator, self._main, self.number = communicator, communicator.identity, communicator.next_call
+        # A group that a member has let go of already makes no calls any more.
+        held = {rank: set(one[1]) for rank, one in zip(communicator.members, everyone, strict=True)}
+        found = [one for one in found if all(one.identity in held[rank] for rank in one.members)]
+        engine = communicator.engine
+        for one in found:
+            if engine is not None:
+                engine.settle(one.identity)
+        for roster in self._all_rosters():
+            roster.pause()
+        context.uneven = self
+        self._enrolled = {one.identity: Enrolled(self, one) for one in found}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        del trace
+        context = self.context
+        try:
+            if error is not None and not isinstance(error, OneHasLeft):
+                self._abandon(error)
+                return False
+            self._leave()
+            return error is not None
+        finally:
+            context.uneven = None
+            for roster in self._all_rosters():
+                roster.resume()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Tell the others that an exception has left the block; waits for nobody."""
+        communicator = self._communicator
+        assert communicator is not None
+        reason = f"left sv.uneven: {type(error).__name__}: {error}"
+        for one in self._enrolled.values():
+            one.abandon(reason)
+
+        def refuse() -> None:
+            raise UsageError(reason)
+
+        with contextlib.suppress(SyncvarError):  # it is told to the others, who wait there
+            gather_objects(communicator, _END, refuse, self._timeout)
+
+    def _leave(self) -> None:
+        """Let the others go on alone, and wait until all have left; then take the newest values."""
+        communicator = self._communicator
+        assert communicator is not None
+        started = [one.leave(self._timeout) for one in self._enrolled.values()]
+        self.context.uneven = None
+        rosters = {one.owner.communicator.identity: one for one in self._all_rosters()}
+        everyone = gather_objects(communicator, _END, lambda: list(rosters), self._timeout)
+        held = dict(zip(communicator.members, everyone, strict=True))
+        for work in started:
+            if work is not None:
+                work.wait()
+        for identity in sorted(rosters):  # the same order everywhere
+            owner = rosters[identity].owner
+            mine = self._enrolled.get(identity)
+            if mine is not None and all(identity in held[rank] for rank in mine.whole):
+                catch_up(owner, rosters[identity], mine.calls)
+
+    def _all_rosters(self) -> list[Roster]:
+        """Return the rosters of the strategies whose replicas are within the group, those made inside the block too."""
+        communicator = self._communicator
+        assert communicator is not None
+        members = set(communicator.whole)
+        for one in strategies_of(self.context):
+            if one.roster is not None and one.roster not in self._rosters and set(one.communicator.whole) <= members:
+                self._rosters.append(one.roster)
+        return self._rosters
+
+
+def _refuse_inside(context: Context) -> None:
+    """Raise UsageError where no block can begin."""
+    if context.uneven is not None:
+        raise UsageError("`with sv.uneven():` is inside another one; one block around the loops is enough, for all groups within its group")
+    place = current_place()
+    if place is not None and place.context is not Where.CROSS:
+        raise UsageError("`with sv.uneven():` is inside strategy.run; put it around the loop that calls strategy.run")

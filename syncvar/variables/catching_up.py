@@ -1,0 +1,78 @@
+"""Replicas that have left a block of `sv.uneven` before others take their variables' values when all have left it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.objects import gather_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from syncvar.variables.places import Owner
+    from syncvar.variables.roster import Roster
+    from syncvar.variables.variable import Variable
+
+__all__ = ["catch_up"]
+
+_WHAT = "values of variables after sv.uneven"
+_TOGETHER_BYTES = 16 << 20
+
+
+def catch_up(owner: Owner, roster: Roster, calls: int) -> None:
+    """Give every replica the values of the one that has made most calls. Collective over the replicas.
+
+    Args:
+        owner: The strategy.
+        roster: Its variables that are kept equal.
+        calls: How many calls this replica has made in the block.
+
+    Cost: an exchange of some bytes; where the replicas have made different numbers of calls, a broadcast of all values.
+    """
+    communicator = owner.communicator
+    variables = roster.living()  # so they live until this has ended
+    counts = {name: [one._writes, one._added] for name, one in variables.items()}  # noqa: SLF001  (their other half)
+    mine = [calls, sum(writes for writes, _ in counts.values()), roster.runs, roster.writes, counts]
+    everyone = gather_objects(communicator, _WHAT, lambda: mine, owner.timeout)
+    ages = [tuple(one[:2]) for one in everyone]
+    if all(age == ages[0] for age in ages):
+        return
+    newest = ages.index(max(ages))
+    _, _, runs, writes, theirs = everyone[newest]
+    roster.runs, roster.writes = runs, writes
+    shared = [(name, one) for name, one in variables.items() if all(name in told[4] for told in everyone)]
+    for part in _batches(shared):
+        together = np.concatenate([_bytes_of(one) for _, one in part])
+
+        def check(together: Any = together) -> Any:
+            return broadcast_request(communicator, together, newest, name=_WHAT)
+
+        values = communicator.perform(_WHAT, check, owner.timeout)
+        start = 0
+        for name, one in part:
+            stop = start + _bytes_of(one).size
+            if communicator.member_rank != newest:
+                one._keep(values[start:stop].view(one.dtype).reshape(one.shape))  # noqa: SLF001
+                one._writes, one._added = theirs[name]  # noqa: SLF001
+            start = stop
+
+
+def _bytes_of(variable: Variable) -> Any:
+    return np.ascontiguousarray(variable._copy).reshape(-1).view(np.uint8)  # noqa: SLF001
+
+
+def _batches(shared: list[tuple[str, Variable]]) -> Iterator[list[tuple[str, Variable]]]:
+    """Yield the variables in parts of limited size."""
+    part: list[tuple[str, Variable]] = []
+    nbytes = 0
+    for name, one in shared:
+        part.append((name, one))
+        nbytes += one._copy.nbytes  # noqa: SLF001
+        if nbytes >= _TOGETHER_BYTES:
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part
