@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -17,18 +18,27 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.runtime.store import Store
+from syncvar.stacks import doing
 from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.forking import ServerEnded
+from syncvar_launcher.inquiries import Inquiries
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
 from syncvar_launcher.output import escape
-from syncvar_launcher.report import Failure, Other, failure_block, failure_sentence, interrupted_block
+from syncvar_launcher.report import (
+    Failure,
+    Other,
+    failure_block,
+    failure_sentence,
+    interrupted_block,
+    mask_arguments,
+)
 from syncvar_launcher.restarting import Ending
 from syncvar_launcher.sharing import Sharing
-from syncvar_launcher.stacks import Stacks, doing
+from syncvar_launcher.stacks import Stacks
 from syncvar_launcher.supervise import Action, Announce, Cause, Outcome, Supervisor, Terminate
 
 if TYPE_CHECKING:
@@ -86,7 +96,7 @@ class Generation:
         self.watch = watch
         self.number = number
         self.restarts = restarts
-        self.began = watch.now()
+        self.began, self.job_began = watch.now(), began
         self.has_met = had_met
         self.positions: dict[int, str] = {}
         self.has_said = False
@@ -108,6 +118,7 @@ class Generation:
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.stacks = Stacks(self.agent, self._directory_of, str(chosen.cwd), is_command=chosen.kind == "command")
+        self.inquiries = Inquiries(directory.path, self._about, self.stacks, self.store.coordinator.position, chosen.workers)
         self.memory = OutOfMemory(self.began)
         self.store.seen = self._activity
         self.busy: dict[int, tuple[float, float]] = {}
@@ -127,6 +138,7 @@ class Generation:
             for event in self.agent.close():
                 self._handle(event)
                 await_readers(self.forwarder, self.outlets, self.watch, self.outlets.has_room, limit)
+            self.inquiries.close()
             self.store.close()
             self.sharing.close()
         return self.supervisor.outcome()
@@ -220,11 +232,11 @@ class Generation:
                 due = min(due, idle)
             if self.supervisor.is_ending:
                 self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
-            due = min(due, self.outlets.give_up_late(now))
+            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now))
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
             forking = [] if self.server is None else [self.server.descriptor()]
-            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(self._takes), *self.sharing.descriptors()):
+            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(self._takes), *self.sharing.descriptors(), *self.inquiries.descriptors()):
                 poller.register(descriptor, zmq.POLLIN)
             for descriptor in self.outlets.descriptors():
                 poller.register(descriptor, zmq.POLLOUT)
@@ -241,6 +253,8 @@ class Generation:
                     for event in self.agent.readable(item):
                         self._handle(event)
                     self.sharing.readable(item)
+                    self.inquiries.readable(item, now)
+            self.inquiries.tick(now)
             if self.watch.is_to_stop:
                 self._stop()
             if self.watch.passing:
@@ -377,11 +391,23 @@ class Generation:
         state = self.agent.state(rank)  # R: it runs, or would if it were given a core
         return f", CPU {'busy' if share > _BUSY_SHARE or state == 'R' else 'idle'} (state {state})"
 
+    def _about(self) -> dict[str, Any]:
+        """Return what `syncvar stacks` says of the job."""
+        return {
+            "name": self.job.job_id[:8],
+            "pid": os.getpid(),
+            "workers": self.options.workers,
+            "lasted_s": self.watch.now() - self.job_began,
+            "command": shlex.join(["syncvar-launch", *mask_arguments(self.job.arguments)]),
+            "folder": str(self.options.cwd),
+        }
+
     # -- the last word --------------------------------------------------------------------------------------------
 
     def _note_places(self, but: int = -1) -> None:
-        """Remember, at the first failure or when the ranks are told to end, what every rank is doing; `but` one has told."""
-        self.stacks.note(rank for rank in sorted(self.supervisor.running) if rank != but)
+        """Remember, at the first failure or when the ranks are told to end, what every rank is doing, but for those that have failed."""
+        have_told = {but, *self.supervisor.causes}
+        self.stacks.note(rank for rank in sorted(self.supervisor.running) if rank not in have_told)
         if not self.positions:
             coordinator = self.store.coordinator
             self.positions = {rank: coordinator.position(rank) for rank in range(self.options.workers)}

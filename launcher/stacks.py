@@ -12,17 +12,15 @@ import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.stacks import ALL_THREADS, MAIN_THREAD, Thread, dumps_of, stack_path, where
+from syncvar.stacks import ALL_THREADS, MAIN_THREAD, STOPPED, Thread, dumps_of, stack_path, where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from syncvar_launcher.agent import Agent
 
-__all__ = ["STOPPED", "Asked", "Stacks", "doing"]
+__all__ = ["Asked", "Stacks"]
 
-STOPPED = "its process is stopped (state T)"
-_COMPUTES = "not waiting in any call"
 _LARGE = 1 << 20  # bytes of a file, after which it begins anew
 _PAUSE_S = 0.001
 
@@ -33,7 +31,7 @@ class Asked(NamedTuple):
     Args:
         rank: Which one.
         start: Where its answer begins in its file; -1 where it was not asked.
-        instead: Why it was not asked, in words; empty where it was, or has ended.
+        instead: Why it was not asked, in words; empty where it was.
         all_threads: All its threads are to be told, not the main thread alone.
     """
 
@@ -90,7 +88,7 @@ class Stacks:
         """Ask a rank; its answer comes a little later."""
         worker = self._agent.workers.get(rank)
         if worker is None or worker.status is not None:
-            return Asked(rank, -1)
+            return Asked(rank, -1, "its process has ended" if worker is not None else "its process has not been started")
         pid, number = worker.process.pid, ALL_THREADS if all_threads else MAIN_THREAD
         status = _status(pid)
         if status.get("State", "").startswith(("T", "t")):
@@ -106,8 +104,13 @@ class Stacks:
             self._agent.send([rank, rank], number)
         return Asked(rank, start, "", all_threads)
 
-    def answer(self, asked: Asked) -> list[Thread] | None:
-        """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
+    def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
+        """Return what a rank has answered; None where it has not (yet), empty where it was not asked.
+
+        Args:
+            asked: Which request.
+            is_last: Take what there is, if the main thread is in it: nobody will ask again.
+        """
         if asked.start < 0:
             return []
         threads = self._threads(asked)
@@ -116,7 +119,14 @@ class Stacks:
             is_whole = len(threads) > 1 or (worker.status is not None and len(threads) == 1)
             return threads[:1] if is_whole else None
         again = [place for place, thread in enumerate(threads) if place and thread.ident == threads[0].ident]
-        return threads[: again[0]] if again else None
+        if again:
+            return threads[: again[0]]
+        return threads if is_last and any(thread.is_main for thread in threads) else None
+
+    def pid(self, rank: int) -> int:
+        """Return the number of a rank's process; -1 where it has none yet."""
+        worker = self._agent.workers.get(rank)
+        return -1 if worker is None else worker.process.pid
 
     def line(self, asked: Asked) -> str:
         """Return an answer in one line: where the main thread stands, or why that is not known."""
@@ -129,22 +139,6 @@ class Stacks:
             file.seek(asked.start)
             return dumps_of(file.read().decode("utf-8", "replace"))
         return []
-
-
-def doing(position: str, place: str) -> str:
-    """Say what a rank did, by what the coordinator knows of it and by where its main thread stood.
-
-    Example:
-        >>> doing("not waiting in any call; no Python thread answers since 3 s", "in user code, train.py:49")
-        'in user code, train.py:49; no Python thread answers since 3 s'
-        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/runtime/engine.py:9, called at train.py:12")
-        'waiting in barrier (call 3) at train.py:12 in main'
-    """
-    if not place or (position.startswith("waiting in ") and place != STOPPED):
-        return position
-    if position.startswith(_COMPUTES) and place != STOPPED:
-        return place + position.removeprefix(_COMPUTES)
-    return f"{position}; {place}"
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 __all__ = [
-    "ALL_THREADS", "MAIN_THREAD", "Frame", "Thread", "dumps_of", "frames_before", "frames_of", "listen", "shown", "stack_path", "where",
+    "ALL_THREADS", "MAIN_THREAD", "STOPPED", "Frame", "Thread", "doing", "dumps_of", "frames_before", "frames_of", "listen", "shown",
+    "stack_path", "where",
 ]  # fmt: skip
 
 MAIN_THREAD = signal.SIGRTMIN + 15
 ALL_THREADS = signal.SIGRTMIN + 16
 
+STOPPED = "its process is stopped (state T)"
+
+_COMPUTES = "not waiting in any call"  # the coordinator's words
 _CALLERS = 3
 _HEADER = re.compile(r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+))|Thread (?P<other>0x[0-9a-f]+))[^\n]* \(most recent call first\):")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
@@ -139,7 +143,8 @@ def _unescaped(text: str) -> str:
 def where(frames: Sequence[Frame], folder: str) -> str:
     """Say in one line where a stack stands: the innermost place of the program, and from where that was called.
 
-    Frames of syncvar, of other libraries and of the interpreter's own start are left out, but for the innermost.
+    Frames of syncvar, of other libraries and of the interpreter's own start are left out, but for the innermost. Empty where
+    the program has not begun, or is over.
 
     Args:
         frames: Innermost first.
@@ -153,7 +158,7 @@ def where(frames: Sequence[Frame], folder: str) -> str:
     """
     kept = shown(frames)
     if not kept:
-        return "in no code of its script"
+        return ""
     users = [frame for frame in kept if not _is_library(frame.file)] or [frame for frame in kept if not _is_ours(frame.file)]
     places: list[str] = []
     for frame in users:
@@ -164,6 +169,22 @@ def where(frames: Sequence[Frame], folder: str) -> str:
     if not users or kept[0] is users[0]:
         return f"in user code, {chain}" if users else f"in {_place(kept[0], folder)}"
     return f"in {_place(kept[0], folder)}, called at {chain}"
+
+
+def doing(position: str, place: str) -> str:
+    """Say what a rank did, by what the coordinator knows of it and by where its main thread stood.
+
+    Example:
+        >>> doing("not waiting in any call; no Python thread answers since 3 s", "in user code, train.py:49")
+        'in user code, train.py:49; no Python thread answers since 3 s'
+        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/runtime/engine.py:9, called at train.py:12")
+        'waiting in barrier (call 3) at train.py:12 in main'
+    """
+    if place == STOPPED:
+        return f"{position.partition('; ')[0]}; {STOPPED}"  # which is why no thread answers
+    if not place or position.startswith("waiting in "):
+        return position
+    return place + position.removeprefix(_COMPUTES) if position.startswith(_COMPUTES) else f"{position}; {place}"
 
 
 def shown(frames: Sequence[Frame]) -> list[Frame]:

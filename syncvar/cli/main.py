@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import syncvar
-from syncvar.cli import bench, coming_from, flight, plan, selftest
+from syncvar.cli import bench, coming_from, flight, plan, selftest, stacks
 from syncvar.cli.rules import rules_text
 from syncvar.cli.table_of_collectives import collectives_text
 from syncvar.config import RuntimeConfig
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree: ...
         0
     """
-    parser = argparse.ArgumentParser(prog="syncvar", description="Look at plans and settings. Jobs are started by syncvar-launch.")
+    parser = argparse.ArgumentParser(prog="syncvar", description="Look at plans, settings and running jobs. Jobs are started by syncvar-launch.")
     parser.add_argument("--version", action="version", version=f"syncvar {syncvar.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_options(commands.add_parser("plan", help="show the plan of a collective, what it costs, and why it would be chosen"))
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     selftest.add_options(commands.add_parser("test", help="prove all collectives on real processes"))
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
     flight.add_options(commands)
+    stacks.add_options(commands.add_parser("stacks", help="show where the ranks of a running job stand, equal stacks once"))
     arguments = sys.argv[1:] if argv is None else list(argv)
     chosen = parser.parse_args(arguments)
     try:
@@ -69,6 +70,8 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":
             return selftest.run(chosen, arguments[1:])
+        elif chosen.command == "stacks":
+            return stacks.run(chosen)
         elif chosen.command in flight.COMMANDS:
             return flight.run(chosen)
         else:

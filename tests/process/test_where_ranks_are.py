@@ -1,17 +1,22 @@
-"""Why does it hang: the stacks of ranks that are interrupted, that lose a rank, and that run on."""
+"""Why does it hang: the stacks of ranks that run on, that are interrupted, and that lose one of them."""
 
+import json
+import os
 import re
 import signal
 
-from launching import await_true, state
+import pytest
+from launching import await_true
+
+from syncvar.cli import main
 
 ENDLESS = {
     "SYNCVAR_SUSPECT_AFTER_S": "100", "SYNCVAR_LOST_AFTER_S": "100", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100",
-    "SYNCVAR_TERM_GRACE_S": "0.5",
+    "SYNCVAR_HANDSHAKE_TIMEOUT_S": "100", "SYNCVAR_TERM_GRACE_S": "0.5",
 }  # fmt: skip
 
 HANGS = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, faulthandler, os, signal, sys, threading, time
 import numpy as np
 import probe, syncvar as sv
 
@@ -30,15 +35,23 @@ def forever(library):
     lock(mutex)  # forever
 
 
+def listen_too():
+    # the signals that belong to the program, and a thread
+    signal.signal(signal.SIGUSR1, lambda *_: probe.note("own handler"))
+    faulthandler.register(signal.SIGUSR2, open(os.path.join(probe.FOLDER, "own.txt"), "w"))
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
 def hang(rank):
     if rank == 0:
         sv.all_reduce(np.ones(3))  # waits
     elif rank == 1:
         busy(2)
     elif rank == 2:
+        listen_too()
         time.sleep(1000)  # sleeps
     elif rank == 3:
-        matrix = np.random.default_rng(0).random((300, 300))
+        matrix = np.random.default_rng(0).random((100, 100))
         while True:
             np.linalg.svd(matrix)  # computes
     elif rank == 4:
@@ -51,6 +64,7 @@ def hang(rank):
 
 sv.barrier()
 probe.note("ready")
+probe.gate("hang")  # all have left the barrier
 hang(probe.RANK)
 """
 
@@ -61,20 +75,145 @@ def line_of(text, comment):
     return number
 
 
-def test_an_interrupted_job_says_where_each_rank_was(launch):
-    job = launch(HANGS, workers=7, env=ENDLESS)
-    job.await_events("ready", 7)
-    pids = job.pids()
-    await_true(lambda: state(pids[6]) == "T", what="rank 6 is stopped")
-    await_true(lambda: "rank 0 waits since" in job.report, what="rank 0 has waited")
-    job.send(signal.SIGINT)
-    assert job.wait() == 130, str(job)
-    said = job.report.split("interrupted by SIGINT; all ranks have ended\nwhere they were:\n")[1].split("\n")
+def places():
+    """Return rank -> pattern of the line that tells where it is in HANGS."""
     at = {name: line_of(HANGS, name) for name in ("busy", "forever", "waits", "sleeps", "computes")}
-    assert re.fullmatch(rf"  rank 0: waiting in all_reduce\(sum, float64\[3\]\) \(call 1\) at script.py:{at['waits']} in hang", said[0])
-    assert said[1].startswith(f"  rank 1: in user code, script.py:{at['busy']} < script.py:{at['busy'] - 1} < script.py:"), str(job)
-    assert said[2].startswith(f"  rank 2: in user code, script.py:{at['sleeps']} < script.py:")
-    assert re.match(rf"  rank 3: in numpy/linalg/\S+:\d+, called at script.py:{at['computes']} < script.py:", said[3])
-    for rank in (4, 5):
-        assert said[rank].startswith(f"  rank {rank}: in user code, script.py:{at['forever']} < script.py:"), str(job)
-    assert said[6] == "  rank 6: not waiting in any call; its process is stopped (state T)"
+    user = r"rank {}: in user code, script.py:{} < script.py:\d+.*"
+    return {
+        0: rf"rank 0: waiting in all_reduce\(sum, float64\[3\]\) \(call 1\) at script.py:{at['waits']} in hang",
+        1: user.format(1, at["busy"]),
+        2: user.format(2, at["sleeps"]),
+        3: rf"rank 3: in numpy/\S+:\d+, called at script.py:{at['computes']} < script.py:\d+",
+        4: user.format(4, at["forever"]),
+        5: user.format(5, at["forever"]),
+        6: r"rank 6: not waiting in any call; its process is stopped \(state T\)",
+    }
+
+
+@pytest.fixture
+def stacks(capsys):
+    """Run `syncvar stacks` in this process; return its exit code, what it says of each rank, of the job, and of errors."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main(["stacks", *map(str, arguments)])
+        said = capsys.readouterr()
+        about, *blocks = re.split(r"^(?=ranks? )", said.out, flags=re.MULTILINE)
+        return code, {block.split(":", 1)[0]: block for block in blocks}, about, said.err
+
+    return run
+
+
+def hanging(launch, stacks, **keywords):
+    """Return a job whose ranks all hang, each in its own way, and what `syncvar stacks` told then."""
+    job = launch(HANGS, workers=7, **{"env": ENDLESS, **keywords})
+    job.await_events("ready", 7)
+    job.open_gate("hang")
+    told = []
+
+    def are_there():
+        told[:] = stacks(job.process.pid)
+        return all(re.match(f"{line}\n", told[1].get(f"rank {rank}", "")) for rank, line in places().items())
+
+    try:
+        await_true(are_there, what="all ranks hang")
+    except AssertionError as error:
+        raise AssertionError(f"{told}\n{job}") from error
+    return job, told
+
+
+def test_ranks_tell_where_they_are_whatever_they_do(launch, stacks):
+    job, (code, told, about, errors) = hanging(launch, stacks)
+    assert (code, errors) == (0, "")
+    name = re.match(rf"job (\w+): 7 ranks, launcher {job.process.pid}, since \d+ s: syncvar-launch --config ", about)[1]
+    assert told["rank 1"].count("script.py:") > 4, "the whole stack stands below its line"
+    assert "runpy" not in str(told)
+    _, threads, *_ = stacks("--all-threads", name)
+    assert re.search(r"  thread 0x\w+:\n.*  main thread:\n    \S*script.py:", threads["rank 2"], re.DOTALL), threads
+    # What the program does with signals goes on working.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(job.pids()[2], number)
+    job.await_events("own handler", rank=2)
+    await_true(lambda: "script.py" in (job.folder / "own.txt").read_text(), what="its own fault handler has written")
+    # A second job, newer, which is no Python.
+    other = launch(target=["--no-python", "sleep", "1000"], workers=1)
+    code, (line,), about, errors = await_true(lambda: named(stacks(), other))
+    assert (code, line) == (0, "rank 0: not joined yet; it is no Python program of ours (--no-python)\n")
+    assert f"2 jobs are running; this is the newest. The others: {name}: 7 ranks" in errors, str(job)
+    code, _, _, errors = stacks("nobody")
+    assert (code, errors.count(", launcher ")) == (2, 2), errors
+    # And when it is interrupted it says the same at its end.
+    other.send(signal.SIGTERM)
+    job.send(signal.SIGINT)
+    assert (job.wait(), other.wait()) == (130, 143), f"{job}\n{other}"
+    said = job.report.split("interrupted by SIGINT; all ranks have ended\nwhere they were:\n")[1].split("\n")
+    assert [rank for rank, line in places().items() if not re.fullmatch(f"  {line}", said[rank])] == [], str(job)
+    assert stacks()[0] == 2
+
+
+def named(answer, job):
+    """Return an answer, if it is of this job."""
+    code, told, about, errors = answer
+    return (code, list(told.values()), about, errors) if f"launcher {job.process.pid}," in about else None
+
+
+LOST = """
+import os, signal, time
+import numpy as np
+import probe, syncvar as sv
+
+
+def load():
+    probe.note("ready")
+    time.sleep(1000)  # loads
+
+
+sv.barrier()
+if probe.RANK == 1:
+    probe.gate("die")
+    os.kill(os.getpid(), signal.SIGKILL)
+elif probe.RANK == 2:
+    sv.all_reduce(np.ones(3))  # waits
+load()  # called
+"""
+
+
+def test_a_job_that_loses_a_rank_says_where_the_others_were(launch):
+    job = launch(LOST, workers=4, options=["--log-dir", "logs"], env={"SYNCVAR_STALL_WARNING_S": "0.2"})
+    job.await_events("ready", 2)
+    await_true(lambda: "rank 2 waits since" in job.report, what="rank 2 waits")
+    job.open_gate("die")
+    assert job.wait() == 137, str(job)
+    at = {name: line_of(LOST, name) for name in ("loads", "waits", "called")}
+    others = job.report.split("\nothers:\n")[1].split("\n")
+    assert others[0] == f"  ranks 0, 3: in user code, script.py:{at['loads']} < script.py:{at['called']}", str(job)
+    assert others[1].startswith(f"  rank 2: waiting in all_reduce(sum, float64[3]) (call 1) at script.py:{at['waits']} in <module>; then ")
+    for rank, name in ((0, "loads"), (2, "waits"), (3, "loads")):  # each record has the stack of its main thread
+        (path,) = job.folder.rglob(f"flight-rank{rank}.json")
+        stack = json.loads(path.read_text())["stack"]
+        assert [file for file, line, _ in stack if (os.path.basename(file), line) == ("script.py", at[name])], stack
+
+
+def test_nobody_runs_a_job(stacks):
+    code, _, _, errors = stacks()
+    assert code == 2
+    assert "no job of yours is running that syncvar-launch or sv.run has started" in errors
+    code, _, _, errors = stacks(os.getpid())
+    assert (code, errors) == (2, f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running\n")
+
+
+def test_a_process_of_another_user_is_named(stacks, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    code, _, _, errors = stacks(os.getpid())
+    assert code == 2
+    assert f"process {os.getpid()} belongs to user " in errors
+    assert "only its own user can ask" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keywords", [{"start": "spawn"}, {"options": ["--fake-hosts", "2"]}, {"env": {**ENDLESS, "SYNCVAR_TRANSPORT": "zmq"}}],
+    ids=["spawn", "hosts", "links"],
+)  # fmt: skip
+def test_ranks_tell_where_they_are_however_they_began(launch, stacks, keywords):
+    hanging(launch, stacks, **keywords)

@@ -6,8 +6,8 @@ import sysconfig
 import pytest
 
 import syncvar
-from syncvar.stacks import Frame, Thread, dumps_of, shown, where
-from syncvar_launcher.stacks import STOPPED, doing
+from syncvar.cli.stacks import stacks_text
+from syncvar.stacks import STOPPED, Frame, Thread, doing, dumps_of, shown, where
 
 PACKAGE = os.path.dirname(syncvar.__file__)
 STANDARD = sysconfig.get_path("stdlib")
@@ -63,7 +63,7 @@ def test_dumps_are_read_with_their_names():
         (user(7, 8, file="/v/lib/python3/site-packages/tool/run.py"), "in user code, tool/run.py:7 < tool/run.py:8"),
         ([*user(9), Frame("<frozen importlib._bootstrap>", 1, "_load"), *user(49)], "in user code, train.py:9 < train.py:49"),
         (user(9) + ours(2) + user(49), "in user code, train.py:9 < train.py:49"),
-        ([], "in no code of its script"),
+        ([], ""),
     ],
 )
 def test_a_stack_is_told_in_one_line(frames, line):
@@ -75,12 +75,55 @@ def test_one_frame_is_kept_of_each_way_through_syncvar():
     assert shown(ours(1, 2) + user(3) + ours(4, 5) + user(6) + START) == ours(1) + user(3) + ours(4) + user(6)
 
 
+JOB = {"name": "1a2b3c4d", "pid": 7, "workers": 5, "lasted_s": 12.4, "command": "syncvar-launch -n 5 train.py", "folder": "/job"}
+
+
+def answer_of(rank, position, frames=(), instead="", ident=""):
+    threads = [[ident, True, [list(frame) for frame in (*frames, *START)]]] if frames else []
+    return {"rank": rank, "pid": 100 + rank, "position": position, "instead": instead, "threads": threads}
+
+
+def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
+    waits = "waiting in barrier (call 3) at train.py:49 in f"
+    ranks = [answer_of(rank, waits, ours(7, 8) + user(49)) for rank in (0, 1, 3)]
+    ranks.insert(2, answer_of(2, "not waiting in any call", user(9, 49)))
+    ranks.append({**answer_of(4, "not waiting in any call"), "threads": None})
+    ranks.append(answer_of(5, "not waiting in any call", instead=STOPPED))
+    assert stacks_text({"job": JOB, "ranks": ranks}) == (
+        "job 1a2b3c4d: 5 ranks, launcher 7, since 12 s: syncvar-launch -n 5 train.py\n"
+        f"ranks 0, 1, 3: {waits}\n"
+        f"  {PACKAGE}/runtime/engine.py:7 in wait\n"
+        "  /job/train.py:49 in f\n"
+        "rank 2: in user code, train.py:9 < train.py:49\n"
+        "  /job/train.py:9 in f\n"
+        "  /job/train.py:49 in f\n"
+        "rank 4: does not answer within 2 s (process 104); not waiting in any call\n"
+        f"rank 5: not waiting in any call; {STOPPED}\n"
+    )
+
+
+def test_every_frame_and_thread_is_shown_where_that_is_asked_for():
+    one = answer_of(0, "not joined yet", user(9), ident="0x2")
+    one["threads"].insert(0, ["0x1", False, [list(frame) for frame in user(3)]])
+    text = stacks_text({"job": JOB, "ranks": [one]}, all_threads=True, verbose=True)
+    assert text.split("\n")[1:-1] == [
+        "rank 0: not joined yet; in user code, train.py:9",
+        "  thread 0x1:",
+        "    /job/train.py:3 in f",
+        "  main thread:",
+        "    /job/train.py:9 in f",
+        f"    {PACKAGE}/bootstrap.py:130 in _run",
+        "    <frozen runpy>:88 in _run_code",
+    ]
+
+
 @pytest.mark.parametrize(
     ("position", "place", "text"),
     [
         ("not waiting in any call", "in user code, a.py:1", "in user code, a.py:1"),
         ("not waiting in any call", "", "not waiting in any call"),
         ("not waiting in any call", STOPPED, f"not waiting in any call; {STOPPED}"),
+        ("not waiting in any call; no Python thread answers", STOPPED, f"not waiting in any call; {STOPPED}"),
         ("not waiting in any call; no Python thread answers", "in user code, a.py:1", "in user code, a.py:1; no Python thread answers"),
         ("not joined yet", "in user code, a.py:1", "not joined yet; in user code, a.py:1"),
         ("waiting in barrier (call 1) at a.py:1 in f", "in user code, a.py:1", "waiting in barrier (call 1) at a.py:1 in f"),

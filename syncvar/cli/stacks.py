@@ -1,0 +1,170 @@
+"""`syncvar stacks`: where the ranks of a running job stand, as its launcher is told by them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from syncvar.errors import ConfigError
+from syncvar.stacks import Frame, doing, shown, where
+from syncvar.topology import rank_list
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["add_options", "run", "stacks_text"]
+
+_SOCKET = "inquiries"
+_LIMIT_S = 5.0  # the launcher itself waits 2 s for its ranks
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("job", nargs="?", metavar="JOB", help="its name, or the process number of its syncvar-launch; the newest job otherwise")
+    parser.add_argument("--all-threads", action="store_true", help="the stacks of all threads, not of the main thread alone")
+    parser.add_argument("-v", "--verbose", action="store_true", help="every frame, those of syncvar and of the interpreter's start too")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Print where the ranks of a job stand; returns 1 where one of them does not answer.
+
+    Raises:
+        ConfigError: No such job runs, or it cannot be asked.
+    """
+    path, others = _find(chosen.job, os.environ)
+    if others:
+        sys.stderr.write(f"syncvar: {len(others) + 1} jobs are running; this is the newest. The others: {'; '.join(map(_named, others))}\n")
+    answer = _ask(path, question="stacks", all_threads=chosen.all_threads)
+    if answer is None:
+        raise ConfigError("the job has just ended, or its launcher does not answer (is it stopped?)")
+    print(stacks_text(answer, all_threads=chosen.all_threads, verbose=chosen.verbose), end="")
+    return int(any(rank["threads"] is None for rank in answer["ranks"]))
+
+
+def stacks_text(answer: Mapping[str, Any], *, all_threads: bool = False, verbose: bool = False) -> str:
+    """Return the stacks of all ranks, equal ones once.
+
+    Args:
+        answer: What the launcher says: "job" and "ranks".
+        all_threads: Not of the main thread alone.
+        verbose: With all frames.
+    """
+    folder = answer["job"]["folder"]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank in answer["ranks"]:
+        lines = [_headline(rank, folder)]
+        for ident, is_main, raw in rank["threads"] or ():
+            frames = [Frame(*frame) for frame in raw]
+            if all_threads:
+                lines.append("main thread:" if is_main else f"thread {ident}:")
+            kept = frames if verbose else shown(frames) or frames[:1]
+            lines += [f"{'  ' * all_threads}{frame.file}:{frame.line or '?'} in {frame.name}" for frame in kept]
+        groups.setdefault(tuple(lines), []).append(rank["rank"])
+    blocks = [f"job {_named(answer['job'])}\n"]
+    for (headline, *rest), ranks in groups.items():
+        blocks.append("".join([f"{rank_list(ranks)}: {headline}\n", *(f"  {line}\n" for line in rest)]))
+    return "".join(blocks)
+
+
+def _headline(rank: Mapping[str, Any], folder: str) -> str:
+    if rank["threads"] is None:
+        return f"does not answer within 2 s (process {rank['pid']}); {rank['position']}"
+    main = next((frames for _, is_main, frames in rank["threads"] if is_main), None)
+    place = rank["instead"] if main is None else where([Frame(*frame) for frame in main], folder)
+    return doing(rank["position"], place)
+
+
+def _named(job: Mapping[str, Any]) -> str:
+    ranks = f"{job['workers']} rank{'s' * (job['workers'] != 1)}"
+    return f"{job['name']}: {ranks}, launcher {job['pid']}, since {job['lasted_s']:.0f} s: {job['command']}"
+
+
+# -- finding the job --------------------------------------------------------------------------------------------------
+
+
+def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the socket of a job, and the other jobs that run where none was named."""
+    folders = _folders(environ)
+    if name is not None and name.isdigit():
+        folders += [folder for folder in _folders(_environment_of(int(name))) if folder not in folders]
+    found: list[tuple[str, dict[str, Any]]] = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(folder):
+                path = os.path.join(entry.path, _SOCKET)
+                answer = _ask(path, question="job")
+                if answer is not None:
+                    found.append((path, answer["job"]))
+    found.sort(key=lambda one: one[1]["lasted_s"])
+    if name is None:
+        if not found:
+            raise ConfigError(f"no job of yours is running that syncvar-launch or sv.run has started (looked in {', '.join(folders)})")
+        return found[0][0], [job for _, job in found[1:]]
+    named = [one for one in found if name == str(one[1]["pid"])] or [one for one in found if one[1]["name"].startswith(name)]
+    if len(named) > 1:
+        raise ConfigError(f"{len(named)} jobs have names that begin with {name!r}: {'; '.join(_named(job) for _, job in named)}")
+    if not named:
+        raise ConfigError(_why_not_found(name, [job for _, job in found]))
+    return named[0][0], []
+
+
+def _why_not_found(name: str, jobs: Sequence[Mapping[str, Any]]) -> str:
+    running = f"; running: {'; '.join(map(_named, jobs))}" if jobs else "; no job of yours is running"
+    if name.isdigit():
+        with contextlib.suppress(OSError):
+            owner = os.stat(f"/proc/{name}").st_uid
+            if owner != os.getuid():
+                return f"process {name} belongs to {_user(owner)}: only its own user can ask a job where its ranks stand"
+            return f"process {name} is not the syncvar-launch of a running job{running}"
+    return f"no running job is called {name!r}, and no launcher has that process number{running}"
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"
+
+
+def _folders(environ: Mapping[str, str]) -> list[str]:
+    """Return where the private folders of this user's jobs may be."""
+    user = os.getuid()
+    parents = [environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"]
+    shared = [environ.get("TMPDIR", ""), "/tmp"]  # noqa: S108  (who listens there is looked at)
+    found = [os.path.join(parent, "syncvar") for parent in parents if parent]
+    found += [os.path.join(parent, f"syncvar-{user}") for parent in shared if parent]
+    return list(dict.fromkeys(found))
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        pairs = (item.partition(b"=") for item in file.read().split(b"\0"))
+        return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    return {}
+
+
+def _ask(path: str, **request: Any) -> dict[str, Any] | None:
+    """Return what a launcher answers; None where there is none of this user, or no answer."""
+    with contextlib.suppress(OSError, ValueError, msgpack.UnpackException), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.settimeout(_LIMIT_S)
+        end.connect(path)
+        _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user == os.getuid():
+            end.sendall(msgpack.packb(request))
+            answer: dict[str, Any] = msgpack.unpackb(b"".join(_received(end)), strict_map_key=True)
+            return answer
+    return None
+
+
+def _received(end: socket.socket) -> Iterable[bytes]:
+    while data := end.recv(1 << 16):
+        yield data
