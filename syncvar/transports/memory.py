@@ -71,7 +71,8 @@ class MemoryNetwork:
         self.control: list[collections.deque[bytes]] = [collections.deque() for _ in range(world_size)]
         self.events: list[collections.deque[Lost]] = [collections.deque() for _ in range(world_size)]
         self.looks = [0] * world_size
-        self.woken = [False] * world_size
+        self.woken = [False] * world_size  # for `wait`
+        self.woken_idle = [False] * world_size
         self.said: list[str] = []
         self.frames_sent = 0
         self._random: dict[tuple[int, int, bool], random.Random] = {}
@@ -176,13 +177,14 @@ class MemoryNetwork:
     def wait_idle(self, rank: int, timeout_s: float) -> None:
         """Wait for a rank beside its driver."""
         with self.lock:
-            if not (self.flying[rank] or self.events[rank] or self.control[rank] or self.woken[rank]):
+            if not (self.flying[rank] or self.events[rank] or self.control[rank] or self.woken_idle[rank]):
                 self.arrived[rank].wait(timeout_s)
+            self.woken_idle[rank] = False
 
     def wake(self, rank: int) -> None:
-        """Make `wait` of a rank return."""
+        """Make `wait` and `wait_idle` of a rank return, each once."""
         with self.lock:
-            self.woken[rank] = True
+            self.woken[rank] = self.woken_idle[rank] = True
             self.arrived[rank].notify_all()
 
     def tick(self) -> None:
