@@ -19,7 +19,7 @@ kept = []
 OTHER = """
 import os, sys
 sys.stdin.readline()
-file = open("/dev/shm/syncvar-test-of-others", "w")
+file = open(f"/dev/shm/syncvar-test-of-others-{os.getpid()}", "w")
 print("made", flush=True)
 sys.stdin.readline()
 os.unlink(file.name)
@@ -73,7 +73,7 @@ def test_job_folder():
     os.makedirs(os.environ["XDG_RUNTIME_DIR"] + "/syncvar/12ab34cd")
 
 def test_shared_memory():
-    with open("/dev/shm/syncvar-test-forgotten", "w"):
+    with open(f"/dev/shm/syncvar-test-forgotten-{os.getpid()}", "w"):  # nobody else's who runs these tests as well
         pass
 
 def test_shared_memory_of_others():
@@ -81,7 +81,7 @@ def test_shared_memory_of_others():
     other.stdin.write(b"go\\n")
     other.stdin.flush()
     assert other.stdout.readline() == b"made\\n"
-    assert "syncvar-test-of-others" in os.listdir("/dev/shm")
+    assert f"syncvar-test-of-others-{other.pid}" in os.listdir("/dev/shm")
 
 def test_semaphore_of_others():
     # A program that started before this test, as another program of this machine: its name does not tell that it is used.
@@ -155,7 +155,7 @@ def outcome(tmp_path_factory):
         ("test_zombie", r"child process \d+"),
         ("test_socket_file", r"file /tmp/sv-\w+/forgotten\.sock"),
         ("test_job_folder", r"file /tmp/sv-\w+/syncvar/12ab34cd"),
-        ("test_shared_memory", r"shared memory /dev/shm/syncvar-test-forgotten"),
+        ("test_shared_memory", r"shared memory /dev/shm/syncvar-test-forgotten-\d+"),
         ("test_semaphore_of_its_own", r"shared memory /dev/shm/sem\.mp-\w+"),
     ],
 )
