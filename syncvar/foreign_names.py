@@ -118,11 +118,11 @@ WORDS = (
           "a receiver names its source, so that the order of messages never depends on time: "
           "start a receive from each rank, works = [sv.recv(r, async_op=True) for r in ranks], and take those that are done()"),
     _word("sv", "PROC_NULL",
-          "there is no rank that swallows messages: write if neighbour is not None: sv.send(x, neighbour)"),
+          "no rank swallows messages: write `if 0 <= to < sv.world_size(): sv.send(x, to)`"),
     _word("sv", "batch_isend_irecv P2POp", "start them with async_op=True and wait for each Work"),
     _word("sv", "send_object send_object_list recv_object recv_object_list",
-          "write sv.broadcast_object(o, root=0), which all ranks call, or "
-          "sv.send(np.frombuffer(data, 'uint8'), dest) for bytes"),
+          "plain data travels in the object forms, which all ranks of a group call: sv.broadcast_object(o, root=0), "
+          "sv.scatter_object(parts), sv.gather_object(o); a group of two is sv.new_group([0, 1])"),
     # Groups.
     _word("sv", "Create_group create_group add_process_set ProcessSet process_set new_subgroups",
           "write sv.new_group([0, 1]), which every rank of the world calls, members or not, in the same order"),

@@ -63,6 +63,7 @@ TASKS = (
         (
             ((), "Without the launcher the same script runs as a world of one."),
             ((*_TF, *_TORCH), "A job started by TF_CONFIG, or by torchrun, is joined as it is: the variables are read."),
+            (_MPI, "comm.Abort() is an exception: the launcher ends the other ranks and says who failed. MPI.Wtime() is time.perf_counter()."),
             ((*_MPI, *_HVD), "Processes that mpirun, srun or horovodrun has started are refused, not joined."),
         ),
     ),
@@ -132,18 +133,39 @@ TASKS = (
     Task(
         "all to all", _NONE, "hvd.alltoall(x)", "comm.Alltoall(x, out)", "dist.all_to_all_single(out, x)",
         "sv.all_to_all(x)",
+        ((_MPI, "Alltoallv and Alltoallw too: pass a list of arrays, one for each rank; no counts, lengths may differ."),),
     ),
     Task("prefix sum", _NONE, _NONE, "comm.Scan(x, out)", _NONE, "sv.scan(x)"),
     Task(
         "send, receive", _NONE, _NONE, "comm.Send(x, dest=0), comm.Recv(out, source=0)",
         "dist.send(x, dst=0), dist.recv(out, src=0)", "sv.send(x, 0), sv.recv(0)",
-        (((), "No wildcard: a receiver names its source, so that the order of messages never depends on time."),),
+        (
+            ((), "No wildcard: a receiver names its source, so that the order of messages never depends on time."),
+            (
+                (*_MPI, *_TORCH),
+                ("ANY_SOURCE: start a receive from each rank, works = {r: sv.recv(r, async_op=True) for r in others}, take those whose "
+                "done() is true, and start the next one from the same rank."),
+            ),
+            (_MPI, "PROC_NULL: no rank swallows messages: `if 0 <= to < sv.world_size(): sv.send(x, to)`."),
+        ),
+    ),
+    Task(
+        "send and receive at once", _NONE, _NONE, "comm.Sendrecv(x, dest=0, recvbuf=out, source=0)",
+        "dist.batch_isend_irecv([P2POp(dist.isend, x, 0), …])", "sv.send(x, 0, async_op=True), sv.recv(0)",
+        ((_MPI, "Then wait() for the Work that send has returned; up to SYNCVAR_EAGER_BYTES send alone does not wait for its receiver."),),
     ),
     Task("meet", _NONE, "hvd.barrier()", "comm.Barrier()", "dist.barrier()", "sv.barrier()"),
     Task(
         "plain data", _NONE, 'hvd.broadcast_object({"lr": 0.1})', 'comm.bcast({"lr": 0.1})',
         'dist.broadcast_object_list([{"lr": 0.1}])', 'sv.broadcast_object({"lr": 0.1})',
-        (((), "None, bool, int, float, str, bytes, arrays, and lists, tuples and dicts of them; nothing is pickled."),),
+        (
+            ((), "None, bool, int, float, str, bytes, arrays, and lists, tuples and dicts of them; nothing is pickled."),
+            (
+                _MPI,
+                ("comm.send({…}): objects travel in calls of a group, sv.broadcast_object, sv.scatter_object, sv.gather_object; a group "
+                "of two is sv.new_group([0, 1])."),
+            ),
+        ),
     ),
     Task(
         "some of the ranks", _NONE, "hvd.add_process_set([0])", "comm.Create_group(comm.group.Incl([0]))",

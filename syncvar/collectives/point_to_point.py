@@ -7,13 +7,14 @@ cycle of ranks that all send first gets the launcher's verdict instead of waitin
 
 from __future__ import annotations
 
+import reprlib
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, checked_output
+from syncvar.collectives._arguments import as_array, checked_output, is_structure
 from syncvar.collectives._headers import RECORD_BYTES, array_record, pack_record, unpack_record
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.groups import communicator_of
@@ -94,13 +95,13 @@ def send(
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if dest == rank:
-        _own(communicator, tag).append(as_array(x).copy())
+        _own(communicator, tag).append(_message(x).copy())
         return _done() if async_op else None
     stream = _stream(communicator, rank, dest, tag)
     eager_bytes = current().config.eager_bytes
 
     def check() -> Request:
-        array = as_array(x)
+        array = _message(x)
         waits = array.nbytes > eager_bytes
         work = np.array(array, order="C", copy=async_op or not array.flags.c_contiguous, ndmin=0).reshape(-1)
         record = np.frombuffer(pack_record(array_record(array, int(waits))), np.uint8)
@@ -241,11 +242,32 @@ def _done(result: Any = None) -> Any:
 
 
 def _checked(name: str, rank: Any, size: int) -> int:
+    if type(rank) is int and 0 <= rank < size:
+        return rank
+    from syncvar.foreign_names import explained
+
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        raise ConfigError(f"{name} must be a rank, not {rank!r}; a message from just anybody cannot be asked for")
+        why = explained("sv", "ANY_SOURCE") if name == "source" else f"write sv.send(x, {size - 1}), for instance"
+        raise ConfigError(f"{name} must be a rank, not {rank!r:.100}: {why}")
     if not 0 <= rank < size:
-        raise ConfigError(f"{name} {rank} is not in the group: its ranks are 0 to {size - 1}")
+        # MPI's ANY_SOURCE and PROC_NULL are negative numbers, others in each implementation.
+        words = ("PROC_NULL", "ANY_SOURCE")[: 1 + (name == "source")] if rank < 0 else ()
+        why = "".join(f"; {explained('sv', word)}" for word in words)
+        raise ConfigError(f"{name} {rank} is not in the group: its ranks are 0 to {size - 1}{why}")
     return int(rank)
+
+
+def _message(x: Any) -> NDArray[Any]:
+    """Return what is sent as an array.
+
+    Raises:
+        ConfigError: It cannot be one.
+    """
+    if x is None or isinstance(x, str | bytes | set) or is_structure(x):
+        from syncvar.foreign_names import explained
+
+        raise ConfigError(f"send takes an array or a number, not {reprlib.repr(x)}: {explained('sv', 'send_object')}")
+    return as_array(x)
 
 
 def _checked_tag(tag: Any) -> int:

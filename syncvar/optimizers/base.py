@@ -57,7 +57,7 @@ _NONFINITE = ("allow", "error", "skip")
 
 
 class Optimizer(Taught, Rule):
-    """Base of the optimizers.
+    """Base of the optimizers: a step uses the mean of the replicas' gradients, so a loss is not divided by their number.
 
     Args:
         learning_rate: A number, or a function of the step (0 for the first), the same on every replica.
@@ -191,7 +191,7 @@ class Optimizer(Taught, Rule):
         weight: float | None = None,
         shards: bool = False,
     ) -> None:
-        """Combine the replicas' gradients and make one step, the same on every copy.
+        """Take the mean of the replicas' gradients (not their sum: do not divide the loss by their number) and make one step.
 
         Inside `run` and outside every scope gradients are each replica's own. In cross context (and inside merge_call)
         they are used as given and must be the same everywhere, which is checked by a digest unless the strategy has

@@ -271,7 +271,7 @@ def _no_op(op: Any, word: str) -> str:
     known = (*OPS, *_registered)
     last = str(getattr(op, "name", word)).lower().replace("_", ".").rpartition(".")[2]
     ours = op_of(last)
-    hint = f": write {ours!r}" if ours in known else f": {text}" if (text := explained("op", last)) else nearest(word, known)
+    hint = f": write {ours!r}" if ours in known else f": {text}" if (text := explained("op", last)) else nearest(word, known) * isinstance(op, str)
     return f"op must be one of {', '.join(known)}, not {op!r:.100}{hint}"
 
 
