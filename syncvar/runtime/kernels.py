@@ -259,19 +259,24 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
         dtype('float64')
     """
     if not isinstance(op, str):
-        raise ConfigError(_no_op(op, str(op)))
+        raise ConfigError(_no_op(op))
     return _reduction(op.lower(), dtype)
 
 
-def _no_op(op: Any, word: str) -> str:
+def _no_op(op: Any) -> str:
     """Return why something is no op; members of other libraries, as ReduceOp.AVG, are known by their last word."""
     from syncvar.config import nearest
     from syncvar.foreign_names import explained, op_of
 
     known = (*OPS, *_registered)
-    last = str(getattr(op, "name", word)).lower().replace("_", ".").rpartition(".")[2]
+    last = str(getattr(op, "name", op)).lower().replace("_", ".").rpartition(".")[2]
     ours = op_of(last)
-    hint = f": write {ours!r}" if ours in known else f": {text}" if (text := explained("op", last)) else nearest(word, known) * isinstance(op, str)
+    if ours in known:
+        hint = f": write {ours!r}"
+    elif text := explained("op", last):
+        hint = f": {text}"
+    else:
+        hint = nearest(op, known) if isinstance(op, str) else ""
     return f"op must be one of {', '.join(known)}, not {op!r:.100}{hint}"
 
 
@@ -282,7 +287,7 @@ def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
 
         name = op_of(name)
         if name not in OPS:
-            raise ConfigError(_no_op(name, name))
+            raise ConfigError(_no_op(name))
     dtype_index(dtype)
     kind = dtype.kind
     if name in _registered:
