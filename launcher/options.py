@@ -30,7 +30,6 @@ __all__ = [
     "LAUNCH_PREFIX",
     "LaunchOptions",
     "core_count",
-    "doubtful_variables",
     "help_text",
     "launch_keys",
     "parse",
@@ -42,12 +41,6 @@ LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 _PROGRAM = "syncvar-launch"
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
-_INTERNAL = frozenset(
-    PREFIX + name for name in (
-        "KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE", "RESULT_DIR", "CALL_FD", "FORK_FD",
-        "FULL_TRACEBACK",
-    )
-)  # fmt: skip
 _KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -217,26 +210,6 @@ _IN_FILE = {option.key: option for option in _OPTIONS if option.in_file and not 
 def launch_keys() -> tuple[str, ...]:
     """Return the keys that the table `[launch]` of a file may have."""
     return tuple(_IN_FILE)
-
-
-def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that nobody reads and whose name is nearly that of a setting.
-
-    Example:
-        >>> doubtful_variables({"SYNCVAR_COLECTIVE_TIMEOUT_S": "1", "SYNCVAR_MY_OWN": "x", "SYNCVAR_KEY_FD": "3"})
-        ['SYNCVAR_COLECTIVE_TIMEOUT_S is no setting (did you mean SYNCVAR_COLLECTIVE_TIMEOUT_S?)']
-    """
-    known = {*_KNOBS, *_CONTRACT, *_INTERNAL}
-    unknown = [name for name in environ if name.startswith(PREFIX) and not name.startswith(LAUNCH_PREFIX) and name not in known]
-    said = []
-    if unknown:
-        import difflib
-
-        knobs = [name.removeprefix(PREFIX) for name in _KNOBS]
-        for name in unknown:
-            close = difflib.get_close_matches(name.removeprefix(PREFIX), knobs, n=1, cutoff=0.85)
-            said += [f"{name} is no setting (did you mean {PREFIX}{one}?)" for one in close]
-    return said
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from pathlib import Path
 
+    from syncvar.config import doubtful_variables
     from syncvar_launcher import options
     from syncvar_launcher.job import Job
     from syncvar_launcher.limits import check_limits
@@ -68,7 +69,7 @@ def _run(arguments: list[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     check_limits(chosen)
-    for sentence in options.doubtful_variables(os.environ):
+    for sentence in doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
     return job.run()
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
-from syncvar.env import PREFIX
+from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["Knob", "RuntimeConfig", "nearest"]
+__all__ = ["Knob", "RuntimeConfig", "doubtful_variables", "nearest"]
+
+_INTERNAL = frozenset(
+    PREFIX + name for name in (
+        "KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE", "RESULT_DIR", "CALL_FD", "FORK_FD",
+        "FULL_TRACEBACK",
+    )
+)  # fmt: skip
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -223,3 +230,24 @@ def _parse(name: str, text: str, kind: type) -> Any:
         return kind(text)
     except ValueError:
         raise ConfigError(f"{PREFIX}{name.upper()}={text!r} is not {'an integer' if kind is int else 'a number'}") from None
+
+
+def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that nobody reads and whose name is nearly that of a setting.
+
+    Others that begin likewise may be the program's own.
+
+    Example:
+        >>> doubtful_variables({"SYNCVAR_COLECTIVE_TIMEOUT_S": "1", "SYNCVAR_MY_OWN": "x", "SYNCVAR_KEY_FD": "3"})
+        ['SYNCVAR_COLECTIVE_TIMEOUT_S is no setting (did you mean SYNCVAR_COLLECTIVE_TIMEOUT_S?)']
+    """
+    settings = [PREFIX + name.upper() for name in RuntimeConfig.names()]
+    contract = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping()
+    known = {*settings, *contract, *_INTERNAL}
+    said = []
+    for name in environ:
+        if name.startswith(PREFIX) and not name.startswith(PREFIX + "LAUNCH_") and name not in known:
+            # Without what all of them begin with, which would make any two alike.
+            close = nearest(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in (*settings, *_INTERNAL)])
+            said += [f"{name} is no setting{close.replace('mean ', 'mean ' + PREFIX)}"] if close else []
+    return said

@@ -387,7 +387,7 @@ def _join(*, alone: bool) -> Context:
 
 
 def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
-    from syncvar.config import RuntimeConfig
+    from syncvar.config import RuntimeConfig, doubtful_variables
 
     environment = RankEnvironment.from_mapping(environ)
     if alone and environment is not None and environment.world_size > 1:
@@ -397,6 +397,9 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
         )
     config = RuntimeConfig.from_mapping(environ).consistent()
     _log_at(config.log_level)
+    if environment is None:  # syncvar-launch, which hands its settings on, has said so itself
+        for sentence in doubtful_variables(environ):
+            _log.warning("%s", sentence)
     if environment is not None or not (alone or is_meant_alone(environ)):
         told = told_elsewhere(environ, environment)
         if environment is None and told is not None and told.world_size > 1:

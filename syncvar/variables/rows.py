@@ -56,7 +56,12 @@ def checked_rows(
         )
     if dtype.kind == "c" and operation in (Operation.SCATTER_MIN, Operation.SCATTER_MAX):
         raise ConfigError(f"{what}: complex numbers have no order")
-    rows = plain_array(indices, f"{what}: indices")
+    try:
+        rows = plain_array(indices, f"{what}: indices")
+    except ConfigError:
+        if (row := _beyond(indices)) is None:
+            raise
+        raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(shape[0])}") from None
     if rows.dtype.kind not in "iu" and rows.size:
         raise ConfigError(f"{what}: indices must be integers, not {rows.dtype.name}")
     parts = operand_array(values, (*rows.shape, *shape[1:]), dtype, f"{what}: values")
@@ -68,9 +73,19 @@ def checked_rows(
         fix = f"Negative rows do not count from the end: write rows % {count}" if row < 0 < count else (
             f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], values[keep])"
         )
-        inside = f"rows 0 to {count - 1}" if count else "rows: it has none"
-        raise RowOutOfRange(f"{what}: row {row} is outside the variable's {inside}. {fix}")
+        raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(count)}. {fix}")
     return Rows(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))
+
+
+def _inside(count: int) -> str:
+    return f"rows 0 to {count - 1}" if count else "rows: it has none"
+
+
+def _beyond(indices: Any) -> int | None:
+    """Return the first index that no integer dtype holds; such a list would be an array of objects."""
+    if isinstance(indices, list | tuple):
+        return next((found for item in indices if (found := _beyond(item)) is not None), None)
+    return indices if isinstance(indices, int) and not -(1 << 63) <= indices < 1 << 64 else None
 
 
 def applied(operation: Operation, copy: NDArray[Any], rows: Rows, divisor: int = 1) -> NDArray[Any]:

@@ -229,6 +229,8 @@ def test_a_variable_that_is_nearly_a_setting_is_told_once(tmp_path):
     ended = launched([*MODULE, "-n", "2", "--no-python", "true"], tmp_path, env=env)
     assert ended.returncode == 0
     assert ended.stderr == "syncvar-launch: SYNCVAR_COLECTIVE_TIMEOUT_S is no setting (did you mean SYNCVAR_COLLECTIVE_TIMEOUT_S?)\n"
+    alone = launched([sys.executable, "-c", "import syncvar as sv; sv.init(); sv.barrier()"], tmp_path, env=env)
+    assert (alone.returncode, alone.stderr) == (0, ended.stderr.removeprefix("syncvar-launch: "))
 
 
 @pytest.mark.parametrize("words", [("settings",), ("coming-from", "mpi4py"), ("plan", "all_reduce", "--ranks", "8", "--count", "100")], ids=" ".join)

@@ -92,6 +92,11 @@ def _():
     sv.Variable([0, 0], name="v", synchronization="NONE").scatter_add([0], [2**70])
 
 
+@refusal("a row that no integer dtype holds", "is outside the variable's rows 0 to 1")
+def _():
+    sv.Variable([0, 0], name="v", synchronization="NONE").scatter_add([2**70], [1])
+
+
 @refusal("an initial value that is no number", "pass np.zeros(shape)")
 def _():
     sv.Variable([print], name="v")
