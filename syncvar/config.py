@@ -47,20 +47,22 @@ class Knob:
         text: What it is, in words.
         low: The least value of a number.
         choices: The texts that it may be; empty for any.
+        is_shared: All ranks must have it alike, for results depend on it.
 
     Attributes:
         name: As the settings have it.
     """
 
-    __slots__ = ("choices", "default", "low", "name", "text", "unit")
+    __slots__ = ("choices", "default", "is_shared", "low", "name", "text", "unit")
 
-    def __init__(self, default: Any, unit: str, text: str, low: float, choices: tuple[str, ...]) -> None:
+    def __init__(self, default: Any, unit: str, text: str, low: float, choices: tuple[str, ...], *, is_shared: bool = False) -> None:
         self.name = ""
         self.default = default
         self.unit = unit
         self.text = text
         self.low = low
         self.choices = choices
+        self.is_shared = is_shared
 
     def __set_name__(self, _owner: type, name: str) -> None:
         self.name = name
@@ -80,8 +82,8 @@ class Knob:
             raise ConfigError(f"{self.name} must be a number of at least {least} {self.unit}, not {value!r}")
 
 
-def _knob(unit: str, text: str, low: float = 0.0, choices: tuple[str, ...] = (), *, default: Any) -> Any:
-    return Knob(default, unit, text, low, choices)
+def _knob(unit: str, text: str, low: float = 0.0, choices: tuple[str, ...] = (), *, default: Any, is_shared: bool = False) -> Any:
+    return Knob(default, unit, text, low, choices, is_shared=is_shared)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(_knob,))
@@ -144,7 +146,7 @@ class RuntimeConfig(_Settings):
     window_bytes: int = _knob("B", "unconsumed bytes allowed on a link for each group", 4096, default=64 << 20)
     segment_bytes: int = _knob("B", "largest payload of one frame", 1024, default=1 << 20)
     arena_bytes: int = _knob("B", "virtual size of the memory that the processes of one host share", 16 << 20, default=1 << 40)
-    algorithm: str = _knob("list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree", default="")
+    algorithm: str = _knob("list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree", default="", is_shared=True)
     eager_bytes: int = _knob("B", "longest message of send that does not wait for its receiver", 0, default=65536)
     log_level: str = _knob("", "what workers log on standard error", choices=("warning", "info", "debug"), default="warning")
     trace: str = _knob("path", "folder for the flight record of every rank, written at the end of every run", default="")
@@ -159,11 +161,11 @@ class RuntimeConfig(_Settings):
         "runs",
         "in one of so many runs all copies of variables that are kept equal are compared, each before its first write there and "
         "all at the end; outside runs before one of so many writes; 0 for never",
-        0, default=100,
+        0, default=100, is_shared=True,
     )  # fmt: skip
     check_finite: str = _knob(
         "", "what to do about NaN and infinity in what a rank brings to a reduction or writes to a variable",
-        choices=("off", "warn", "raise"), default="off",
+        choices=("off", "warn", "raise"), default="off", is_shared=True,
     )
     auto_log: str = _knob("path", "file to which AUTO's decisions are added, as JSON lines", default="")
     auto_replay: str = _knob("path", "file of such decisions, which AUTO follows instead of deciding", default="")
@@ -193,6 +195,10 @@ class RuntimeConfig(_Settings):
                 f"suspect_after_s ({self.suspect_after_s:g}) must not exceed lost_after_s ({self.lost_after_s:g})"
             )
         return self
+
+    def shared(self) -> dict[str, int | str]:
+        """Return the settings that all ranks of a job must have alike, for results depend on them."""
+        return {knob.name: getattr(self, knob.name) for knob in self.knobs() if knob.is_shared}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from syncvar.env import RankEnvironment
 from syncvar.errors import (
     ArenaUnavailable,
     ConfigError,
+    HandshakeError,
     PeerLost,
     RendezvousError,
     SyncvarError,
@@ -32,11 +33,12 @@ from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
 from syncvar.runtime.hierarchical import Hosts
+from syncvar.runtime.likeness import likeness
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.secret import job_secret
 from syncvar.topology import HostMap, is_meant_alone, rank_list, told_elsewhere, why_not_alone
-from syncvar.wire import PROTOCOL_VERSION, Message, pack_message
+from syncvar.wire import Message, pack_message
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, MutableMapping, Sequence
@@ -505,8 +507,7 @@ def _meet(
             pid=os.getpid(),
             host=environment.host,
             about={
-                "protocol": PROTOCOL_VERSION,
-                "byte_order": sys.byteorder,
+                **likeness(config),
                 "arena": without_arena,
                 "host_index": environment.host_index,
                 "outside": transport.outside,
@@ -525,6 +526,8 @@ def _meet(
             transport.open(message["addresses"], message["generation"])
             return message
         elif message["kind"] == "refused":
+            if message["error"] == "HandshakeError":
+                raise HandshakeError(message["reason"])
             raise RendezvousError(f"rank {environment.rank} could not join: {message['reason']}", message["missing"])
         elif message["kind"] == "abort":
             raise PeerLost(message["rank"], message["host"], message["reason"], "while the ranks met")

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 import msgpack
 
 from syncvar.errors import WireError
+from syncvar.wire.likeness import check_about
 
 __all__ = ["CONTROL_NBYTES_MAX", "Message", "pack_message", "parse_message"]
 
@@ -90,6 +91,8 @@ def parse_message(data: bytes) -> Message:
     for name, kind in schema.items():
         if not _is_of(message.get(name), kind):
             raise WireError(f"control message {message['kind']!r}: field {name!r} is missing or of a wrong type")
+    if message["kind"] == "join":
+        check_about(message["about"])
     _check_depth(message, 1)
     return message
 

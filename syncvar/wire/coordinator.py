@@ -78,6 +78,7 @@ class Coordinator:
         self._said: dict[tuple[int, int], float] = {}
         self.asked: dict[int, float] = {}  # ranks that were asked whether they are there, and have not answered: since when
         self._mute: dict[int, str] = {}
+        self.has_warned = False
 
     # -- messages of ranks ----------------------------------------------------------------------------------------
 
@@ -96,8 +97,12 @@ class Coordinator:
         refused = roll.join(member, now)
         if refused:
             return refused, []
-        if not roll.is_complete:  # whoever comes after a rank was lost need not wait for it
+        if roll.missing():  # whoever comes after a rank was lost need not wait for it
             return "", [Tell(member.rank, self._lost_data(rank, reason)) for rank, reason in self.gone.items()]
+        warning = roll.compare()
+        if roll.failed:
+            refusal = pack_message("refused", error="HandshakeError", reason=roll.failed, missing=[])
+            return "", [Tell(rank, refusal) for rank in sorted(roll.members)]
         if roll is self.next_roll:  # every rank has left the old generation and joined anew
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
             self.left.clear()
@@ -106,7 +111,8 @@ class Coordinator:
             self._said.clear()
             self.asked.clear()
             self._mute.clear()
-        actions: list[Action] = []
+        actions: list[Action] = [Say(warning)] if warning and not self.has_warned else []
+        self.has_warned = True  # at the first meeting: who meets again is the same
         data: dict[int, bytes] = {}  # by host: whom it reaches where depends on it
         for rank in range(self.world_size):
             told = self.roll.members[rank]

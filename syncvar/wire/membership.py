@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from syncvar.topology import rank_list
+from syncvar.wire.likeness import differences
 
 __all__ = ["Member", "RollCall"]
 
@@ -62,8 +63,17 @@ class RollCall:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has joined."""
-        return len(self.members) == self.world_size
+        """Whether every rank has joined, and they can work together."""
+        return len(self.members) == self.world_size and not self.failed
+
+    def compare(self) -> str:
+        """Compare what the ranks tell of themselves, all of which have joined; the roll call fails where they cannot work together.
+
+        Returns:
+            What to warn of, in one sentence, or an empty text.
+        """
+        self.failed, warning = differences({rank: member.about for rank, member in self.members.items()})
+        return "" if self.failed else warning
 
     def missing(self) -> list[int]:
         """Return the ranks that have not joined."""
@@ -87,12 +97,6 @@ class RollCall:
                 for one in (member, other):
                     if not one.outside:
                         return f"rank {one.rank} listens to no other host, and there are several (SYNCVAR_HOST_ADDRESS)"
-            for key in ("protocol", "byte_order"):
-                if other.about.get(key) != member.about.get(key):
-                    return (
-                        f"rank {member.rank} has {key} {member.about.get(key)!r}, "
-                        f"rank {other.rank} has {other.about.get(key)!r}: install the same syncvar everywhere"
-                    )
         if self.began is None:
             self.began = self.named = now
         self.members[member.rank] = member

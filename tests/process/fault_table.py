@@ -127,7 +127,10 @@ ROWS = {
     "F33": Row("a bit of one rank's variable flips", (1, 0.5), {
         "V": ("process/test_auto_and_checker.py::test_a_flipped_bit_ends_a_launched_job_with_name_place_and_window",),
     }),
-    "F34": Row("another protocol, byte order or configuration", (5, 2), {}, "hosts"),
+    "F34": Row("another protocol, byte order or configuration", (5, 2), {"H": (
+        f"{START}test_f34_ranks_that_differ_in_what_all_must_have_alike", "process/test_started_elsewhere.py::test_ranks_that_differ",
+        "pure/test_coordinator.py::test_ranks_that_cannot_work_together_are_all_refused",
+    )}),
     "F35": Row("two processes claim one rank; too few; too many; a rank out of range", (300, 10), _all(
         "R", f"{START}test_f35_a_process_that_claims_a_rank_is_refused_and_the_job_goes_on", f"{ENDS}test_missing_ranks_are_named",
         "pure/test_env.py::test_a_rank_outside_its_world_is_refused")),

@@ -1,4 +1,4 @@
-"""A job that cannot start as it should, or starts in an odd place: ranks claimed twice (F35), clocks that jump (F37), ports that
+"""A job that cannot start as it should, or starts in an odd place: ranks that differ (F34), ranks claimed twice (F35), clocks that jump (F37), ports that
 are taken (F38), runtime directories that cannot be used (F39), a hangup (F15), two jobs with one folder of checkpoints (F49),
 and a failure while ranks meet again (F60).
 """
@@ -16,6 +16,37 @@ from pathlib import Path
 import pytest
 from fault_table import bound_s
 from launching import await_true, check_bound, free_ports, last_exception
+
+# -- F34 ----------------------------------------------------------------------------------------------------------
+
+DIFFER = """
+import os, sys
+import probe, syncvar as sv
+
+if probe.RANK == 2:
+    sv.__version__ = "9.9\\x1b[2J"
+    os.environ["SYNCVAR_CHECK_EVERY"] = "7"
+probe.note("differs")
+try:
+    sv.init()
+except sv.HandshakeError as error:
+    probe.raised(error)
+    raise
+"""
+
+
+def test_f34_ranks_that_differ_in_what_all_must_have_alike(launch):
+    job = launch(DIFFER, workers=3, options=["--fake-hosts", "3", "--max-restarts", "1"])
+    assert job.wait() == 76, str(job)
+    last, events = last_exception(job, {0, 1, 2})
+    check_bound("F34-differ", last - max(event["at"] for event in job.events("differs")), bound_s("F34"))
+    for event in events.values():
+        assert event["text"].splitlines()[1:3] == [
+            "  syncvar: '0.1.0' (ranks 0, 1), '9.9\\x1b[2J' (rank 2)", "  check_every: 100 (ranks 0, 1), 7 (rank 2)",
+        ]  # fmt: skip
+    assert "check_every: 100 (ranks 0, 1), 7 (rank 2)" in job.report, str(job)
+    assert "would come again" in job.report, "a restart changes nothing"
+
 
 # -- F35 ----------------------------------------------------------------------------------------------------------
 

@@ -219,3 +219,35 @@ except sv.ConfigError as error:
     for rank in range(2):
         assert f"refused: sv.init(alone=True) contradicts SYNCVAR_RANK={rank} and SYNCVAR_WORLD_SIZE=2" in job.out
         assert f"late: sv.init(alone=True), but this process has joined already: as rank {rank} of 2" in job.out
+
+
+LIKE = """
+import logging, os, sys
+import numpy as np
+import syncvar as sv
+rank = int(os.environ["RANK"])
+if rank == 1:
+    np.__version__ = "0.1.2"
+    sys.modules["__main__"].__file__ = np.__file__
+    os.environ["SYNCVAR_CHECK_FINITE"] = sys.argv[1]
+try:
+    sv.init()
+    print("met", sv.all_reduce(1), flush=True)
+except sv.SyncvarError as error:
+    print(type(error).__name__, error, flush=True)
+    sys.exit(3)
+"""
+
+
+def test_ranks_that_differ(start):
+    number = free_ports(2)
+    told = [torch(rank, 2, number, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=2) for rank in range(2)]
+    (code, out), (other_code, other) = start(told, "off", script=LIKE)
+    assert (code, other_code) == (0, 0), out + other
+    assert other == "met 2\n", "it is said once"
+    assert "the ranks differ: NumPy " in out
+    assert "'0.1' (rank 1); script 'script.py " in out
+    refused = start(told, "raise", script=LIKE)[2:]
+    for code, out in refused:
+        assert code == 3, out
+        assert "HandshakeError the ranks differ in what all must have alike:\n  check_finite: 'off' (rank 0), 'raise' (rank 1)\n" in out

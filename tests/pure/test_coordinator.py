@@ -73,7 +73,6 @@ def test_everybody_gets_the_roll_when_the_last_has_joined():
         ({"generation": 7}, "generation 7 cannot be joined"),
         ({"rank": 3}, "outside a world of 3"),
         ({"rank": 0}, "already taken by process 10"),
-        ({"protocol": 9}, "protocol 9"),
     ],
 )
 def test_who_does_not_belong_is_refused_with_the_reason(more, reason):
@@ -82,6 +81,31 @@ def test_who_does_not_belong_is_refused_with_the_reason(more, reason):
     refused, actions = join(coordinator, **{"rank": 1} | more)
     assert reason in refused
     assert actions == []
+
+
+def test_ranks_that_cannot_work_together_are_all_refused():
+    coordinator = made()
+    join(coordinator, 0)
+    join(coordinator, 2, protocol=9)
+    assert not coordinator.roll.failed, "the table is to be whole"
+    refused, actions = join(coordinator, 1)
+    messages = told(actions)
+    assert refused == ""
+    assert kinds(messages) == {rank: ["refused"] for rank in range(3)}
+    assert {messages[rank][0]["error"] for rank in range(3)} == {"HandshakeError"}
+    assert "  protocol: 1 (ranks 0, 1), 9 (rank 2)" in messages[2][0]["reason"].splitlines()
+    assert not coordinator.roll.is_complete
+    assert join(coordinator, 0)[0].startswith("the ranks differ"), "and whoever comes again"
+
+
+def test_what_ranks_had_better_have_alike_is_said_once():
+    coordinator = made(2)
+    join(coordinator, 0, numpy="1.26")
+    actions = join(coordinator, 1, numpy="2.1")[1]
+    assert [action.text for action in actions if isinstance(action, Say)] == ["the ranks differ: NumPy '1.26' (rank 0), '2.1' (rank 1)"]
+    assert kinds(told(action for action in actions if isinstance(action, Tell))) == {0: ["roll"], 1: ["roll"]}
+    join(coordinator, 0, generation=1, numpy="1.26")
+    assert not [one for one in join(coordinator, 1, generation=1, numpy="2.1")[1] if isinstance(one, Say)]
 
 
 @pytest.mark.parametrize("generation", [0, 2, 5])

@@ -44,8 +44,6 @@ def dialogue():
     say(1.0, "rank 1 joins again", meeting.join(member(1), 1.0))
     say(2.0, "rank 7 joins", meeting.join(member(7), 2.0))
     say(3.0, "rank -1 joins", meeting.join(member(-1), 3.0))
-    say(4.0, "rank 0 of protocol 2 joins", meeting.join(member(0, protocol=2), 4.0))
-    say(5.0, "rank 0 of big ends joins", meeting.join(member(0, byte_order="big"), 5.0))
     say(6.0, "rank 2 ends (finished)", meeting.ended(2, "finished"))
     say(7.0, "rank 0 joins", meeting.join(member(0), 7.0))
     return "\n".join(line.rstrip() for line in lines) + "\n"
