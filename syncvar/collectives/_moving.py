@@ -45,7 +45,9 @@ UNMOVED = Layout(0, _NOTHING.dtype), Blocks(_NOTHING)
 """What a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
 
 
-def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any, prepare: Prepare, *how: Any) -> Any:
+def by_shortcut(
+    communicator: Communicator, key: Any, x: NDArray[Any], out: Any, timeout: float | None, prepare: Prepare, *how: Any
+) -> Any:
     """Make a call by its prepared way; None where nothing has been done, because there is none or it does not serve.
 
     Args:
@@ -53,6 +55,7 @@ def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any,
         key: Of the call.
         x: What this rank brings.
         out: As the caller gave it.
+        timeout: In seconds, None for the job's default; `is_seconds` holds of it.
         prepare: Of (communicator, x, *how): returns (request of such a call, layout, front, general), see
             `move_shortcut`, or None; used once.
         how: What else the call is made with.
@@ -70,7 +73,7 @@ def by_shortcut(communicator: Communicator, key: Any, x: NDArray[Any], out: Any,
         request, layout, front, general = prepared
         request.body.close()
         shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, layout, front, general))
-    return None if shortcut is None else shortcut(x, out)
+    return None if shortcut is None else shortcut(x, out, timeout)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:

@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.collectives._arguments import Structure, describe
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.kernels import Reduction, finish, reduction
 from syncvar.runtime.operation import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["checked_scale", "contribution", "described", "outcome", "reduction_of", "run_plan", "tell_that_all_came"]
+__all__ = ["checked_scale", "contribution", "described", "described_reduction", "described_together", "outcome", "reduction_of", "run_plan", "tell_that_all_came"]
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 
@@ -38,6 +39,30 @@ def described(
     how = reduction_of(array, op)
     digest = fingerprint(name, how.name, how.source, array.shape, *options, *how.element_shape)
     return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+
+
+def described_reduction(
+    array: NDArray[Any], op: str, name: str, reproducible: bool, algorithm: str | None = None
+) -> tuple[Reduction, int, str]:
+    """Return how an array is reduced, the fingerprint of the all-reduce, and the call in words."""
+    return described(array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else "")
+
+
+def described_together(
+    structure: Structure,
+    arrays: Sequence[NDArray[Any]],
+    hows: Sequence[Reduction],
+    op: str,
+    name: str,
+    reproducible: bool,
+    algorithm: str | None = None,
+) -> tuple[int, str]:
+    """Return the fingerprint of a call that reduces a structure, and the call in words; see `described`."""
+    op, shape = (hows[0].name, hows[0].element_shape) if hows else (op, ())
+    kinds = tuple([(array.dtype.name, array.shape) for array in arrays])
+    digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *shape)
+    nbytes = sum([array.nbytes for array in arrays])
+    return digest, f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
 
 
 def reduction_of(array: NDArray[Any], op: str) -> Reduction:

@@ -28,6 +28,7 @@ from syncvar.loading import unexpected
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
+from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -86,9 +87,9 @@ def all_gather(
     if _foreign:
         raise unexpected(all_gather, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(x) is np.ndarray and type(axis) is int and algorithm is None and timeout is None and not async_op
+    is_plain = type(x) is np.ndarray and type(axis) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and axis in (0, -x.ndim) and x.ndim:
-        result = by_shortcut(communicator, ("all_gather", axis, x.dtype, x.shape), x, out, _prepare, axis)
+        result = by_shortcut(communicator, ("all_gather", axis, x.dtype, x.shape), x, out, timeout, _prepare, axis)
         if result is not None:
             return result
     if is_foreign(x, out):

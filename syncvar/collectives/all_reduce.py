@@ -15,35 +15,42 @@ from syncvar.collectives._arguments import (
     arrays_of,
     as_array,
     checked_output,
-    describe,
     flatten,
     fresh,
     is_structure,
     unflatten,
 )
 from syncvar.collectives._kinds import given_back, in_kind, is_foreign
-from syncvar.collectives._reducing import checked_scale, contribution, described, outcome, reduction_of
+from syncvar.collectives._preparing import form_of, key_of, prepare
+from syncvar.collectives._reducing import (
+    checked_scale,
+    contribution,
+    described_reduction,
+    described_together,
+    outcome,
+    reduction_of,
+)
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.loading import unexpected
 from syncvar.runtime import finite
 from syncvar.runtime.fused import Fused, fused_out
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import OPS, Reduction, divided, finish, quiet, reduction
+from syncvar.runtime.group import Request
+from syncvar.runtime.kernels import Reduction, divided, finish, quiet, reduction
 from syncvar.runtime.operation import Into, Stage
 from syncvar.runtime.published import Published
+from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Hashable, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.group import Communicator
-    from syncvar.runtime.shortcut import Shortcut
 
-__all__ = ["all_reduce", "owns_itself", "reduce_request", "reduce_together", "shortcut_of", "tree_combined", "tree_sum"]
+__all__ = ["all_reduce", "owns_itself", "reduce_request", "reduce_together", "tree_combined", "tree_sum"]
 
 
 def all_reduce(
@@ -106,13 +113,19 @@ def all_reduce(
     if _foreign:
         raise unexpected(all_reduce, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(x) is np.ndarray and communicator.channel is not None and not async_op and timeout is None
+    is_plain = communicator.channel is not None and not async_op and (timeout is None or is_seconds(timeout))
     is_plain = is_plain and prescale is None and postscale is None and weight is None and algorithm is None
-    key = ("all_reduce", op, x.dtype, x.shape, reproducible) if is_plain and isinstance(op, str) and type(reproducible) is bool else None
-    if key is not None:
+    form = None
+    if is_plain and isinstance(op, str) and type(reproducible) is bool:
+        form = x if type(x) is np.ndarray else form_of(x)
+        if type(form) is np.ndarray:
+            key: Hashable = ("all_reduce", op, form.dtype, form.shape, reproducible)
+        elif form is not None:
+            key = key_of("all_reduce", op, form, reproducible)
+    if form is not None:
         shortcut = communicator.shortcuts.get(key)
         if shortcut is not None:
-            result = shortcut(x, out)
+            result = shortcut(form, out, None, timeout)
             if result is not None:
                 return result
     if is_foreign(x, out):
@@ -126,8 +139,8 @@ def all_reduce(
         timeout,
         async_op=async_op,
     )
-    if key is not None and key not in communicator.shortcuts:
-        shortcut_of(communicator, x, op, "all_reduce", reproducible)
+    if form is not None:
+        prepare(communicator, key, x, form, op, "all_reduce", reproducible=reproducible)
     return result
 
 
@@ -214,7 +227,7 @@ def reduce_request(
     """
     if not is_structure(x):
         array = as_array(x)
-        how, digest, what = _described(array, op, reproducible, name, algorithm)
+        how, digest, what = described_reduction(array, op, name, reproducible, algorithm)
         if how.is_locating and out is not None:
             raise ConfigError(f"{how.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, how.result)
@@ -231,10 +244,7 @@ def reduce_request(
         targets = [
             checked_output(one, array.shape, how.result) for one, array, how in zip(outs, arrays, hows, strict=True)
         ]
-    kinds = tuple((array.dtype.name, array.shape) for array in arrays)
-    digest = fingerprint(name, hows[0].name if hows else op, structure, kinds, reproducible, algorithm, *(hows[0].element_shape if hows else ()))
-    nbytes = sum(array.nbytes for array in arrays)
-    what = f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
+    digest, what = described_together(structure, arrays, hows, op, name, reproducible, algorithm)
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], fresh(structure, x)
@@ -403,25 +413,6 @@ def _flat(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     return [
         array if array.ndim == 1 and array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1) for array in arrays
     ]
-
-
-def shortcut_of(
-    communicator: Communicator, x: NDArray[Any], op: str, name: str, reproducible: bool, apply: np.ufunc | None = None
-) -> Shortcut | None:
-    """Prepare the short way of the all-reduce that `reduce_request` with these arguments has just made, if there is one."""
-    if communicator.channel is None or communicator.forced("all_reduce") is not None or not x.dtype.isnative:
-        return None
-    how, digest, what = _described(x, op, reproducible, name)
-    if how.is_locating or how.name not in OPS:  # a registered op may be replaced
-        return None
-    return communicator.add_shortcut((name, op, x.dtype, x.shape, reproducible), how, x.shape, digest, what, apply)
-
-
-def _described(
-    array: NDArray[Any], op: str, reproducible: bool, name: str, algorithm: str | None = None
-) -> tuple[Reduction, int, str]:
-    """Return how an array is reduced, the fingerprint of the call, and the call in words."""
-    return described(array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else "")
 
 
 def _one(

@@ -21,6 +21,7 @@ from syncvar.plans import even_chunks
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
+from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import DTYPE_NAMES, Untaken, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ def all_to_all(
     if _foreign:
         raise unexpected(all_to_all, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(parts) is np.ndarray and algorithm is None and timeout is None and not async_op
+    is_plain = type(parts) is np.ndarray and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:
-        result = by_shortcut(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, _prepare)
+        result = by_shortcut(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, timeout, _prepare)
         if result is not None:
             return result
     if is_foreign(parts, out):

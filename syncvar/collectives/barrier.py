@@ -8,6 +8,7 @@ import numpy as np
 
 from syncvar.runtime.group import Communicator, Request, fingerprint
 from syncvar.runtime.operation import Stage
+from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
@@ -46,10 +47,10 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
     from syncvar.collectives.groups import communicator_of
 
     communicator = communicator_of(group)
-    is_plain = communicator.channel is not None and timeout is None and not async_op
+    is_plain = communicator.channel is not None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain:
         shortcut = communicator.shortcuts.get(_BARRIER)
-        if shortcut is not None and shortcut(_NOTHING, None) is not None:
+        if shortcut is not None and shortcut(_NOTHING, None, None, timeout) is not None:
             return None
     work = meet(communicator, "barrier", _BARRIER, timeout, async_op=async_op)
     if is_plain and _BARRIER not in communicator.shortcuts and communicator.forced("barrier") is None:

@@ -36,6 +36,7 @@ from syncvar.loading import unexpected
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
+from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -94,9 +95,9 @@ def broadcast(
     if _foreign:
         raise unexpected(broadcast, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(x) is np.ndarray and type(root) is int and algorithm is None and timeout is None and not async_op
+    is_plain = type(x) is np.ndarray and type(root) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain:
-        result = by_shortcut(communicator, ("broadcast", root, x.dtype, x.shape), x, out, _prepare, root)
+        result = by_shortcut(communicator, ("broadcast", root, x.dtype, x.shape), x, out, timeout, _prepare, root)
         if result is not None:
             return result
     if is_foreign(x, out):

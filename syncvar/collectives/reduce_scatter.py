@@ -21,6 +21,7 @@ from syncvar.runtime import finite
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import OPS, reduction
 from syncvar.runtime.shared_moves import Blocks, Fold, Layout
+from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -79,9 +80,9 @@ def reduce_scatter(
     if _foreign:
         raise unexpected(reduce_scatter, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(x) is np.ndarray and isinstance(op, str) and algorithm is None and timeout is None and not async_op
+    is_plain = type(x) is np.ndarray and isinstance(op, str) and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
-        result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, _prepare, op)
+        result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, timeout, _prepare, op)
         if result is not None:
             return result
     if is_foreign(x, out):

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request, shortcut_of
+from syncvar.collectives._preparing import shortcut_of
+from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import UsageError
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.timeouts import is_seconds
 from syncvar.topology import rank_list
 
 if TYPE_CHECKING:
@@ -144,8 +146,8 @@ class Enrolled:
         rolls = self._rolls_now()
         mine = self._nobody()
         shortcut = rolls.shortcuts.get((_ROLL, "or", mine.dtype, mine.shape, False))
-        if shortcut is not None and timeout is None:
-            told = shortcut(mine, None, (what, _DIGEST))
+        if shortcut is not None and (timeout is None or is_seconds(timeout)):
+            told = shortcut(mine, None, (what, _DIGEST), timeout)
             if told is not None:
                 return told
         found: NDArray[np.uint64] = rolls.perform(what, lambda: self._request(rolls, mine, what), timeout)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request, shortcut_of
+from syncvar.collectives._preparing import shortcut_of
+from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.runtime.group import Request, fingerprint
@@ -168,11 +169,11 @@ def combined_shortly(owner: Owner, plan: Plan, op: str, what: str, digest: int, 
     Words and fingerprint change from step to step, as they hold the step and the learning rate; all else is prepared.
     The arguments are those of `combining_request`.
     """
-    if not op or len(plan.shared) != 1 or owner.timeout is not None:
+    if not op or len(plan.shared) != 1:
         return False
     array = _brought(plan, weighted=weighted)
     shortcut = owner.communicator.shortcuts.get((_NAME, op, array.dtype, array.shape, owner.reproducible))
-    return shortcut is not None and shortcut(array, array, (what, digest)) is not None
+    return shortcut is not None and shortcut(array, array, (what, digest), owner.timeout) is not None
 
 
 def prepare_short_way(owner: Owner, plan: Plan, op: str, *, weighted: bool) -> None:
@@ -180,8 +181,7 @@ def prepare_short_way(owner: Owner, plan: Plan, op: str, *, weighted: bool) -> N
     if not op or len(plan.shared) != 1:
         return
     array = _brought(plan, weighted=weighted)
-    if (_NAME, op, array.dtype, array.shape, owner.reproducible) not in owner.communicator.shortcuts:
-        shortcut_of(owner.communicator, array, op, _NAME, owner.reproducible)
+    shortcut_of(owner.communicator, array, op, _NAME, reproducible=owner.reproducible)
 
 
 def _brought(plan: Plan, *, weighted: bool) -> NDArray[Any]:

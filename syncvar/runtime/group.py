@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
 
 from syncvar.errors import ConfigError, InternalError, MismatchError, SyncvarError, UsageError
 from syncvar.loading import Taught
@@ -20,11 +17,13 @@ from syncvar.runtime.published import Published, SharedOperation, prepare_publis
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder, Told
 from syncvar.runtime.sites import own_site
+from syncvar.runtime.timeouts import checked_timeout
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Generator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
@@ -117,7 +116,7 @@ class Work(Taught):
         if timeout is not None and not operation.is_over:
             import time
 
-            allowed = _checked_timeout(timeout)
+            allowed = checked_timeout(timeout)
             until = time.monotonic() + allowed
             if until < operation.deadline:
                 operation.deadline, operation.timeout_s = until, allowed
@@ -139,15 +138,6 @@ class Work(Taught):
         except Exception as error:  # the caller asked for it as a value
             return error
         return None
-
-
-def _checked_timeout(timeout: float) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating) or not timeout > 0:
-        raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
-    try:
-        return float(timeout)
-    except OverflowError:  # an int above every float
-        return math.inf
 
 
 class _NoOutlet:
@@ -220,7 +210,7 @@ class Communicator:
         self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
         self.own_messages: dict[int, deque[NDArray[Any]]] = {}  # what this rank has sent itself, by tag
         self.prepares = True
-        self.shortcuts: dict[Any, Shortcut] = {}  # by (op, dtype, shape, reproducible)
+        self.shortcuts: dict[Any, Shortcut] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
         self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
@@ -289,21 +279,15 @@ class Communicator:
             self._plans[key] = found
         return found
 
-    def add_shortcut(
-        self,
-        key: Any,
-        how: Reduction,
-        shape: tuple[int, ...],
-        digest: int,
-        what: str,
-        apply: np.ufunc | None = None,
+    def reduce_shortcut(
+        self, how: Reduction, shape: tuple[int, ...], digest: int, what: str, apply: np.ufunc | None = None
     ) -> Shortcut | None:
-        """Prepare the short way of an all-reduce that has just gone the long way."""
-        from syncvar.runtime.shortcut import reduce_shortcut
-
+        """Make the short way of an all-reduce, if there is one; see `shortcut.reduce_shortcut`."""
         if not self.prepares:
             return None
-        return self.keep_shortcut(key, reduce_shortcut(self, how, shape, digest, what, apply))
+        from syncvar.runtime.shortcut import reduce_shortcut
+
+        return reduce_shortcut(self, how, shape, digest, what, apply)
 
     def keep_shortcut(self, key: Any, made: Shortcut | None) -> Shortcut | None:
         """Remember the short way of calls, if there is one and calls of this group may be prepared."""
@@ -433,7 +417,7 @@ class Communicator:
             call = self.next_call
             self.next_call = call + 1
             try:
-                allowed = None if timeout is None else _checked_timeout(timeout)
+                allowed = None if timeout is None else checked_timeout(timeout)
                 if after_queued and engine is not None and engine.queues:
                     send_queued(engine)
                 with quiet():

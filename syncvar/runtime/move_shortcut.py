@@ -66,7 +66,7 @@ def move_shortcut(
     digest, add = told.fingerprint, engine.recorder.add
     attempt = (_small_blocks if layout.is_small else _long_blocks)(channel, layout)
 
-    def call(x: NDArray[Any], out: Any) -> Any:
+    def call(x: NDArray[Any], out: Any, timeout: float | None = None) -> Any:
         if not (engine.is_quiet and channel.is_settled) or queue or busy.locked():
             return None
         try:
@@ -95,7 +95,8 @@ def move_shortcut(
                 ground.interrupt(number, begin, error)
                 raise
             body = None if general is None else partial(general, x, out)
-            made = ground.go_on(number, begin, _moved_or_else(channel, steps, movement, body, number, digest), need, movement)
+            steps = _moved_or_else(channel, steps, movement, body, number, digest)
+            made = ground.go_on(number, begin, steps, need, movement, timeout=timeout)
             crowd.note((monotonic_ns() - begin) / 1e9, nbytes)
             return made
 

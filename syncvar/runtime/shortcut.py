@@ -1,8 +1,8 @@
 """The short way of a blocking all-reduce in shared memory: everything that repeats is prepared once.
 
 A small all-reduce of two ranks takes about two microseconds, so the path of a call has no object to make, no name to
-look up and no lock to wait for. What is unusual (a known refusal, queued calls, a timeout, an odd `out`) is left to the long
-way, and so is a wait that takes long: the engine goes on from where the shortcut stands.
+look up and no lock to wait for. What is unusual (a known refusal, queued calls, an odd `out`) is left to the long way, and so
+is a wait that takes long: the engine goes on from where the shortcut stands, and looks at the deadline.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
 from syncvar.runtime.shared_reduce import OneSegment, Vector, is_direct, reduce_one_segment, reduce_shared
+from syncvar.runtime.timeouts import checked_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -61,7 +62,8 @@ def reduce_shortcut(
     Returns:
         A function of (x, out): x a native array of this dtype and shape, out None or anything. It returns the result,
         or None when it has done nothing and the long way has to be taken. A third argument, (words, fingerprint), is
-        for a call that is not the same each time: it has these instead of `what` and `digest`.
+        for a call that is not the same each time: it has these instead of `what` and `digest`. A fourth one is the
+        timeout in seconds, None for the job's default; `is_seconds` must hold of it.
     """
     nbytes = prod(shape) * how.accumulate.itemsize
     make, way = (_small, "arena small") if is_direct(nbytes, communicator.size) else (_long, "arena")
@@ -111,11 +113,13 @@ class Ground(NamedTuple):
         operation.entry = entry
         return operation
 
-    def go_on(self, number: int, begin: int, steps: Any, need: int, held: Any = None) -> Any:
+    def go_on(
+        self, number: int, begin: int, steps: Any, need: int, held: Any = None, *, timeout: float | None = None
+    ) -> Any:
         """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
         operation = self._operation(number, begin, steps, need)
         operation.held = held
-        return self.engine.take_over(operation, None)
+        return self.engine.take_over(operation, None if timeout is None else checked_timeout(timeout))
 
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
         """Break the generation: an exception has left a call that others take part in."""
@@ -171,7 +175,9 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
         terms = [one.reshape(shape) for one in channel.smalls_now(count, accumulate)]
         return combined(_one_by_one(terms, shape, accumulate), out)
 
-    def call(x: NDArray[Any], out: Any, said: Said | None = None) -> NDArray[Any] | None:
+    def call(
+        x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
+    ) -> NDArray[Any] | None:
         if not (engine.is_quiet and channel.is_settled) or busy.locked():
             return None
         if out is not None and (
@@ -218,7 +224,8 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             except BaseException as error:
                 ground.saying(said).interrupt(number, begin, error)
                 raise
-            return ground.saying(said).go_on(number, begin, rest(check, target, out), target)  # type: ignore[no-any-return]
+            steps = rest(check, target, out)
+            return ground.saying(said).go_on(number, begin, steps, target, timeout=timeout)  # type: ignore[no-any-return]
 
     return call
 
@@ -265,7 +272,9 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
     is_one_segment = count * accumulate.itemsize <= SEGMENT_BYTES and how.source == accumulate.name
     views: OneSegment | None = None  # made when all ranks are known to have their segments
 
-    def call(x: NDArray[Any], out: Any, said: Said | None = None) -> NDArray[Any] | None:
+    def call(
+        x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
+    ) -> NDArray[Any] | None:
         nonlocal views
         if queue or not (engine.is_quiet and channel.is_settled):
             return None
@@ -318,7 +327,7 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             except BaseException as error:
                 ground.saying(said).interrupt(number, begin, error)
                 raise
-            ground.saying(said).go_on(number, begin, _then(steps, made), need)
+            ground.saying(said).go_on(number, begin, _then(steps, made), need, timeout=timeout)
             crowd.note((monotonic_ns() - begin) / 1e9, made.nbytes)
             return made
 

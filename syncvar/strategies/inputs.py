@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives._headers import exchange
-from syncvar.collectives.all_reduce import reduce_request, shortcut_of
+from syncvar.collectives._preparing import shortcut_of
+from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.barrier import meet
 from syncvar.collectives.objects import gather_objects
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
@@ -314,9 +315,9 @@ class DistributedIterator(Taught):
         strategy = self._feed.strategy
         communicator = strategy.communicator
         sides = None if mine is None else mine.sides(is_global=self._feed.is_global)
-        if sides is not None and strategy.timeout is None:
+        if sides is not None:
             shortcut = communicator.shortcuts.get((_NEXT, "max", sides.dtype, sides.shape, False))
-            largest = None if shortcut is None else shortcut(sides, None)
+            largest = None if shortcut is None else shortcut(sides, None, None, strategy.timeout)
             if largest is not None:
                 return is_unanimous(largest)
 

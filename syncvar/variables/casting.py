@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from syncvar.wire import dtype_index
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["checked_dtype", "digest_of", "initial_array", "operand_array", "plain_array"]
+__all__ = ["checked_dtype", "digest_of", "initial_array", "number_array", "operand_array", "plain_array"]
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
@@ -61,6 +62,9 @@ def operand_array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what
         ConfigError: Wrong shape or dtype, or no value at all.
         UsageError: A PerReplica: it has to be reduced first.
     """
+    number = None if shape else number_array(value, dtype)
+    if number is not None:
+        return number
     array = plain_array(value, f"{what}: the value")
     if array.shape != shape:
         raise ConfigError(
@@ -68,6 +72,32 @@ def operand_array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what
             f"np.broadcast_to(x, {shape}) if that is meant"
         )
     return _cast(array, dtype, what, weak=_is_weak(value))
+
+
+def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """Return a Python int or float as an array, if the dtype plainly holds it; None where more has to be looked at.
+
+    Example:
+        >>> number_array(2, np.dtype("float32")), number_array(1e300, np.dtype("float32"))
+        (array(2., dtype=float32), None)
+    """
+    limits = _limits(dtype).get(type(value))
+    if limits is None or not limits[0] <= value <= limits[1]:
+        return None
+    return np.asarray(value).astype(dtype, copy=False)
+
+
+@lru_cache(maxsize=64)
+def _limits(dtype: np.dtype[Any]) -> dict[type, tuple[Any, Any]]:
+    """Return the smallest and the largest int and float that go into a dtype."""
+    if dtype.kind in "iu":
+        whole = np.iinfo(dtype)
+        return {int: (int(whole.min), int(whole.max))}
+    if dtype.kind not in "fc":
+        return {}
+    largest = float(np.finfo(dtype).max)
+    most = min(int(largest), np.iinfo(np.int64).max)
+    return {float: (-largest, largest), int: (-most, most)}
 
 
 def digest_of(array: NDArray[Any]) -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Owner",
     "Place",
+    "context_here",
     "context_of",
     "current_owner",
     "current_place",
@@ -114,15 +115,21 @@ def context_of(owner: Owner, what: str) -> Context:
     Raises:
         UsageError: The innermost place belongs to another explicit strategy.
     """
+    context = context_here(owner)
+    if context is None:
+        raise UsageError(
+            f"{what}: the variable belongs to another strategy than the scope it is used in; use it under "
+            f"`with variable.strategy.scope():`, or outside every scope"
+        )
+    return context
+
+
+def context_here(owner: Owner) -> Context | None:
+    """Return the context in which a call on a variable of `owner` is made; None where `context_of` raises."""
     stack = places(owner.context)  # of the job that it was made in: asking must not join another one
-    place = stack[-1] if stack else None
-    if place is None:
+    if not stack:
         return Context.SPMD if owner.is_default else Context.CROSS
+    place = stack[-1]
     if place.owner is owner:
         return place.context
-    if owner.is_default:
-        return Context.CROSS
-    raise UsageError(
-        f"{what}: the variable belongs to another strategy than the scope it is used in; use it under "
-        f"`with variable.strategy.scope():`, or outside every scope"
-    )
+    return Context.CROSS if owner.is_default else None

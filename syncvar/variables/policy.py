@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "OWN_VALUES",
     "Action",
     "Context",
     "Effect",
@@ -148,7 +149,8 @@ _SUM, _MEAN, _FIRST = (
     VariableAggregation.ONLY_FIRST_REPLICA,
 )
 _ANY_SYNC, _ANY_AGG, _ANYWHERE = tuple(VariableSynchronization), tuple(VariableAggregation), tuple(Context)
-_OWN_VALUES = (Context.REPLICA, Context.SPMD)
+OWN_VALUES = (Context.REPLICA, Context.SPMD)
+"""Where each replica writes its own value: the rows of these contexts are the same, but for aggregation NONE."""
 _SAME_VALUES = (Context.CROSS, Context.MERGE)
 _THE_VALUE = (Context.CROSS, Context.MERGE, Context.SPMD)
 _IN_REPLICA, _IN_SPMD = (Context.REPLICA,), (Context.SPMD,)
@@ -234,16 +236,16 @@ _TABLE: tuple[
      Action(Travel.FIRST, Effect.RETURN, "sync gives replica 0's copy, in every context")),
     ((_ON_READ,), (_APART,), _ANYWHERE, _SYNC, _NO_COMBINATION),
     # -- writing own values (SEMANTICS 4)
-    (_WRITTEN, (_SUM,), _OWN_VALUES, _ASSIGNS,
+    (_WRITTEN, (_SUM,), OWN_VALUES, _ASSIGNS,
      Action(Travel.SUM, Effect.CHANGE, "the sum of what the replicas pass is written to every copy")),
-    (_WRITTEN, (_MEAN,), _OWN_VALUES, _ASSIGNS,
+    (_WRITTEN, (_MEAN,), OWN_VALUES, _ASSIGNS,
      Action(Travel.MEAN, Effect.CHANGE, "the mean of what the replicas pass is written to every copy")),
-    (_WRITTEN, (_FIRST,), _OWN_VALUES, _ASSIGNS,
+    (_WRITTEN, (_FIRST,), OWN_VALUES, _ASSIGNS,
      Action(Travel.FIRST, Effect.CHANGE, "what replica 0 passes is written to every copy")),
     (_WRITTEN, (_APART,), _IN_REPLICA, _WRITES, _NO_AGREEMENT),
     (_WRITTEN, (_APART,), _IN_SPMD, _WRITES,
      Action(Travel.SAME, Effect.CHANGE, "with aggregation NONE all replicas must write the same")),
-    ((_ON_READ,), _ANY_AGG, _OWN_VALUES, _WRITES,
+    ((_ON_READ,), _ANY_AGG, OWN_VALUES, _WRITES,
      Action(Travel.NOTHING, Effect.CHANGE, "a replica writes its own copy; reading combines")),
     ((_NONE,), _ANY_AGG, _ANYWHERE, _WRITES,
      Action(Travel.NOTHING, Effect.CHANGE, "NONE: each replica writes its own copy and never sends a message")),
@@ -257,15 +259,15 @@ _TABLE: tuple[
     ((_ON_READ,), (_APART, _MEAN, _FIRST), _SAME_VALUES, _WRITES,
      Action(Travel.SAME, Effect.CHANGE, "the same write is made to every copy")),
     # -- rows (SEMANTICS 6)
-    (_WRITTEN, (_SUM,), _OWN_VALUES, (*_ADDING, *_BOUNDS),
+    (_WRITTEN, (_SUM,), OWN_VALUES, (*_ADDING, *_BOUNDS),
      Action(Travel.ALL_ROWS, Effect.CHANGE, "all replicas' rows are applied, in the order of replicas")),
-    (_WRITTEN, (_MEAN,), _OWN_VALUES, _ADDING,
+    (_WRITTEN, (_MEAN,), OWN_VALUES, _ADDING,
      Action(Travel.MEAN_ROWS, Effect.CHANGE, "all replicas' rows are scaled by 1/N and applied")),
-    (_WRITTEN, (_MEAN,), _OWN_VALUES, _BOUNDS,
+    (_WRITTEN, (_MEAN,), OWN_VALUES, _BOUNDS,
      Action(Travel.ALL_ROWS, Effect.CHANGE, "all replicas' rows are applied, in the order of replicas")),
-    (_WRITTEN, (_FIRST,), _OWN_VALUES, _SCATTERS,
+    (_WRITTEN, (_FIRST,), OWN_VALUES, _SCATTERS,
      Action(Travel.FIRST_ROWS, Effect.CHANGE, "replica 0's rows are applied to every copy")),
-    (_WRITTEN, (_SUM, _MEAN), _OWN_VALUES, (*_FACTORS, *_REPLACING), _NO_ORDER),
+    (_WRITTEN, (_SUM, _MEAN), OWN_VALUES, (*_FACTORS, *_REPLACING), _NO_ORDER),
 )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request, shortcut_of
+from syncvar.collectives._preparing import shortcut_of
+from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.objects import gather_objects
 from syncvar.errors import MismatchError
 from syncvar.variables.checker import compare
@@ -219,6 +220,14 @@ class Roster:
             return
         owner = self.owner
         found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001  (its other half)
+        is_due = self._is_running
+        if not is_due and owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
+            self.writes += 1
+            is_due = _is_due(self.writes, owner.check_every) and bool(self.entries)
+        if not is_due:
+            for entry, _ in found:
+                entry.is_told = False
+            return
         mended = {entry.number for entry, _ in found if entry.is_told}  # perhaps, by this write
         for entry, _ in found:
             entry.is_told = False
@@ -229,10 +238,8 @@ class Roster:
                 before = f" before {shown} {'are' if len(pairs) > 1 else 'is'} written"
                 compare(owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before)
                 self._compared.update(entry.number for entry, _ in pairs)
-        elif owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
-            self.writes += 1
-            if _is_due(self.writes, owner.check_every) and self.entries:
-                self._agree(Point("write", self.writes), is_decision=False, is_check=True, mended=mended)
+        else:
+            self._agree(Point("write", self.writes), is_decision=False, is_check=True, mended=mended)
 
     def end_run(self, check_every: int) -> None:
         """Decide and compare, if it is time; called by all replicas at the end of a run, when nothing waits.
@@ -255,8 +262,10 @@ class Roster:
 
     def after_write(self, variable: Variable, increments: int) -> None:
         """Decide, if it is time, after an increment outside every scope."""
+        if increments % WRITES_PER_DECISION:
+            return
         entry = self.entries.get(variable.name)
-        if entry is None or self._is_paused or entry.is_pinned or increments % WRITES_PER_DECISION:
+        if entry is None or self._is_paused or entry.is_pinned:
             return
         point = Point("write", increments, variable.name)
         if self._config.auto_replay:
@@ -308,8 +317,8 @@ class Roster:
         owner = self.owner
         communicator = owner.communicator
         shortcut = communicator.shortcuts.get((_WHAT, "max", counts.dtype, counts.shape, False))
-        if shortcut is not None and owner.timeout is None:
-            agreed = shortcut(counts, None)
+        if shortcut is not None:
+            agreed = shortcut(counts, None, None, owner.timeout)
             if agreed is not None:
                 return agreed
         largest: NDArray[np.int64] = communicator.perform(_WHAT, lambda: reduce_request(communicator, counts, "max", name=_WHAT), owner.timeout)

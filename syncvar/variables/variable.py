@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import shortcut_of
+from syncvar.collectives._preparing import reduction_shortcut
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
 from syncvar.loading import Taught
 from syncvar.runtime import finite
 from syncvar.runtime.group import fingerprint
-from syncvar.runtime.kernels import reduction
-from syncvar.variables.casting import operand_array
+from syncvar.runtime.kernels import quiet, reduction
+from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
-from syncvar.variables.places import context_of, current_owner, places
+from syncvar.variables.places import context_here, context_of, current_owner
 from syncvar.variables.policy import (
+    OWN_VALUES,
     Action,
     Context,
     Effect,
@@ -100,7 +101,7 @@ class Variable(Taught, ArrayProtocol):
         self._shape, self._dtype = made.value.shape, made.value.dtype
         self._reads = self._writes = self._collectives = 0
         self._added = self._turned = self._turns = 0  # increments; how many at the last read after one; such reads
-        self._prepared: dict[str, tuple[Context, Shortcut, int]] = {}
+        self._prepared: dict[Operation, Shortcut] = {}  # of writes where each replica passes its own
         self._pace = "eager"
         self._is_pinned = False
         self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas
@@ -497,9 +498,8 @@ class Variable(Taught, ArrayProtocol):
 
     def _is_deferrable(self, operation: Operation) -> bool:
         """Return whether a write, made here and now, is an increment that the replicas combine."""
-        stack = places(self._owner.context)
         known = self._increments.get(operation.value)
-        if known is not None and stack and stack[-1].owner is self._owner and stack[-1].context is known[0]:
+        if known is not None and context_here(self._owner) is known[0]:
             return True
         if operation is Operation.ASSIGN or self._storage.is_shared:
             return False
@@ -541,30 +541,22 @@ class Variable(Taught, ArrayProtocol):
                 self._watch()
                 return self._defer(queue, operation, x)
             self._settle()
-        prepared = self._prepared.get(operation.value)
-        is_watched = False
-        if prepared is not None and type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape:
-            context, shortcut, increments = prepared
-            stack = places(self._owner.context)
-            is_there = stack and stack[-1].owner is self._owner and stack[-1].context is context
-            if is_there and self._owner.communicator.channel is not None:
-                self._watch()
-                is_watched = True  # once: outside runs the replicas count
-                storage = self._storage
-                storage.is_being_written = True
-                try:
-                    done = shortcut(x, storage.writable())
-                finally:
-                    storage.is_being_written = False
-                if done is not None:
-                    self._count_write()
-                    self._added += increments
-                    return self
-        action = self._decide(operation)
-        if not is_watched:
-            self._watch()
+        owner = self._owner
+        shortcut = self._prepared.get(operation)
+        if shortcut is not None and (context_here(owner) not in OWN_VALUES or owner.communicator.channel is None):
+            shortcut = None
+        action = self._decide(operation) if shortcut is None else None
+        self._watch()
         if isinstance(x, Variable):
             x = x.read_value()
+        if shortcut is not None:
+            array = self._plain_operand(operation, x)
+            if array is not None and self._is_written_by(shortcut, array):
+                self._count_write()
+                self._count_increment(operation)
+                return self
+        if action is None:
+            action = self._decide(operation)
         what = f"{operation.value} of variable {self.name!r}"
         is_reduced = action.travel in (Travel.SUM, Travel.MEAN)
         is_in_place = is_reduced and action.effect is not Effect.SHARE
@@ -597,30 +589,51 @@ class Variable(Taught, ArrayProtocol):
             return request_of(*arguments, **options, out=out, apply=ufunc)
 
         self._write(action, what, mine, request, store, is_in_place=is_in_place)
-        if is_in_place and operation.value not in self._prepared and not self._storage.is_shared:
-            self._prepare(operation, action, what, ufunc)
-        if is_in_place and self._is_counted and operation is not Operation.ASSIGN:
-            self._added += 1
-            roster = self._owner.roster
-            if roster is not None and self._owner.is_default and not places(self._owner.context):
-                roster.after_write(self, self._added)
+        if is_in_place:
+            if operation not in self._prepared and not self._storage.is_shared:
+                op = "sum" if action.travel is Travel.SUM else "mean"
+                made = reduction_shortcut(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
+                if made is not None:
+                    self._prepared[operation] = made
+            self._count_increment(operation)
         return self
+
+    def _plain_operand(self, operation: Operation, x: Any) -> NDArray[Any] | None:
+        """Return the operand of a prepared write; None where the long way has to refuse it, and to tell the others."""
+        if type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape:
+            return x
+        number = None if self._shape else number_array(x, self._dtype)
+        if number is not None:
+            return number
+        try:
+            with quiet():
+                return self._operand(operation, x, reduced=True)
+        except Exception:
+            return None
+
+    def _is_written_by(self, shortcut: Shortcut, x: NDArray[Any]) -> bool:
+        """Make a write by its prepared way; False where nothing has been done."""
+        storage = self._storage
+        storage.is_being_written = True
+        try:
+            return shortcut(x, storage.writable(), None, self._owner.timeout) is not None
+        finally:
+            storage.is_being_written = False
+
+    def _count_increment(self, operation: Operation) -> None:
+        """Count what replicas have added up at once, and let AUTO decide if it is time: outside every scope, by this count."""
+        if not self._is_counted or operation is Operation.ASSIGN:
+            return
+        self._added += 1
+        roster = self._owner.roster
+        if roster is not None and context_here(self._owner) is Context.SPMD:
+            roster.after_write(self, self._added)
 
     def _watch(self) -> None:
         """Let the copies be compared before a write, if it is time."""
         roster = self._owner.roster
         if roster is not None and roster.is_watching and self._entry is not None:
             roster.before_write((self,))
-
-    def _prepare(self, operation: Operation, action: Action, what: str, ufunc: np.ufunc | None) -> None:
-        """Prepare the short way of a write that has just gone the long way."""
-        owner = self._owner
-        op = "sum" if action.travel is Travel.SUM else "mean"
-        shortcut = shortcut_of(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
-        stack = places(owner.context)
-        if shortcut is not None and owner.timeout is None and stack and stack[-1].owner is owner:
-            increments = int(self._is_counted and operation is not Operation.ASSIGN)
-            self._prepared[operation.value] = stack[-1].context, shortcut, increments
 
     def _operand(self, operation: Operation, x: Any, *, reduced: bool) -> NDArray[Any]:
         """Return the operand of a write as an array of the variable's shape and dtype.

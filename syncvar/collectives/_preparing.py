@@ -1,0 +1,161 @@
+"""All-reduces by their prepared way: which values have one, and how it is made after the first call has gone the long way.
+
+What programs write in every step is prepared: arrays, numbers, short lists of numbers, and structures of a few of these
+that travel as one small vector. Everything else goes the long way, which also refuses what is wrong and tells the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.collectives._arguments import flatten
+from syncvar.collectives._reducing import described_reduction, described_together, reduction_of
+from syncvar.runtime.kernels import OPS
+from syncvar.runtime.shared_reduce import is_direct
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.shortcut import Said, Shortcut
+
+__all__ = ["Leaves", "form_of", "key_of", "prepare", "reduction_shortcut", "shortcut_of"]
+
+_NUMBERS = frozenset((float, int, bool, complex))
+_NUMBERS_MAX = 64  # of a list: finding out that it holds numbers takes longer than the call, from some length on
+_LEAVES_MAX = 16
+_LOCATING = ("minloc", "maxloc")
+
+
+class Leaves(NamedTuple):
+    """A structure of one level and few leaves.
+
+    Args:
+        names: Keys of a dict, sorted; or the type of the sequence.
+        arrays: The leaves, in the order of `flatten`.
+    """
+
+    names: tuple[str, ...] | type
+    arrays: list[NDArray[Any]]
+
+    def with_values(self, flat: NDArray[Any]) -> Any:
+        """Return the same structure with the parts of a vector as its leaves, each an array of its own."""
+        made, start = [], 0
+        for array in self.arrays:
+            stop = start + array.size
+            made.append(flat[start:stop].reshape(array.shape).copy())
+            start = stop
+        names = self.names
+        if isinstance(names, tuple):
+            return dict(zip(names, made, strict=True))
+        return made if names is list else tuple(made)
+
+
+def form_of(x: Any) -> NDArray[Any] | Leaves | None:
+    """Return the array that `as_array` makes of a value, or its leaves; None where the long way has to look at it."""
+    kind = type(x)
+    if kind is np.ndarray:
+        return x  # type: ignore[no-any-return]
+    if kind in _NUMBERS or isinstance(x, np.generic):
+        return _array(x)
+    if kind is dict:
+        return _leaves(tuple(sorted(x)), x) if len(x) <= _LEAVES_MAX and set(map(type, x)) == {str} else None
+    if kind is list or kind is tuple:
+        if len(x) <= _NUMBERS_MAX and _NUMBERS.issuperset(map(type, x)):
+            return _array(x)
+        if len(x) <= _LEAVES_MAX and np.ndarray in map(type, x):
+            return _leaves(kind, x)
+    return None
+
+
+def _is_prepared(communicator: Communicator, name: str, *arrays: NDArray[Any]) -> bool:
+    """Return whether an op on arrays has a short way; a registered op may be replaced, and has none."""
+    is_forced = communicator.forced("all_reduce") is not None
+    return name in OPS and name not in _LOCATING and not is_forced and all(array.dtype.isnative for array in arrays)
+
+
+def _array(x: Any) -> NDArray[Any] | None:
+    try:
+        return np.asarray(x)
+    except (ValueError, TypeError, OverflowError):  # the long way tells the others
+        return None
+
+
+def _leaves(names: Any, x: Any) -> Leaves | None:
+    arrays = []
+    for item in x if names is type(x) else map(x.__getitem__, names):
+        made = form_of(item)
+        if type(made) is not np.ndarray:
+            return None
+        arrays.append(made)
+    return Leaves(names, arrays)
+
+
+def key_of(name: str, op: str, form: NDArray[Any] | Leaves, reproducible: bool) -> Hashable:
+    """Return the key of a prepared call."""
+    if isinstance(form, Leaves):
+        return name, op, form.names, tuple([(array.dtype, array.shape) for array in form.arrays]), reproducible
+    return name, op, form.dtype, form.shape, reproducible
+
+
+def prepare(communicator: Communicator, key: Hashable, x: Any, form: NDArray[Any] | Leaves, op: str, name: str, reproducible: bool) -> None:
+    """Prepare the short way of the all-reduce that has just gone the long way, unless it is there.
+
+    Args:
+        communicator: The group.
+        key: Of such calls.
+        x: What this rank has brought.
+        form: What `form_of` makes of it.
+        op: The op.
+        name: The call's.
+        reproducible: Sum by the tree.
+    """
+    if key in communicator.shortcuts:
+        return
+    if not isinstance(form, Leaves):
+        communicator.keep_shortcut(key, reduction_shortcut(communicator, form, op, name, reproducible))
+        return
+    hows = [reduction_of(array, op) for array in form.arrays]
+    structure, _ = flatten(x)
+    digest, what = described_together(structure, form.arrays, hows, op, name, reproducible)
+    how, count = hows[0], sum(array.size for array in form.arrays)
+    is_one_vector = len(set(hows)) == 1 and is_direct(count * how.accumulate.itemsize, communicator.size)
+    inner = None
+    if is_one_vector and _is_prepared(communicator, how.name, *form.arrays):
+        inner = communicator.reduce_shortcut(how, (count,), digest, what)
+    communicator.keep_shortcut(key, _never if inner is None else _of_leaves(inner))
+
+
+def _never(*_: Any) -> None:
+    """Take the long way: stands for the short way of calls that have none, so that none is looked for again."""
+
+
+def _of_leaves(inner: Shortcut) -> Shortcut:
+    def call(leaves: Leaves, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
+        if out is not None:
+            return None
+        made = inner(np.concatenate([array.reshape(-1) for array in leaves.arrays]), None, said, timeout)
+        return None if made is None else leaves.with_values(made)
+
+    return call
+
+
+def shortcut_of(communicator: Communicator, x: NDArray[Any], op: str, name: str, *, reproducible: bool) -> None:
+    """Prepare the short way of the all-reduce of an array that has just gone the long way, unless it is there."""
+    prepare(communicator, key_of(name, op, x, reproducible), x, x, op, name, reproducible)
+
+
+def reduction_shortcut(
+    communicator: Communicator, x: NDArray[Any], op: str, name: str, reproducible: bool, apply: np.ufunc | None = None
+) -> Shortcut | None:
+    """Make the short way of the all-reduce that `reduce_request` with these arguments makes, if there is one."""
+    if communicator.channel is None or not communicator.prepares:
+        return None
+    how, digest, what = described_reduction(x, op, name, reproducible)
+    if not _is_prepared(communicator, how.name, x):
+        return None
+    return communicator.reduce_shortcut(how, x.shape, digest, what, apply)

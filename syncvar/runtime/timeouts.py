@@ -1,0 +1,36 @@
+"""How long a call may wait, as the caller says it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from syncvar.errors import ConfigError
+
+__all__ = ["checked_timeout", "is_seconds"]
+
+
+def checked_timeout(timeout: Any) -> float:
+    """Return a timeout in seconds.
+
+    Raises:
+        ConfigError: It is no positive number.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating) or not timeout > 0:
+        raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
+    try:
+        return float(timeout)
+    except OverflowError:  # an int above every float
+        return math.inf
+
+
+def is_seconds(timeout: Any) -> bool:
+    """Return whether a timeout is plainly one that `checked_timeout` takes; of any other that decides, on the long way.
+
+    Example:
+        >>> is_seconds(5), is_seconds(0.5), is_seconds(0), is_seconds(True), is_seconds("5")
+        (True, True, False, False, False)
+    """
+    return type(timeout) in (float, int) and timeout > 0
