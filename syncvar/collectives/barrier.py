@@ -53,7 +53,7 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
         if shortcut is not None and shortcut(_NOTHING, None, None, timeout) is not None:
             return None
     work = meet(communicator, "barrier", _BARRIER, timeout, async_op=async_op)
-    if is_plain and _BARRIER not in communicator.shortcuts and communicator.forced("barrier") is None:
+    if is_plain and communicator.prepares and _BARRIER not in communicator.shortcuts and communicator.forced("barrier") is None:
         from syncvar.runtime.shortcut import meet_shortcut
 
         communicator.keep_shortcut(_BARRIER, meet_shortcut(communicator, fingerprint(*_BARRIER), "barrier"))

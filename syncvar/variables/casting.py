@@ -84,7 +84,10 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
     limits = _limits(dtype).get(type(value))
     if limits is None or not limits[0] <= value <= limits[1]:
         return None
-    return np.asarray(value).astype(dtype, copy=False)
+    try:
+        return np.asarray(value).astype(dtype, copy=False)
+    except (FloatingPointError, Warning):  # the program has told NumPy to raise what is rounded to nothing
+        return None
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,8 @@ import sys
 
 import numpy as np
 import pytest
+from everyday_calls import Everyday
+from harness import everywhere
 from prepared_calls import PREPARED, Rank, fill_the_arena, register_ops
 
 import syncvar as sv
@@ -86,3 +88,26 @@ def test_every_pair_of_manners_in_every_layout(short_segments, layout, size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_with_segments_as_they_are(size):
     make_calls("arena", size, 3, cases=60, pairs=PREPARED[:1])
+
+
+def make_everyday_calls(layout, size, seed, cases):
+    """Make random calls of what programs write in every step on every rank of a world."""
+
+    def fn():
+        rank = Everyday(seed)
+        rank.run(cases)
+        return rank.number
+
+    assert everywhere(size, fn, config=CONFIG, timeout_s=600, **LAYOUTS[layout]) == [cases] * size
+
+
+@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("links", 2), ("hosts", 3)])
+def test_numbers_and_writes_in_every_context(layout, size):
+    make_everyday_calls(layout, size, 20261122, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("links", 2), ("hosts", 3)])
+def test_many_numbers_and_writes(layout, size):
+    make_everyday_calls(layout, size, size, CASES)

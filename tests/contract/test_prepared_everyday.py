@@ -1,0 +1,286 @@
+"""What programs write in every step is prepared once: in plain code as in `run`, with a timeout, of numbers; deadlines hold."""
+
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import caught, everywhere
+
+import syncvar as sv
+from syncvar.config import RuntimeConfig
+from syncvar.runtime import move_shortcut, shortcut
+from syncvar.runtime.context import current
+from syncvar.runtime.group import Communicator
+from syncvar.testing import run_ranks
+
+SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
+ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
+ONES = np.ones(3)
+
+
+def writes():
+    """The calls that a rank makes in every step, by name; the variables belong to this world."""
+    eager = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
+    mean = sv.Variable(0.0, synchronization=ON_WRITE, aggregation=MEAN)
+    auto = sv.Variable(np.zeros(3), aggregation=SUM)
+    auto.pin("eager")
+    strategy = sv.MirroredStrategy(timeout=20.0)
+    strategy.check_every = sv.get_strategy().check_every = 0
+    with strategy.scope():
+        hasty = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
+    return {
+        "assign": lambda: eager.assign(ONES),
+        "assign_add": lambda: eager.assign_add(ONES),
+        "assign_sub of float32": lambda: eager.assign_sub(np.ones(3, np.float32)),
+        "assign_add of a list": lambda: eager.assign_add([1.0, 2.0, 3.0]),
+        "assign_add of a number": lambda: mean.assign_add(0.5),
+        "assign_add of an int": lambda: mean.assign_add(2),
+        "AUTO": lambda: auto.assign_add(ONES),
+        "in run, with a timeout": lambda: strategy.run(lambda: hasty.assign_add(ONES)),
+        "in run of the default strategy": lambda: sv.get_strategy().run(lambda: eager.assign_add(ONES)),
+    }
+
+
+def values():
+    return {
+        "a float": lambda: sv.all_reduce(1.0),
+        "an int": lambda: sv.all_reduce(3, "max"),
+        "NumPy's scalar": lambda: sv.all_reduce(np.float32(2)),
+        "a list": lambda: sv.all_reduce([1.0, 2.0, 3.0], "mean"),
+        "a dict": lambda: sv.all_reduce({"loss": 0.5, "acc": np.ones(2)}, "mean"),
+        "all_reduce in time": lambda: sv.all_reduce(ONES, timeout=20.0),
+        "a long all_reduce in time": lambda: sv.all_reduce(np.ones(300_000), timeout=20),
+        "barrier in time": lambda: sv.barrier(timeout=20.0),
+        "broadcast in time": lambda: sv.broadcast(ONES, timeout=20.0),
+        "all_gather in time": lambda: sv.all_gather(ONES, timeout=20.0),
+        "all_to_all in time": lambda: sv.all_to_all(np.ones(4), timeout=20.0),
+        "reduce_scatter in time": lambda: sv.reduce_scatter(np.ones(4), timeout=20.0),
+    }
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often a rank has gone the long way, and has prepared a call, by (rank, which)."""
+    found = {}
+
+    def count(place, name, which):
+        plain = getattr(place, name)
+
+        def counting(*arguments, **options):
+            key = sv.rank(), which
+            found[key] = found.get(key, 0) + 1
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(place, name, counting)
+
+    count(Communicator, "perform", "long way")
+    count(shortcut, "ground_of", "prepared")
+    count(move_shortcut, "ground_of", "prepared")
+    return found
+
+
+@pytest.mark.parametrize("calls", [writes, values])
+def test_a_call_is_prepared_once_and_then_never_goes_the_long_way(counted, calls):
+    """A write in plain code made its short way anew in every call, and threw it away."""
+
+    def fn():
+        rank, wrong = sv.rank(), {}
+        for name, call in calls().items():
+            call()
+            call()
+            before = [counted.get((rank, which), 0) for which in ("long way", "prepared")]
+            for _ in range(20):
+                call()
+            after = [counted.get((rank, which), 0) for which in ("long way", "prepared")]
+            if after != before:
+                wrong[name] = [now - then for now, then in zip(after, before, strict=True)]
+            sv.barrier()
+        return wrong
+
+    assert everywhere(2, fn, shared=True) == [{}, {}]
+    assert {(rank, which) for rank in (0, 1) for which in ("long way", "prepared")} <= set(counted)  # what is counted happens
+
+
+@pytest.mark.parametrize("world", [{}, {"shared": True, "hosts": 2}, {"shared": True, "config": RuntimeConfig(check_finite="warn")}])
+def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
+    made = []
+    for module in (shortcut, move_shortcut):
+        monkeypatch.setattr(module, "ground_of", lambda *_: made.append(1))
+
+    def fn():
+        for call in [*writes().values(), *values().values()]:
+            call()
+            call()
+
+    everywhere(2, fn, **world)
+    assert not made
+
+
+def missing_rank(call, *, prepares):
+    """Make a prepared call that rank 1 does not come to; return rank 0's error and how long it took."""
+    gone = threading.Event()
+
+    def fn():
+        current().world.prepares = prepares
+        made = call()
+        for _ in range(3):
+            made()
+        if sv.rank():
+            gone.wait(30)
+            return None
+        begin = time.monotonic()
+        error = caught(made)
+        took = time.monotonic() - begin
+        gone.set()
+        return error, took
+
+    return run_ranks(2, fn, shared=True, timeout_s=60)[0]
+
+
+def in_time(call):
+    return lambda: lambda: call(timeout=0.3)
+
+
+def hasty_write():
+    v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
+    v.strategy.timeout = 0.3
+    return lambda: v.assign_add(ONES)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        in_time(lambda timeout: sv.all_reduce(ONES, timeout=timeout)),
+        in_time(lambda timeout: sv.all_reduce(2.0, "mean", timeout=timeout)),
+        in_time(lambda timeout: sv.all_reduce({"loss": 1.0, "n": 2.0}, timeout=timeout)),
+        in_time(lambda timeout: sv.all_reduce(np.ones(300_000), timeout=timeout)),
+        in_time(lambda timeout: sv.barrier(timeout=timeout)),
+        in_time(lambda timeout: sv.all_gather(ONES, timeout=timeout)),
+        hasty_write,
+    ],
+    ids=["array", "number", "dict", "long", "barrier", "all_gather", "write"],
+)
+def test_the_deadline_of_a_prepared_call_is_that_of_the_long_way(call):
+    prepared, took = missing_rank(call, prepares=True)
+    plain, _ = missing_rank(call, prepares=False)
+    assert isinstance(prepared, sv.DeadlineExceeded)
+    assert 0.3 <= took < 10
+    assert (str(prepared), prepared.timeout_s, prepared.missing) == (str(plain), 0.3, (1,))
+    assert "within 0.3 s" in str(prepared)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, True, "5", float("nan"), np.float64(-1)])
+def test_a_wrong_timeout_of_a_prepared_call_is_refused_and_told(timeout):
+    def fn():
+        for _ in range(3):
+            sv.all_reduce(ONES, timeout=5.0)
+        error = caught(lambda: sv.all_reduce(ONES, timeout=timeout if sv.rank() else 5.0))
+        return type(error), float(sv.all_reduce(1.0, timeout=5.0))
+
+    assert everywhere(2, fn, shared=True) == [(sv.MismatchError, 2.0), (sv.ConfigError, 2.0)]
+
+
+@pytest.mark.parametrize("odd", [[1.0, 10**400, 2.0], 10**400, [1.0, 10**30, 2.0], np.str_("x"), {"loss": "x"}, {"loss": None}, {"a": 1.0, 2: 1.0}])
+def test_numbers_that_are_none_are_refused_and_told_after_the_call_was_prepared(odd):
+    """The others raised nothing and waited, had the conversion failed outside of the call."""
+
+    def fn():
+        plain = {"loss": 1.0} if isinstance(odd, dict) else [1.0, 2.0, 3.0] if isinstance(odd, list) else 1.0
+        for _ in range(3):
+            sv.all_reduce(plain)
+        try:
+            sv.all_reduce(odd if sv.rank() else plain, timeout=20.0)
+        except Exception as error:
+            kind = sv.MismatchError if isinstance(error, sv.MismatchError) else "refused"
+        return kind, float(sv.all_reduce(1.0))
+
+    assert everywhere(2, fn, shared=True) == [(sv.MismatchError, 2.0), ("refused", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operand"),
+    [("float32", 1e39), ("float16", 70_000), ("int8", 300), ("int64", 1 << 64), ("int64", 0.5), ("float32", 1j), ("float64", None), ("float64", ONES)],
+)
+def test_numbers_that_a_variable_does_not_hold_are_refused_after_the_write_was_prepared(dtype, operand):
+    def fn():
+        v = sv.Variable(1, dtype=dtype, synchronization=ON_WRITE, aggregation=SUM)
+        for _ in range(3):
+            v.assign_add(1)
+        with np.errstate(all="raise"):
+            error = caught(lambda: v.assign_add(operand if sv.rank() else 1))
+            return type(error), v.assign_add(1).numpy().tolist()
+
+    assert everywhere(2, fn, shared=True) == [(sv.MismatchError, 9), (sv.ConfigError, 9)]
+
+
+def test_all_that_a_number_may_be_goes_in_by_the_prepared_way_as_by_the_long_one():
+    def fn():
+        seen = []
+        for dtype, numbers in (
+            ("float16", [65504, -1, 0.1, 1e-30, float("inf"), float("nan")]), (ml_dtypes.bfloat16, [1, 0.1, 3e38]), ("float32", [16_777_217, 1e-300, 0.1, -2.5, float("inf")]),
+            ("float64", [2**53 + 1, 2**63, 0.1]), ("int8", [127, -128, True]), ("uint64", [2**64 - 1]), ("complex64", [0.1, 2, 1 + 2j]),
+        ):  # fmt: skip
+            for number in numbers:
+                if sv.rank():
+                    number = 0  # so that nothing overflows
+                v = sv.Variable(np.zeros((), dtype), synchronization=ON_WRITE, aggregation=SUM)
+                with np.errstate(all="raise"):
+                    one, two, three = (v.assign(number).numpy().tobytes() for _ in range(3))
+                seen.append(one == two == three)
+        return seen
+
+    assert all(map(all, everywhere(2, fn, shared=True)))
+
+
+def test_a_write_inside_and_outside_of_run_is_one_prepared_call(counted):
+    def fn():
+        v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
+        strategy = sv.get_strategy()
+        v.assign_add(ONES)
+        before = counted[sv.rank(), "prepared"]
+        for _ in range(3):
+            strategy.run(lambda: v.assign_add(ONES))
+            v.assign_add(ONES)
+            with strategy.scope():
+                v.assign_add(ONES)  # the same everywhere: another rule, which is not prepared
+        return v.numpy().tolist(), counted[sv.rank(), "prepared"] - before
+
+    assert everywhere(2, fn, shared=True) == [([17.0] * 3, 0)] * 2
+
+
+def test_auto_decides_at_every_64th_prepared_write_outside_every_scope():
+    def fn():
+        v = sv.Variable(np.zeros(3), aggregation=SUM)
+        changed = next((count for count in range(1, 400) if v.assign_add(ONES).explain().reason.startswith("deferred")), 0)
+        return changed, float(v.numpy()[0])
+
+    (changed, total), other = everywhere(2, fn, shared=True)
+    assert (changed, total) == other
+    assert changed in range(64, 400, 64)
+    assert total == 2 * changed
+
+
+def test_the_checker_looks_before_prepared_writes_outside_runs():
+    def fn():
+        strategy = sv.get_strategy()
+        strategy.check_every = 5
+        v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
+        for _ in range(7):
+            v.assign_add(ONES)
+        if sv.rank():
+            v._storage.array[1] += 1  # a flipped bit, say
+        errors = [caught(lambda: v.assign_add(ONES)) for _ in range(3)]
+        return [type(error) for error in errors]
+
+    none = type(None)
+    assert everywhere(2, fn, shared=True) == [[none, none, sv.MismatchError]] * 2
+
+
+def test_ops_of_structures_may_be_spelled_as_those_of_arrays():
+    def fn():
+        op = sv.ReduceOp.MEAN if sv.rank() else "MEAN"
+        return [float(sv.all_reduce({"loss": float(sv.rank())}, op)["loss"]) for _ in range(3)]
+
+    assert everywhere(2, fn, shared=True) == [[0.5] * 3] * 2
