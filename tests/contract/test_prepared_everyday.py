@@ -10,7 +10,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.runtime import move_shortcut, shortcut
+from syncvar.runtime import finite, move_shortcut, shortcut
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Communicator
 from syncvar.testing import run_ranks
@@ -106,6 +106,7 @@ def test_a_call_is_prepared_once_and_then_never_goes_the_long_way(counted, calls
 @pytest.mark.parametrize("world", [{}, {"shared": True, "hosts": 2}, {"shared": True, "config": RuntimeConfig(check_finite="warn")}])
 def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
     made = []
+    monkeypatch.setattr(finite, "is_on", finite.is_on)  # a context turns it on for the process
     for module in (shortcut, move_shortcut):
         monkeypatch.setattr(module, "ground_of", lambda *_: made.append(1))
 
@@ -116,6 +117,21 @@ def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
 
     everywhere(2, fn, **world)
     assert not made
+
+
+def test_a_gradient_that_is_a_list_is_looked_at_as_an_array_is(monkeypatch):
+    """With `check_finite` every list of gradients raised AttributeError."""
+    monkeypatch.setattr(finite, "is_on", finite.is_on)
+
+    def fn():
+        v = sv.Variable([1.0, 2.0])
+        optimizer = sv.optimizers.SGD(1.0)
+        optimizer.apply_gradients([([1.0, 1.0], v)])
+        error = caught(lambda: optimizer.apply_gradients([([float("nan") if sv.rank() else 1.0, 1.0], v)]))
+        return type(error), v.numpy().tolist()
+
+    config = RuntimeConfig(check_finite="raise")
+    assert everywhere(2, fn, config=config) == [(sv.MismatchError, [0.0, 1.0]), (sv.ConfigError, [0.0, 1.0])]
 
 
 def missing_rank(call, *, prepares):
