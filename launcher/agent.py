@@ -199,7 +199,10 @@ class Agent:
         elif role == "word":
             yield from self._listen(worker)
         else:
-            yield from self._read(worker, descriptor, role)
+            if role == "err" and worker.word in self._owner:
+                yield from self._listen(worker)  # it tells what it is going to write, before it does
+            if descriptor in self._owner:
+                yield from self._read(worker, descriptor, role)
 
     def state(self, rank: int) -> str:
         """Return the state letter of a worker's process, or an empty text when it has ended."""

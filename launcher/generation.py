@@ -31,6 +31,7 @@ from syncvar_launcher.output import escape
 from syncvar_launcher.report import (
     Failure,
     Other,
+    Raised,
     failure_block,
     failure_sentence,
     interrupted_block,
@@ -39,10 +40,10 @@ from syncvar_launcher.report import (
 from syncvar_launcher.restarting import Ending
 from syncvar_launcher.sharing import Sharing
 from syncvar_launcher.stacks import Stacks
-from syncvar_launcher.supervise import Action, Announce, Cause, Outcome, Supervisor, Terminate
+from syncvar_launcher.supervise import OF_OTHERS, Action, Announce, Cause, Outcome, Supervisor, Terminate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from syncvar_launcher.directory import JobDirectory
     from syncvar_launcher.forking import ForkServer
@@ -286,6 +287,7 @@ class Generation:
             if event.record.get("event") == "goodbye":
                 self.supervisor.goodbye(event.rank)
             elif event.record.get("event") == "failed":
+                self.forwarder.conceal(event.rank, "err", str(event.record.get("written", "")))  # `tell` shows it, once for all
                 self._do(self.supervisor.failed(event.rank, event.record, now))
             elif event.record.get("event") == "takes_notice":
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
@@ -428,7 +430,8 @@ class Generation:
             name = exits.signal_name(outcome.interrupted)
             reads = outcome.interrupted != signal.SIGPIPE
             places = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if self.positions and reads]
-            self.forwarder.say(interrupted_block(name, places))
+            raised = self._raised(("PeerLost", "GroupBroken"))
+            self.forwarder.say(interrupted_block(name, places, [one for one in raised if one.is_own], is_whole=self.options.verbose))
         records = self._records(outcome)
         if cause is None:
             if records:
@@ -438,7 +441,10 @@ class Generation:
         others = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if rank != cause.rank]
         outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
-        text = failure_block(self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records)
+        text = failure_block(
+            self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records,
+            raised=self._raised(OF_OTHERS), is_whole=self.options.verbose,
+        )  # fmt: skip
         if outcome_file and is_last:
             told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
             Path(outcome_file).write_bytes(pack_object(told_file))
@@ -453,9 +459,17 @@ class Generation:
             reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else cause.beyond,
             call=self._call(cause),
             elapsed_s=(self.watch.now() if cause.at is None else cause.at) - self.began,
-            traceback=cause.traceback,
+            traceback=self._traceback(cause),
             last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
         )
+
+    def _traceback(self, cause: Cause) -> str:
+        return cause.traceback if self.options.verbose else cause.brief
+
+    def _raised(self, consequences: Container[str]) -> list[Raised]:
+        """Return the exceptions of the ranks; those of the given names are told by what others say."""
+        causes = self.supervisor.causes.values()
+        return [Raised(cause.rank, self._traceback(cause), cause.error not in consequences) for cause in causes]
 
     def _records(self, outcome: Outcome) -> str:
         """Return in words where the flight records are, or an empty text; who has no use for records is left none.

@@ -186,6 +186,7 @@ class OutputForwarder:
         self._clock = clock
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._tails: dict[int, _Tail] = {}
+        self._concealed: dict[tuple[int, Stream], deque[bytes]] = {}
         self._live: _Source | None = None  # whose unfinished line stands on the terminal
         self._now = 0.0
         self._logs = _Logs(log_dir, self._warn) if log_dir is not None else None
@@ -226,6 +227,16 @@ class OutputForwarder:
         source.returned = None
         if self._logs is not None:
             self._logs.close(rank, stream)
+
+    def conceal(self, rank: int, stream: Stream, text: str) -> None:
+        """Keep from the sinks lines that a rank is about to write; its files hold them.
+
+        Args:
+            rank: Who writes.
+            stream: Where.
+            text: Whole lines. Others may come between them.
+        """
+        self._concealed[rank, stream] = deque(text.encode("utf-8", "backslashreplace").split(b"\n")[:-1])
 
     def tick(self, now: float) -> float | None:
         """Show unfinished lines that have been idle for 0.2 s, such as prompts, on a terminal.
@@ -271,9 +282,11 @@ class OutputForwarder:
         for source in list(self._sources.values()):
             start = "\n" if source.pending else ""
             self.close(source.rank, source.stream)
+            source.closed = False
             if self._logs is not None:
                 self._logs.open(source.rank, source.stream, f"{start}=== {mark} ===\n".encode())
         self._tails.clear()
+        self._concealed.clear()
 
     def say(self, text: str) -> None:
         """Write text of the launcher itself, such as the failure block, to the standard error.
@@ -331,11 +344,16 @@ class OutputForwarder:
 
     def _forward(self, source: _Source, segments: list[tuple[bytes, bytes]]) -> None:
         """Forward texts of one stream in one write; each is given with its line end, empty for a first part."""
-        live = self.is_forwarded(source.rank)
+        is_forwarded = self.is_forwarded(source.rank)
+        concealed = self._concealed.get((source.rank, source.stream))
         sink = self._sinks[source.stream]
         body = bytearray()
         kept: _Source | None = None
         for text, end in segments:
+            live = is_forwarded
+            if concealed and text == concealed[0] and end.endswith(b"\n") and not source.continued:
+                concealed.popleft()
+                live = False
             rest = text
             while len(rest) > LINE_NBYTES:
                 cut = _cut(rest)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Failure",
     "Other",
+    "Raised",
     "describe_exit",
     "exit_code_of",
     "failure_block",
@@ -32,6 +33,11 @@ __all__ = [
 _EVIDENCE_LINES = 40
 _HEAD_LINES = 6
 _OTHER_LINES = 8
+_WHOLE_LINES = 1000
+_TRACEBACK = "Traceback (most recent call last):"
+_FURTHER = 2  # errors that are not the first one's, each with a traceback
+_FURTHER_LINES = 12
+_MESSAGES = 3
 _COMMANDS = 2
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
@@ -60,6 +66,20 @@ class Failure(NamedTuple):
     last_lines: Sequence[str] = ()
 
 
+class Raised(NamedTuple):
+    """An exception that ended a rank, the first one of the job or another.
+
+    Args:
+        rank: Its rank.
+        traceback: Its traceback, or the text that it left with.
+        is_own: It is no consequence of what happened to another rank, which the first one's traceback explains.
+    """
+
+    rank: int
+    traceback: str
+    is_own: bool = True
+
+
 class Other(NamedTuple):
     """What another rank did when the first one failed.
 
@@ -80,6 +100,8 @@ def failure_block(
     log_dir: str = "",
     records: str = "",
     hints: Sequence[str] = (),
+    raised: Sequence[Raised] = (),
+    is_whole: bool = False,
 ) -> str:
     """Write the block that ends a failed job.
 
@@ -90,6 +112,8 @@ def failure_block(
         log_dir: The folder with the whole output of the ranks, or an empty text.
         records: Where the flight records of the ranks are and how they are read, or an empty text where there are none.
         hints: Lines of advice that go before our own.
+        raised: The exceptions of all ranks. Those of one traceback are shown together, and these ranks are no others.
+        is_whole: No lines of a traceback are left out.
 
     Returns:
         Lines, each ended.
@@ -105,7 +129,13 @@ def failure_block(
           syncvar-launch --debug 2 -n 3 a.py
           syncvar-launch --log-dir logs -n 3 a.py
     """
-    lines = [_what(failure), *_evidence(failure)]
+    alike, further = _groups(raised, failure)
+    lines = [_what(failure), *_evidence(failure, alike, is_whole)]
+    shown = {one.rank for one in alike}
+    for group in further[:_FURTHER]:
+        lines += _traceback(group, _limit(_FURTHER_LINES, is_whole))
+        shown |= {one.rank for one in group}
+    others = [other for other in others if other.rank not in shown]
     if others:
         lines += ["others:", *_others(others)]
     advice = list(hints) + _commands(failure.rank, arguments, log_dir)
@@ -129,12 +159,14 @@ def failure_sentence(failure: Failure) -> str:
     return _what(failure).removeprefix("syncvar: ")
 
 
-def interrupted_block(name: str, places: Sequence[Other]) -> str:
+def interrupted_block(name: str, places: Sequence[Other], raised: Sequence[Raised] = (), *, is_whole: bool = False) -> str:
     """Say that somebody has ended the job, and where its ranks were then.
 
     Args:
         name: Of the signal.
         places: What each rank did; equal texts share one line.
+        raised: Exceptions that nobody has been told of.
+        is_whole: No lines of a traceback are left out.
 
     Example:
         >>> print(interrupted_block("SIGINT", [Other(0, "in user code, a.py:3")]), end="")
@@ -145,6 +177,8 @@ def interrupted_block(name: str, places: Sequence[Other]) -> str:
     lines = [f"syncvar: interrupted by {name}; all ranks have ended"]
     if places:
         lines += ["where they were:", *_others(places)]
+    for group in _grouped(raised):
+        lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -190,16 +224,10 @@ def _what(failure: Failure) -> str:
     return text + (f": {escape(failure.reason)}" if failure.reason else "")
 
 
-def _evidence(failure: Failure) -> list[str]:
-    # Only a line feed separates lines here: str.splitlines would let a form feed or U+2028 of a message make new ones.
-    traceback = failure.traceback.rstrip("\n")
-    if traceback.strip():
-        lines, title = traceback.split("\n"), "traceback"
-        if len(lines) > _EVIDENCE_LINES:
-            tail = _EVIDENCE_LINES - _HEAD_LINES
-            gone = len(lines) - _EVIDENCE_LINES
-            lines = [*lines[:_HEAD_LINES], f"  ({gone} lines left out)", *lines[-tail:]]
-    elif failure.last_lines:
+def _evidence(failure: Failure, alike: Sequence[Raised], is_whole: bool) -> list[str]:
+    if failure.traceback.strip():
+        return _traceback(alike or [Raised(failure.rank, failure.traceback)], _limit(_EVIDENCE_LINES, is_whole))
+    if failure.last_lines:
         lines = list(failure.last_lines[-_EVIDENCE_LINES:])
         title = "last line" if len(lines) == 1 else f"last {len(lines)} lines"
     elif failure.rank >= 0:
@@ -207,7 +235,63 @@ def _evidence(failure: Failure) -> list[str]:
     else:
         return []
     who = f" of rank {failure.rank}" if failure.rank >= 0 else ""
-    return [f"evidence: {title}{who}", *(f"  {escape(line)}".rstrip() for line in lines)]
+    return [f"evidence: {title}{who}", *_shown(lines)]
+
+
+def _groups(raised: Sequence[Raised], failure: Failure) -> tuple[list[Raised], list[list[Raised]]]:
+    """Return the exceptions of the first one's traceback, the first one itself leading, and the others of their own."""
+    first = [Raised(failure.rank, failure.traceback)] if failure.traceback.strip() else []
+    groups = _grouped([*first, *(one for one in raised if one.rank != failure.rank)])
+    alike = groups.pop(0) if first else []
+    return alike, [group for group in groups if group[0].is_own]
+
+
+def _grouped(raised: Sequence[Raised]) -> list[list[Raised]]:
+    """Return the exceptions by the calls that led to them, which are the same text."""
+    groups: dict[str, list[Raised]] = {}
+    for one in raised:
+        if one.traceback.strip():
+            groups.setdefault(_split(one.traceback)[0], []).append(one)
+    return list(groups.values())
+
+
+def _split(traceback: str) -> tuple[str, str]:
+    """Return a traceback's calls, and what follows them: the exception and its message."""
+    # Only a line feed separates lines here: str.splitlines would let a form feed or U+2028 of a message make new ones.
+    lines = traceback.rstrip("\n").split("\n")
+    at = max((index + 1 for index, line in enumerate(lines) if line == _TRACEBACK), default=0)
+    while at < len(lines) and lines[at].startswith(" "):
+        at += 1
+    return "\n".join(lines[:at]), "\n".join(lines[at:])
+
+
+def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
+    """Show one traceback, that of the first of a group, and in what those of others differ."""
+    calls, message = _split(group[0].traceback)
+    by_message: dict[str, list[int]] = {}
+    for one in group:
+        by_message.setdefault(_split(one.traceback)[1], []).append(one.rank)
+    lines = [line for part in (calls, message) if part for line in part.split("\n")]
+    if len(lines) > limit:
+        head = min(_HEAD_LINES, limit // 2)
+        gone = len(lines) - limit
+        lines = [*lines[:head], f"  ({gone} lines left out; -v shows them)", *lines[head - limit :]]
+    title = f"evidence: {'traceback' if calls else 'last words'} of {rank_list([one.rank for one in group])}"
+    if len(by_message) > 1:
+        title += f", with the message of {rank_list(by_message.pop(message))}"
+        others = [(ranks, text.split("\n", 1)[0]) for text, ranks in by_message.items()]
+        lines += [f"{rank_list(ranks)}: {text}" for ranks, text in others[:_MESSAGES]]
+        if len(others) > _MESSAGES:
+            lines.append(f"{rank_list(rank for ranks, _ in others[_MESSAGES:] for rank in ranks)}: other messages")
+    return [title, *_shown(lines)]
+
+
+def _shown(lines: Sequence[str]) -> list[str]:
+    return [f"  {escape(line)}".rstrip() for line in lines]
+
+
+def _limit(count: int, is_whole: bool) -> int:
+    return _WHOLE_LINES if is_whole else count
 
 
 def _others(others: Sequence[Other]) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from syncvar.config import RuntimeConfig
 
-__all__ = ["Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Terminate", "Weight"]
+__all__ = ["OF_OTHERS", "Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Terminate", "Weight"]
 
 _TERM, _KILL = 15, 9
 _TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)  # 0: it has a handler of its own for SIGTERM
@@ -38,6 +38,8 @@ _WEIGHTS = {
     "PeerLost": Weight.CONSEQUENCE,
     "GroupBroken": Weight.CONSEQUENCE,
 }
+OF_OTHERS = tuple(_WEIGHTS)
+"""Names of the errors that speak of other ranks."""
 
 
 # The engine has told the other ranks of these, with more than is known here. Both words go different ways, and ours
@@ -56,6 +58,7 @@ class Cause(NamedTuple):
         reason: In words, for the other ranks.
         error: Name of the exception, or an empty text.
         traceback: Its traceback, or an empty text.
+        brief: The traceback without what is of no use to the script's author.
         beyond: What is known beyond its status, or an empty text.
         at: When this was known first, in seconds of the clock.
     """
@@ -67,6 +70,7 @@ class Cause(NamedTuple):
     reason: str
     error: str = ""
     traceback: str = ""
+    brief: str = ""
     beyond: str = ""
     at: float | None = None
 
@@ -163,7 +167,7 @@ class Supervisor:
 
         Args:
             rank: Which one.
-            record: "error" (name of the exception), "message", "traceback", "exit_code".
+            record: "error" (name of the exception), "message", "traceback", "exit_code", and "brief".
             now: Seconds.
         """
         error = str(record["error"])
@@ -173,7 +177,8 @@ class Supervisor:
             self._end_at(now + self.config.preempt_grace_s)
             return []  # whether it has left in order, so that nobody misses it, is known when it has ended
         weight = max(_WEIGHTS.get(error, Weight.OWN), self._weight_of_end(exit_code))
-        actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, str(record["traceback"])), now)
+        text = str(record["traceback"])
+        actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, text, str(record.get("brief", text))), now)
         return [] if error in _TELL_THEMSELVES else [*actions]
 
     def exited(self, rank: int, status: int, now: float, *, joined: bool, beyond: str = "") -> list[Action]:

@@ -12,8 +12,10 @@ import faulthandler
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import os
 import pkgutil
+import re
 import runpy
 import signal
 import sys
@@ -34,6 +36,8 @@ _FINDERS = (
     runpy.__file__, importlib.util.__file__, "<frozen runpy>", "<frozen importlib.util>", "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
 )  # fmt: skip
+_MARK = "<frames of syncvar>"
+_FOLD = re.compile(rf'  File "{_MARK}", line (\d+), in folded\n')
 _CONSEQUENCES = ("PeerLost", "GroupBroken")
 _EXIT_CODES = {
     "PeerLost": 70,
@@ -80,7 +84,8 @@ def work() -> None:
         if os.getpid() == process:
             _let_go(f"SystemExit: {code}", request)
             number = code if isinstance(code, int) else 1
-            word.failed("SystemExit", str(code), "" if isinstance(code, int) else str(code), number & 0xFF)
+            text = "" if isinstance(code, int) else str(code)
+            word.failed("SystemExit", str(code), text, number & 0xFF, written=f"{text}\n" if text else "")
         raise
     except BaseException as error:  # noqa: BLE001  (the last frame that sees it)
         if os.getpid() != process:
@@ -159,16 +164,18 @@ def _let_go(reason: str, error: BaseException) -> None:
 def _fail(word: Word, error: BaseException) -> NoReturn:
     name = type(error).__name__
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
-    text, message = _traceback_text(error), _message(error)
-    word.failed(name, message, text, code)
+    (text, brief), message = _traceback_texts(error), _message(error)
+    written = text
+    if sys.excepthook is not sys.__excepthook__:
+        written = ""  # nobody knows what the script's own hook is going to write
+    elif _is_ours(error) and name in _CONSEQUENCES:
+        written = f"{name}: {message}\n"  # every survivor has the same traceback
+    word.failed(name, message, text, code, brief=brief, written=written)
     _let_go(f"uncaught {name}: {message}"[:2000], error)
     if sys.excepthook is not sys.__excepthook__:
         _call_hook(error)
-    elif _is_ours(error) and name in _CONSEQUENCES:
-        # Every survivor would print the same traceback; the launcher shows the cause once, and this line for each.
-        sys.stderr.write(f"{name}: {message}\n")
     else:
-        sys.stderr.write(text)
+        sys.stderr.write(written)
     sys.stderr.flush()
     raise SystemExit(code)
 
@@ -185,7 +192,7 @@ def _call_hook(error: BaseException) -> None:
     try:
         sys.excepthook(type(error), error, _own_part(error.__traceback__))
     except Exception as another:  # noqa: BLE001  (likewise)
-        sys.stderr.write(f"Error in sys.excepthook:\n{_traceback_text(another)}\nOriginal exception was:\n{_traceback_text(error)}")
+        sys.stderr.write(f"Error in sys.excepthook:\n{_traceback_texts(another)[0]}\nOriginal exception was:\n{_traceback_texts(error)[0]}")
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
@@ -200,8 +207,8 @@ def _is_ours(error: BaseException) -> bool:
     return type(error).__module__ == "syncvar.errors"
 
 
-def _traceback_text(error: BaseException) -> str:
-    """Return the traceback as the user should see it: without our frames around theirs.
+def _traceback_texts(error: BaseException) -> tuple[str, str]:
+    """Return the traceback as the user should see it, without our frames around theirs; and with those between folded.
 
     Frames of the package and of runpy at the top go always. Frames of the package at the bottom go when the error is
     one of ours that speaks of the user's call; those of an InternalError stay, because they are what a report needs.
@@ -209,9 +216,12 @@ def _traceback_text(error: BaseException) -> str:
     whole = traceback.TracebackException.from_exception(error)
     name = type(error).__name__
     if os.environ.get("SYNCVAR_FULL_TRACEBACK") or name in ("InternalError", "PlanError"):
-        return "".join(whole.format())
-    level: traceback.TracebackException | None = whole
-    while level is not None:
+        text = "".join(whole.format())
+        return text, text
+    levels = [whole]
+    while (level := levels[-1].__cause__ or levels[-1].__context__) is not None:
+        levels.append(level)
+    for level in levels:
         frames = list(level.stack)
         is_syntax = level.exc_type is not None and issubclass(level.exc_type, SyntaxError)
         keep = 0 if is_syntax else 1  # a SyntaxError tells its own place
@@ -221,8 +231,24 @@ def _traceback_text(error: BaseException) -> str:
             while len(frames) > 1 and _is_inside(frames[-1].filename):
                 del frames[-1]
         level.stack = traceback.StackSummary.from_list(frames)
-        level = level.__cause__ or level.__context__
-    return "".join(whole.format())
+    text = "".join(whole.format())
+    for level in levels:
+        level.stack = _folded(level.stack)
+    return text, _FOLD.sub(_fold_text, "".join(whole.format()))
+
+
+def _folded(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Return a stack with one mark for neighbouring frames of ours; the innermost frame stays, whosever it is."""
+    frames: list[traceback.FrameSummary] = []
+    for is_ours, run in itertools.groupby(stack[:-1], lambda frame: _is_inside(frame.filename)):
+        together = list(run)
+        frames += [traceback.FrameSummary(_MARK, len(together), "folded", line="")] if is_ours else together
+    return traceback.StackSummary.from_list([*frames, *stack[-1:]])
+
+
+def _fold_text(match: re.Match[str]) -> str:
+    count = int(match[1])
+    return f"  [{count} frame{'s' * (count > 1)} of syncvar]\n"
 
 
 def _is_around(filename: str) -> bool:

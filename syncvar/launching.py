@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, Never
 
 from syncvar.begin import command_of
 from syncvar.env import PREFIX
-from syncvar.errors import ConfigError, LaunchError, RankFailed, UsageError
+from syncvar.errors import ConfigError, LaunchError, RankFailed
 from syncvar.wire import pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -35,13 +35,19 @@ _NOT_INHERITED = (
     "ROLE", "GENERATION", "RESTARTS", "HOST", "STATUS_FD", "FLIGHT_DIR",
 )  # fmt: skip
 
-_finding: list[str] = []  # the file or module that a worker imports just now, to find its function
+_UNGUARDED = "unguarded"
+_finding: list[tuple[str, Path]] = []  # the file or module that a worker imports just now, to find its function
 
 
 @contextlib.contextmanager
-def finding(place: str) -> Iterator[None]:
-    """Note that a worker imports a file or module to find its function: calls of `run` meanwhile are refused."""
-    _finding.append(place)
+def finding(place: str, folder: Path) -> Iterator[None]:
+    """Note that a worker imports a file or module to find its function: calls of `run` meanwhile are refused.
+
+    Args:
+        place: The file or module.
+        folder: Where results go; the refusal is left there, for whoever called `run` outside.
+    """
+    _finding.append((place, folder))
     try:
         yield
     finally:
@@ -73,9 +79,8 @@ def run(
         For each rank what `fn` returned there, of the same kinds as arguments.
 
     Raises:
-        ConfigError: A wrong argument; nothing was started.
-        UsageError: A worker calls this while it imports the file that holds `fn`; put the call under
-            `if __name__ == "__main__":`.
+        ConfigError: A wrong argument, and nothing was started; or workers came to this very call when they imported the
+            file that holds `fn`: put it under `if __name__ == "__main__":`.
         RankFailed: A worker failed; rank, host, exit code and traceback of the first failure are its attributes.
         LaunchError: The launcher itself failed.
 
@@ -100,10 +105,13 @@ def run(
         raise ConfigError(f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not {kwargs!r:.100}")
     limit_s = math.inf if timeout is None else _seconds(timeout)
     if _finding:
-        raise UsageError(
-            f"sv.run was called while a worker imports {_finding[0]}, to find the function that it is to call there: put the call "
-            f"under if __name__ == '__main__':, so that the file can be imported without starting workers"
+        place, results = _finding[0]
+        sentence = (
+            f"a worker that imported {place}, to find the function that it is to call, came to a call of sv.run there: "
+            f"put the call under if __name__ == '__main__':"
         )
+        (results / _UNGUARDED).write_text(sentence)
+        raise ConfigError(sentence)
     call = pack_object({"fn": _describe(fn), "args": tuple(args), "kwargs": dict(kwargs or {})})
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
@@ -134,6 +142,8 @@ def run(
         )
         code = _wait(process)
         if code != 0:
+            if (folder / _UNGUARDED).exists():
+                raise ConfigError((folder / _UNGUARDED).read_text())
             raise _failure(folder, code)
         return [_result(folder, rank) for rank in range(workers)]
     finally:

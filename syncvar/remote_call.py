@@ -25,7 +25,7 @@ def main() -> None:
     # All workers share the descriptor's position: read at an offset.
     call = unpack_object(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     os.close(descriptor)
-    result = _find(*call["fn"])(*call["args"], **call["kwargs"])
+    result = _find(folder, *call["fn"])(*call["args"], **call["kwargs"])
     try:
         data = pack_object(result)
     except ConfigError as error:
@@ -35,13 +35,13 @@ def main() -> None:
     partial.rename(folder / f"result.{rank}")
 
 
-def _find(how: str, *where: str) -> Any:
+def _find(folder: Path, how: str, *where: str) -> Any:
     if how == "copy":
         from syncvar.notebook import unpack_function
 
         return unpack_function(bytes.fromhex(where[0]))
     place, name = where
-    with finding(place):
+    with finding(place, folder):
         if how == "module":
             found: Any = importlib.import_module(place)
         else:

@@ -36,14 +36,25 @@ class Word:
         if not self._has_failed:
             self.tell({"event": "goodbye"})
 
-    def failed(self, error: str, message: str, text: str, exit_code: int) -> None:
-        """Say how the script failed."""
+    def failed(self, error: str, message: str, text: str, exit_code: int, *, brief: str = "", written: str = "") -> None:
+        """Say how the script failed, before that is written to the standard error.
+
+        Args:
+            error: Name of the exception.
+            message: Its text.
+            text: Its traceback.
+            exit_code: That of the process to come.
+            brief: The traceback without what is of no use to the script's author; the whole one by default.
+            written: What comes next on the standard error, and need not be shown there by who is told here.
+        """
         self._has_failed = True
         record: dict[str, str | int] = {
             "event": "failed",
             "error": error,
-            "message": message[:2000],
-            "traceback": text[-_TEXT_MAX:],
+            "message": _sendable(message)[:2000],
+            "traceback": _sendable(text)[-_TEXT_MAX:],
+            "brief": _sendable(brief or text)[-_TEXT_MAX:],
+            "written": _sendable(written) if len(written) <= _TEXT_MAX else "",
             "exit_code": exit_code,
         }
         self.tell(record)
@@ -60,6 +71,11 @@ class Word:
                 data = data[os.write(self._descriptor, data) :]
         except OSError:
             self._descriptor = -1  # the agent is gone, and this process is about to be
+
+
+def _sendable(text: str) -> str:
+    """Return a text as the standard error would have it: lone surrogates cannot be encoded."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 _words: list[Word] = []  # at most one: the descriptor belongs to the process, as its standard output does

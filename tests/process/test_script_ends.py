@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from launching import check_bound
+from launching import await_true, check_bound, state
 
 CASES = {
     # name: (script, exit code, words of the report or None where there is none)
@@ -56,6 +56,88 @@ def test_a_script_that_ends(launch, name, how):
         assert "runpy" not in job.err, f"frames of ours\n{job}"
 
 
+IN_OUR_CODE = """
+import sys
+import syncvar as sv
+
+strategy = sv.MirroredStrategy()
+
+def make(context):
+    print("told by the script", file=sys.stderr)
+    sv.barrier()
+    return 1 + "a"
+
+strategy.distribute_datasets_from_function(make)
+"""
+
+
+def test_an_error_of_all_ranks_is_told_once_without_our_frames(launch):
+    job = launch(IN_OUR_CODE, workers=8, options=["--log-dir", "logs"])
+    assert job.wait() == 1, str(job)
+    lines = job.err.splitlines()
+    assert sum("told by the script" in line for line in lines) == 8, "what the script says itself is shown"
+    assert len(job.out.splitlines() + lines) - 8 <= 25, str(job)
+    assert [line for line in lines if line.startswith("evidence: traceback")] == ["evidence: traceback of ranks 0-7"], str(job)
+    assert job.err.count("Traceback") == 1, str(job)
+    assert job.err.count("unsupported operand") == 2, f"in the headline and in the traceback\n{job}"
+    assert "others:" not in job.report, str(job)
+    assert re.search(r"\n    \[\d+ frames of syncvar\]\n    File .*script\.py\", line 10, in make\n", job.err), str(job)
+    assert "syncvar/strategies/" not in job.err, str(job)
+    for rank in range(8):
+        text = (job.folder / "logs" / f"rank-{rank}.err").read_text()
+        assert text.startswith("told by the script\nTraceback (most recent call last):\n"), text
+        assert "syncvar/strategies/" in text, "the whole of it"
+        assert text.endswith("TypeError: unsupported operand type(s) for +: 'int' and 'str'\n"), text
+
+
+@pytest.mark.slow
+def test_all_frames_are_shown_where_more_is_asked_for(launch):
+    job = launch(IN_OUR_CODE, workers=2, options=["-v"])
+    assert job.wait() == 1, str(job)
+    assert "syncvar/strategies/" in job.report, str(job)
+    assert "frames of syncvar" not in job.err, str(job)
+    assert job.err.count("Traceback") == 1, str(job)
+
+
+def test_what_follows_from_an_error_is_told_in_its_block_alone(launch):
+    job = launch(
+        """
+        import syncvar as sv
+        sv.barrier()
+        if sv.rank() == 1:
+            raise ValueError("planted \\udc80")
+        sv.barrier()
+        """,
+        workers=3,
+    )
+    assert job.wait() == 1, str(job)
+    assert not [line for line in job.err.splitlines() if line.startswith("[")], str(job)
+    assert "evidence: traceback of rank 1\n" in job.report, str(job)
+    assert "  ValueError: planted \\udc80\n" in job.report, str(job)
+    assert job.report.count("; then PeerLost\n") in (1, 2), str(job)
+
+
+def test_an_error_before_an_interruption_is_told_with_it(launch):
+    job = launch(
+        """
+        import time, probe
+        if probe.RANK == 1:
+            raise ValueError("planted")
+        probe.note("there")
+        time.sleep(60)
+        """,
+        env={"SYNCVAR_ABORT_GRACE_S": "30"},
+    )
+    job.await_events("there", 1)
+    job.await_events("began", 2)
+    await_true(lambda: not state(job.pids()[1]), what="the end of rank 1")
+    job.send(signal.SIGINT)
+    assert job.wait() == 130, str(job)
+    assert "evidence: traceback of rank 1\n" in job.report, str(job)
+    assert job.err.count("ValueError: planted") in (1, 2), str(job)
+    assert "  ValueError: planted\n" in job.report, str(job)
+
+
 def test_a_script_that_is_not_there(launch):
     job = launch(workers=2, target=["no_such_script.py"])
     assert job.wait() == 2, str(job)
@@ -86,13 +168,16 @@ except SystemExit:
 """
 
 
+@pytest.mark.slow
 def test_the_time_limit_is_named_whatever_ranks_answer(launch):
-    job = launch(ANSWERS, options=["--timeout", "1.5"])
+    job = launch(ANSWERS, options=["--timeout", "8"])
     assert job.wait() == 124, str(job)
     assert len(job.events("told")) == 2, str(job)
     first = job.report.split("\n")[0]
-    assert first.startswith("syncvar: the job failed after 1."), str(job)
-    assert first.endswith(" s: the time limit of 1.5 s passed"), str(job)
+    assert first.startswith("syncvar: the job failed after 8."), str(job)
+    assert first.endswith(" s: the time limit of 8 s passed"), str(job)
+    assert "evidence: traceback of rank 0\n" in job.report, str(job)
+    assert "  ValueError: while ending\n" in job.report, str(job)
 
 
 SLOW_TO_END = """

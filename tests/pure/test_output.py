@@ -190,6 +190,23 @@ def test_standard_error_in_a_file_leaves_progress_on_the_terminal_alone():
     assert out.getvalue() == b"[0] 50%\r\r\x1b[K[1] x\n"
 
 
+def test_what_is_told_elsewhere_is_kept_from_the_sinks_and_not_from_files(tmp_path):
+    _, err, forwarder = pair(log_dir=tmp_path)
+    forwarder.conceal(1, "err", "Traceback\n\n  at \u00e4\nKeyError: 3\n")
+    forwarder.feed(0, "err", b"Traceback\n", 0)
+    forwarder.feed(1, "err", b"before\nTraceback\n\nof a thread\n  at \xc3", 0)
+    forwarder.feed(1, "err", b"\xa4\nKeyError: 3\nTraceback\n", 0)
+    assert err.getvalue().decode() == "[0] Traceback\n[1] before\n[1] of a thread\n[1] Traceback\n"
+    assert forwarder.last_lines(1)[-2:] == ("KeyError: 3", "Traceback")
+    forwarder.conceal(1, "err", "never written\n")
+    forwarder.finish()
+    assert (tmp_path / "rank-1.err").read_text() == "before\nTraceback\n\nof a thread\n  at \u00e4\nKeyError: 3\nTraceback\n"
+    forwarder.begin("again")
+    forwarder.feed(1, "err", b"never written\n", 0)
+    assert err.getvalue().endswith(b"[1] never written\n"), "another start is another program"
+    forwarder.finish()
+
+
 def test_say_clears_an_unfinished_line():
     out, err, forwarder = pair(terminal=True)
     forwarder.feed(0, "out", b"50%\r", 0)

@@ -5,9 +5,11 @@ from syncvar_launcher import exits
 from syncvar_launcher.report import (
     Failure,
     Other,
+    Raised,
     describe_exit,
     exit_code_of,
     failure_block,
+    interrupted_block,
     mask_arguments,
     mask_environment,
 )
@@ -89,9 +91,66 @@ def test_text_of_ranks_is_escaped_and_makes_no_new_lines():
 def test_long_traceback_keeps_its_head_and_its_end():
     lines = [f"frame {i}" for i in range(1000)]
     text = failure_block(Failure(rank=0, status=1, traceback="\n".join(lines)))
-    assert "  frame 5\n    (960 lines left out)\n  frame 966\n" in text
+    assert "  frame 5\n    (960 lines left out; -v shows them)\n  frame 966\n" in text
     assert text.endswith("  frame 999\n")
     assert text.count("\n") == 43
+    whole = failure_block(Failure(rank=0, status=1, traceback="\n".join(lines)), is_whole=True)
+    assert whole.count("\n") == 1002
+
+
+def trace(line, message):
+    return f'Traceback (most recent call last):\n  File "a.py", line {line}, in <module>\n    f()\n{message}\n'
+
+
+def block(*texts, own=(), others=True):
+    """Return the block of ranks that raised; the first one is the first failure."""
+    raised = [Raised(rank, text, rank not in own) for rank, text in enumerate(texts)]
+    others = [Other(rank, "elsewhere") for rank in range(1, len(texts))] if others else []
+    return failure_block(Failure(rank=0, status=1, traceback=texts[0]), others, raised=raised)
+
+
+def test_equal_tracebacks_are_shown_once():
+    assert block(*[trace(7, "KeyError: 3")] * 8) == (
+        "syncvar: rank 0 exited with status 1\n"
+        "evidence: traceback of ranks 0-7\n"
+        "  Traceback (most recent call last):\n"
+        '    File "a.py", line 7, in <module>\n'
+        "      f()\n"
+        "  KeyError: 3\n"
+    )
+
+
+def test_where_messages_differ_three_are_listed():
+    text = block(*[trace(7, f"KeyError: {max(1, rank)}\nmore") for rank in range(7)])
+    assert "evidence: traceback of ranks 0-6, with the message of ranks 0, 1\n" in text
+    assert text.count("Traceback") == 1
+    assert text.endswith(
+        "  KeyError: 1\n  more\n  rank 2: KeyError: 2\n  rank 3: KeyError: 3\n  rank 4: KeyError: 4\n  ranks 5, 6: other messages\n"
+    )
+
+
+def test_errors_of_others_are_shown_but_those_that_follow_from_the_first():
+    text = block(trace(1, "A"), trace(2, "B"), trace(3, "PeerLost: …"), trace(2, "B"), trace(4, "C"), trace(5, "D"), own=(2,))
+    assert [line for line in text.split("\n") if line.startswith("evidence: ")] == [
+        "evidence: traceback of rank 0", "evidence: traceback of ranks 1, 3", "evidence: traceback of rank 4",
+    ]  # fmt: skip
+    assert text.endswith("others:\n  ranks 2, 5: elsewhere\n")
+
+
+def test_errors_are_shown_after_a_failure_that_is_none():
+    raised = [Raised(rank, trace(7, "ValueError: while ending")) for rank in (0, 2)]
+    text = failure_block(Failure(rank=-1, status=None, reason="the limit"), [Other(1, "there")], raised=raised)
+    assert "evidence: traceback of ranks 0, 2\n" in text
+    text = failure_block(Failure(rank=1, status=-9, last_lines=["x"]), raised=raised)
+    assert "evidence: last line of rank 1\n  x\nevidence: traceback of ranks 0, 2\n" in text
+    text = interrupted_block("SIGINT", [Other(1, "there")], raised)
+    assert text.endswith("rank 1: there\nevidence: traceback of ranks 0, 2\n  Traceback (most recent call last):\n" + '    File "a.py", line 7, in <module>\n      f()\n  ValueError: while ending\n')
+
+
+def test_last_words_and_syntax_errors_are_told_once():
+    assert "evidence: last words of ranks 0-2\n  out of luck\n" in block("out of luck", "out of luck", "out of luck")
+    syntax = '  File "a.py", line 2\n    if True print(1)\n       ^\nSyntaxError: invalid syntax\n'
+    assert "evidence: traceback of ranks 0, 1\n" in block(syntax, syntax)
 
 
 def test_many_different_others_are_summed_up():
