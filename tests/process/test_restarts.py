@@ -39,6 +39,7 @@ TRAINING = """
     probe.note("starts", restarts=restarts, generation=os.environ["SYNCVAR_GENERATION"])
     perhaps("meet", -1)
     strategy = sv.MultiWorkerMirroredStrategy(reproducible=True)
+    assert sv.restart_count() == int(restarts)
     with strategy.scope():
         w = sv.Variable(np.ones(300), name="w", aggregation="MEAN")
         seen = sv.Variable(0, name="seen", synchronization="ON_READ", aggregation="SUM")

@@ -22,6 +22,8 @@ def test_torchrun():
     told = told_elsewhere(TORCH)
     assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (3, 4, 1, 2)
     assert (told.host_index, told.host_count, told.address, told.port) == (1, 2, "node0", 29500)
+    assert told.restarts == 0
+    assert told_elsewhere(TORCH | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
 
 
 def test_without_local_ranks_every_rank_is_its_own_host_unless_rank_0_is_here():

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -176,6 +177,16 @@ def test_short_names_of_libraries(short, capsys):
     assert SHORT[short] in LIBRARIES
     assert main(["coming-from", short]) == 0
     assert capsys.readouterr().out == coming_from_text(SHORT[short])
+
+
+def test_the_package_runs_as_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["syncvar", "settings"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("syncvar", run_name="__main__")
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "SYNCVAR_KEY = (64 hexadecimal digits): the secret" in printed
+    assert "SYNCVAR_KEY_FILE = (path): " in printed
 
 
 def test_the_table_is_printed(capsys):
