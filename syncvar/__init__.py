@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         mesh,
         new_group,
         recv,
+        recv_object,
         reduce,
         reduce_scatter,
         register_op,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         scatter,
         scatter_object,
         send,
+        send_object,
         tree_sum,
     )
     from syncvar.errors import (
@@ -115,8 +117,8 @@ _HOMES = {
     "syncvar.checkpoint": ("Checkpoint", "CheckpointManager", "PendingSave", "load", "save"),
     "syncvar.collectives": (
         "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all", "barrier",
-        "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "reduce",
-        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "tree_sum",
+        "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "recv_object", "reduce",
+        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "tree_sum",
     ),
     "syncvar.errors": (
         "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken",
@@ -222,6 +224,7 @@ __all__ = [
     "partitioners",
     "rank",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_scatter",
     "register_op",
@@ -232,6 +235,7 @@ __all__ = [
     "scatter",
     "scatter_object",
     "send",
+    "send_object",
     "shutdown",
     "tree_sum",
     "uneven",

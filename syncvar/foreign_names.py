@@ -106,12 +106,12 @@ WORDS = (
     _word("sv", "Compression", "arrays travel in their dtype: write sv.all_reduce(x.astype('float16'), \"mean\")"),
     _word("sv", "synchronize wait Wait Waitall poll", "async_op=True returns a Work: work.wait(), work.done()"),
     _word("sv", "join Join",
-          "a distributed dataset ends on all ranks together, with batches without rows before; so nobody has to "
-          "join"),
+          "write `with sv.uneven():` around loops of different lengths; a distributed dataset ends on all ranks together"),
     # Messages.
-    _word("sv", "Send isend Isend Ssend Issend", "write sv.send(x, dest); async_op=True returns a Work at once"),
-    _word("sv", "Recv irecv Irecv",
-          "write sv.recv(source); async_op=True returns a Work at once, out=x receives into x"),
+    _word("sv", "Send Ssend ssend", "write sv.send(x, dest), or sv.send_object(o, dest) for plain data"),
+    _word("sv", "isend Isend issend Issend", "write sv.send(x, dest, async_op=True), which returns a Work"),
+    _word("sv", "Recv", "write sv.recv(source), or sv.recv(source, out=x)"),
+    _word("sv", "irecv Irecv", "write sv.recv(source, async_op=True), which returns a Work"),
     _word("sv", "sendrecv Sendrecv Sendrecv_replace",
           "write work = sv.send(x, dest, async_op=True); y = sv.recv(source); work.wait()"),
     _word("sv", "ANY_SOURCE ANY_TAG probe Probe iprobe Iprobe recv_any_source",
@@ -120,9 +120,8 @@ WORDS = (
     _word("sv", "PROC_NULL",
           "no rank swallows messages: write `if 0 <= to < sv.world_size(): sv.send(x, to)`"),
     _word("sv", "batch_isend_irecv P2POp", "start them with async_op=True and wait for each Work"),
-    _word("sv", "send_object send_object_list recv_object recv_object_list",
-          "plain data travels in the object forms, which all ranks of a group call: sv.broadcast_object(o, root=0), "
-          "sv.scatter_object(parts), sv.gather_object(o); a group of two is sv.new_group([0, 1])"),
+    _word("sv", "send_object_list", "write sv.send_object(o, dest)"),
+    _word("sv", "recv_object_list", "write sv.recv_object(source)"),
     # Groups.
     _word("sv", "Create_group create_group add_process_set ProcessSet process_set new_subgroups",
           "write sv.new_group([0, 1]), which every rank of the world calls, members or not, in the same order"),

@@ -160,12 +160,12 @@ TASKS = (
         'dist.broadcast_object_list([{"lr": 0.1}])', 'sv.broadcast_object({"lr": 0.1})',
         (
             ((), "None, bool, int, float, str, bytes, arrays, and lists, tuples and dicts of them; nothing is pickled."),
-            (
-                _MPI,
-                ("comm.send({…}): objects travel in calls of a group, sv.broadcast_object, sv.scatter_object, sv.gather_object; a group "
-                "of two is sv.new_group([0, 1])."),
-            ),
         ),
+    ),
+    Task(
+        "send, receive plain data", _NONE, _NONE, 'comm.send({"a": 7}, dest=0), comm.recv(source=0)',
+        'dist.send_object_list([{"a": 7}], dst=0)', 'sv.send_object({"a": 7}, 0), sv.recv_object(0)',
+        ((_MPI, "Lower case and upper case are two calls here as well: send and recv for arrays, send_object and recv_object for plain data."),),
     ),
     Task(
         "some of the ranks", _NONE, "hvd.add_process_set([0])", "comm.Create_group(comm.group.Incl([0]))",

@@ -16,7 +16,7 @@ from syncvar.collectives.gather import gather
 from syncvar.collectives.groups import Group, communicator_of, new_group
 from syncvar.collectives.mesh import Mesh, mesh
 from syncvar.collectives.objects import all_gather_object, broadcast_object, gather_object, scatter_object
-from syncvar.collectives.point_to_point import recv, send
+from syncvar.collectives.point_to_point import recv, recv_object, send, send_object
 from syncvar.collectives.reduce import reduce
 from syncvar.collectives.reduce_scatter import reduce_scatter
 from syncvar.collectives.scan import exscan, scan
@@ -41,6 +41,7 @@ __all__ = [
     "mesh",
     "new_group",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_scatter",
     "register_op",
@@ -48,5 +49,6 @@ __all__ = [
     "scatter",
     "scatter_object",
     "send",
+    "send_object",
     "tree_sum",
 ]

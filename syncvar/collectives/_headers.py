@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
 
-__all__ = ["RECORD_BYTES", "Record", "array_record", "exchange", "exchange_bytes", "pack_record", "require_same", "unpack_record"]
+__all__ = [
+    "ARRAY", "BYTES", "RECORD_BYTES", "Record", "array_record", "exchange", "exchange_bytes", "pack_record", "require_same", "unpack_record",
+]  # fmt: skip
 
 _NDIM_MAX = 13
 _RECORD = struct.Struct(f"<BBBxxxxxQ{_NDIM_MAX}Q")

@@ -1,4 +1,4 @@
-"""Send and receive: one array from one rank to another.
+"""Send and receive: one array, or one object, from one rank to another.
 
 Messages from one rank to another with the same tag arrive in the order sent; those of different tags do not disturb
 each other. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output, is_structure
-from syncvar.collectives._headers import RECORD_BYTES, array_record, pack_record, unpack_record
+from syncvar.collectives._headers import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, UsageError
@@ -25,10 +25,10 @@ from syncvar.runtime.context import current
 from syncvar.runtime.executor import prepare
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
-from syncvar.wire import dtype_from_index
+from syncvar.wire import dtype_from_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.executor import Prepared
     from syncvar.runtime.group import Communicator
 
-__all__ = ["recv", "send"]
+__all__ = ["recv", "recv_object", "send", "send_object"]
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
 _TAG_MAX = (1 << 31) - 1
@@ -88,33 +88,75 @@ def send(
     if _foreign:
         raise unexpected(send, _foreign)
     communicator = communicator_of(group)
-    if communicator.uneven is not None:
-        raise UsageError(_NO_MESSAGES)
     if is_foreign(x):
         return in_kind(partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x)
+    return _sent("send", communicator, lambda: _message(x), ARRAY, dest, tag, timeout, async_op=async_op)
+
+
+def send_object(
+    o: Any, dest: int, *, tag: int = 0, group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never
+) -> Any:
+    """Send plain data to another rank, which takes it with `recv_object`.
+
+    Args:
+        o: Any object that `broadcast_object` takes.
+        dest: Rank of the group that receives it; may be this one.
+        tag: 0 to 2**31 - 1; the receiver names the same. Arrays and objects of one tag arrive in the order sent.
+        group: Of which `dest` is a rank; None means the world.
+        async_op: Return a `Work` at once. The object is packed when the call is made.
+        timeout: Seconds; None means the job's default.
+
+    Raises:
+        ConfigError: A wrong argument, or the object cannot travel.
+        MismatchError: A cycle: each of some ranks waits for the next one to receive.
+        PeerLost: The receiver is gone.
+        DeadlineExceeded: A long message was not received in time.
+
+    Cost: that of `send`, of the packed object.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.send_object({"a": 7, "b": 3.14}, 0)
+        >>> sv.recv_object(0)
+        {'a': 7, 'b': 3.14}
+    """
+    if _foreign:
+        raise unexpected(send_object, _foreign)
+    communicator = communicator_of(group)
+    return _sent("send_object", communicator, lambda: np.frombuffer(pack_object(o), np.uint8), BYTES, dest, tag, timeout, async_op=async_op)
+
+
+def _sent(
+    name: str, communicator: Communicator, make: Callable[[], NDArray[Any]], kind: int, dest: int, tag: int, timeout: float | None,
+    *, async_op: bool,
+) -> Any:
+    """Send what `make` returns: an array, or (`kind` BYTES) an object as bytes; what it raises is the caller's error."""
+    if communicator.uneven is not None:
+        raise UsageError(_NO_MESSAGES)
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if dest == rank:
-        _own(communicator, tag).append(_message(x).copy())
+        _own(communicator, tag).append((kind, make().copy()))
         return _done() if async_op else None
     stream = _stream(communicator, rank, dest, tag)
     eager_bytes = current().config.eager_bytes
 
     def check() -> Request:
-        array = _message(x)
+        array = make()
         waits = array.nbytes > eager_bytes
         work = np.array(array, order="C", copy=async_op or not array.flags.c_contiguous, ndmin=0).reshape(-1)
-        record = np.frombuffer(pack_record(array_record(array, int(waits))), np.uint8)
+        record = np.frombuffer(pack_record(array_record(array, int(waits))._replace(kind=kind)), np.uint8)
 
         def body() -> Generator[Stage, None, None]:
             yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
             rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
             yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
-        what = f"send({array.dtype.name}{list(array.shape)} to rank {communicator.members[dest]}, tag {tag})"
+        shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
+        what = f"{name}({shown} to rank {communicator.members[dest]}, tag {tag})"
         return Request(what, fingerprint("message"), body())
 
-    return stream.perform("send", check, timeout, async_op=async_op)
+    return stream.perform(name, check, timeout, async_op=async_op)
 
 
 def recv(
@@ -157,17 +199,56 @@ def recv(
     if _foreign:
         raise unexpected(recv, _foreign)
     communicator = communicator_of(group)
-    if communicator.uneven is not None:
-        raise UsageError(_NO_MESSAGES)
     if is_foreign(out):
         return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)
+    return _received("recv", communicator, lambda kind, made: _delivered(kind, made, out), source, tag, timeout, async_op=async_op)
+
+
+def recv_object(
+    source: int, *, tag: int = 0, group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never
+) -> Any:
+    """Receive the next object that another rank sends to this one with this tag, by `send_object`.
+
+    Args:
+        source: Rank of the group that sends it.
+        tag: As the sender names.
+        group: Of which `source` is a rank; None means the world.
+        async_op: Return a `Work` at once; its `wait` returns the object.
+        timeout: Seconds; None means the job's default.
+
+    Raises:
+        ConfigError: A wrong argument, or the message is an array; it is used up.
+        MismatchError: A cycle of ranks that wait for one another.
+        PeerLost: The sender is gone.
+        DeadlineExceeded: Nothing came in time.
+
+    Cost: that of `recv`.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.send_object(["done", 3], 0, tag=1)
+        >>> sv.recv_object(0, tag=1)
+        ['done', 3]
+    """
+    if _foreign:
+        raise unexpected(recv_object, _foreign)
+    return _received("recv_object", communicator_of(group), _unpacked, source, tag, timeout, async_op=async_op)
+
+
+def _received(
+    name: str, communicator: Communicator, finish: Callable[[int, NDArray[Any]], Any], source: int, tag: int, timeout: float | None,
+    *, async_op: bool,
+) -> Any:
+    """Receive the next message of a tag and return what `finish` makes of its kind and bytes or array."""
+    if communicator.uneven is not None:
+        raise UsageError(_NO_MESSAGES)
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if source == rank:
         waiting = _own(communicator, tag)
         if not waiting:
-            raise UsageError(f"recv from rank {source}, which is this one: it has sent itself nothing with tag {tag}")
-        made = _delivered(waiting.popleft(), out)
+            raise UsageError(f"{name} from rank {source}, which is this one: it has sent itself nothing with tag {tag}")
+        made = finish(*waiting.popleft())
         return _done(made) if async_op else made
     stream = _stream(communicator, source, rank, tag)
 
@@ -180,15 +261,23 @@ def recv(
             work = made.reshape(-1)
             rounds: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
             yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
-            return _delivered(made, out)
+            return finish(record.kind, made)
 
-        what = f"recv(from rank {communicator.members[source]}, tag {tag})"
+        what = f"{name}(from rank {communicator.members[source]}, tag {tag})"
         return Request(what, fingerprint("message"), body())
 
-    return stream.perform("recv", check, timeout, async_op=async_op)
+    return stream.perform(name, check, timeout, async_op=async_op)
 
 
-def _delivered(made: NDArray[Any], out: Any) -> NDArray[Any]:
+def _unpacked(kind: int, made: NDArray[Any]) -> Any:
+    if kind != BYTES:
+        raise ConfigError(f"the message is an array, {made.dtype.name}{list(made.shape)}, and no object: take it with sv.recv(source)")
+    return unpack_object(made.tobytes())
+
+
+def _delivered(kind: int, made: NDArray[Any], out: Any) -> NDArray[Any]:
+    if kind == BYTES:
+        raise ConfigError("the message is an object and no array: take it with sv.recv_object(source)")
     if out is None:
         return made
     target = checked_output(out, made.shape, made.dtype)
@@ -227,7 +316,7 @@ def _let_go(streams: dict[tuple[int, int, int], Communicator]) -> None:
             engine.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
-def _own(communicator: Communicator, tag: int) -> deque[NDArray[Any]]:
+def _own(communicator: Communicator, tag: int) -> deque[tuple[int, NDArray[Any]]]:
     """Return what this rank has sent to itself."""
     return communicator.own_messages.setdefault(tag, deque())
 
@@ -264,9 +353,7 @@ def _message(x: Any) -> NDArray[Any]:
         ConfigError: It cannot be one.
     """
     if x is None or isinstance(x, str | bytes | set) or is_structure(x):
-        from syncvar.foreign_names import explained
-
-        raise ConfigError(f"send takes an array or a number, not {reprlib.repr(x)}: {explained('sv', 'send_object')}")
+        raise ConfigError(f"send takes an array or a number, not {reprlib.repr(x)}: write sv.send_object(o, dest), and sv.recv_object(source) there")
     return as_array(x)
 
 

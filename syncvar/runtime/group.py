@@ -208,7 +208,7 @@ class Communicator:
         self.hosts = hosts
         self._forced = dict(forced or {})
         self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
-        self.own_messages: dict[int, deque[NDArray[Any]]] = {}  # what this rank has sent itself, by tag
+        self.own_messages: dict[int, deque[tuple[int, NDArray[Any]]]] = {}  # what this rank has sent itself, by tag
         self.prepares = True
         self.shortcuts: dict[Any, Shortcut] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
         self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}

@@ -61,6 +61,7 @@ CALLS = {
     "all_to_all": (lambda x: sv.all_to_all(x, async_op=True), lambda parts, rank: [halves(part)[rank] for part in parts]),
     "all_to_all of a list": (lambda x: sv.all_to_all(halves(x), async_op=True), lambda parts, rank: [halves(part)[rank] for part in parts]),
     "send": (lambda x: both(x), lambda parts, rank: parts[1 - rank]),
+    "send_object": (lambda x: both_objects(x), lambda parts, rank: {"x": parts[1 - rank]}),
     "all_gather_object": (lambda x: sv.all_gather_object({"x": x}, async_op=True), lambda parts, _: [{"x": one} for one in parts]),
     "broadcast_object": (lambda x: sv.broadcast_object([x], 1, async_op=True), lambda parts, _: [parts[1]]),
     "gather_object": (lambda x: sv.gather_object((x,), async_op=True), lambda parts, rank: None if rank else [(one,) for one in parts]),
@@ -78,6 +79,14 @@ class both:  # noqa: N801
     def wait(self):
         self.sent.wait()
         return self.coming.wait()
+
+
+class both_objects(both):  # noqa: N801
+    """The same of objects."""
+
+    def __init__(self, x):
+        other = 1 - sv.rank()
+        self.sent, self.coming = sv.send_object({"x": x}, other, async_op=True), sv.recv_object(other, async_op=True)
 
 
 def same(got, wanted, what):
@@ -123,7 +132,7 @@ def test_every_collective_that_can_be_started_is_among_them():
         name for name in sv.__all__
         if not isinstance(getattr(sv, name), type) and callable(getattr(sv, name)) and "async_op" in signature(getattr(sv, name)).parameters
     }  # fmt: skip
-    tested = {name.split()[0].rstrip(",") for name in CALLS} | {"recv", "barrier"}
+    tested = {name.split()[0].rstrip(",") for name in CALLS} | {"recv", "recv_object", "barrier"}
     assert names <= tested
 
 

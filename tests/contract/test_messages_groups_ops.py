@@ -92,7 +92,7 @@ def test_a_rank_may_send_to_itself(ranks):
         (lambda: sv.recv(-1), "source -1 is not in the group: .*no rank swallows messages.*start a receive from each rank, works = "),
         (lambda: sv.recv(None), "source must be a rank, not None: .*start a receive from each rank"),
         (lambda: sv.send(1, -2), "dest -2 is not in the group: .*no rank swallows messages"),
-        (lambda: sv.send({"a": 7}, 0), "send takes an array or a number, not {'a': 7}: .*object forms.*sv.broadcast_object"),
+        (lambda: sv.send({"a": 7}, 0), "send takes an array or a number, not {'a': 7}: write sv.send_object.o, dest."),
         (lambda: sv.send([{"a": 7}], 0), "send takes an array or a number"),
         (lambda: sv.send("text", 0), "send takes an array or a number, not 'text'"),
         (lambda: sv.send(1, 0, tag=-1), "tag must be"),
@@ -102,6 +102,45 @@ def test_a_rank_may_send_to_itself(ranks):
 def test_wrong_ends_are_refused_before_anything_is_sent(call, words):
     with pytest.raises(sv.ConfigError, match=words):
         call()
+
+
+def test_objects_are_messages_in_order_with_arrays_and_told_apart(ranks):
+    def fn():
+        other = 1 - sv.rank()
+        big = "x" * 200_000  # longer than what is sent at once
+        if sv.rank() == 0:
+            for one in ({"a": 7, "b": [3.14, None]}, (1, "two"), big):
+                sv.send_object(one, other, tag=4)
+            work = sv.send_object({"later": np.arange(3)}, other, async_op=True)
+            sv.send(np.arange(2), other, tag=5)
+            sv.send_object("no array", other, tag=5)
+            work.wait()
+            with pytest.raises(sv.ConfigError, match="cannot travel"):
+                sv.send_object(object(), other, tag=6)
+            sv.send_object("after it", other, tag=6)
+            return
+        assert [sv.recv_object(other, tag=4) for _ in range(2)] == [{"a": 7, "b": [3.14, None]}, (1, "two")]
+        assert sv.recv_object(other, tag=4, timeout=20.0) == big
+        later = sv.recv_object(other, async_op=True).wait()
+        assert later["later"].tolist() == [0, 1, 2]
+        with pytest.raises(sv.ConfigError, match=r"the message is an array, int64\[2\], and no object: take it with sv\.recv\(source\)"):
+            sv.recv_object(other, tag=5)
+        with pytest.raises(sv.ConfigError, match=r"the message is an object and no array: take it with sv\.recv_object"):
+            sv.recv(other, tag=5)
+        with pytest.raises(sv.MismatchError, match="cannot travel"):
+            sv.recv_object(other, tag=6)
+        assert sv.recv_object(other, tag=6) == "after it"
+        return
+
+    ranks(2, fn)
+    sv.send_object([1], 0)
+    sv.send(2.0, 0)
+    with pytest.raises(sv.ConfigError, match="and no array"):
+        sv.recv(0)
+    with pytest.raises(sv.ConfigError, match="and no object"):
+        sv.recv_object(0)
+    with pytest.raises(sv.UsageError, match="recv_object from rank 0, which is this one: it has sent itself nothing"):
+        sv.recv_object(0)
 
 
 def test_a_wrong_value_is_told_to_the_receiver_and_the_next_message_arrives(ranks):

@@ -142,6 +142,8 @@ def odd():
     assert sv.all_gather_object({"rank": RANK, "x": np.arange(RANK)})[root]["rank"] == root
     assert sv.gather_object(RANK, root=root) == (list(range(SIZE)) if root == RANK else None)
     assert sv.scatter_object([f"for {rank}" for rank in range(SIZE)] if root == RANK else None, root=root) == f"for {RANK}"
+    sv.send_object({"from": RANK}, (RANK + 1) % SIZE)
+    assert sv.recv_object((RANK - 1) % SIZE) == {"from": (RANK - 1) % SIZE}
     assert sv.broadcast_object([root, "x"] if root == RANK else None, root=root) == [root, "x"]
     pending = [
         sv.all_reduce(np.full(9, RANK), async_op=True), sv.reduce(np.ones(3), async_op=True),
