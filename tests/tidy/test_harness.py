@@ -19,7 +19,7 @@ kept = []
 OTHER = """
 import os, sys
 sys.stdin.readline()
-file = open(f"/dev/shm/syncvar-test-of-others-{os.getpid()}", "w")
+file = open("/dev/shm/PREFIXof-others", "w")
 print("made", flush=True)
 sys.stdin.readline()
 os.unlink(file.name)
@@ -73,7 +73,7 @@ def test_job_folder():
     os.makedirs(os.environ["XDG_RUNTIME_DIR"] + "/syncvar/12ab34cd")
 
 def test_shared_memory():
-    with open(f"/dev/shm/syncvar-test-forgotten-{os.getpid()}", "w"):  # nobody else's who runs these tests as well
+    with open("/dev/shm/PREFIXforgotten", "w"):
         pass
 
 def test_shared_memory_of_others():
@@ -81,7 +81,7 @@ def test_shared_memory_of_others():
     other.stdin.write(b"go\\n")
     other.stdin.flush()
     assert other.stdout.readline() == b"made\\n"
-    assert f"syncvar-test-of-others-{other.pid}" in os.listdir("/dev/shm")
+    assert "PREFIXof-others" in os.listdir("/dev/shm")
 
 def test_semaphore_of_others():
     # A program that started before this test, as another program of this machine: its name does not tell that it is used.
@@ -134,8 +134,9 @@ IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # as under nohup in th
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaks")
     shorter = CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4").replace("AGAIN_S = 20.0", "AGAIN_S = 3.0")
-    (folder / "conftest.py").write_text(shorter)
-    (folder / "test_leaks.py").write_text(LEAKS)
+    prefix = f"syncvar-test-{os.getpid()}-"  # another run of these tests has others
+    (folder / "conftest.py").write_text(shorter.replace('_PREFIX = "syncvar-"', f'_PREFIX = "{prefix}"'))
+    (folder / "test_leaks.py").write_text(LEAKS.replace("PREFIX", prefix))
     (folder / "pytest.ini").write_text("[pytest]\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", str(folder)],
@@ -155,7 +156,7 @@ def outcome(tmp_path_factory):
         ("test_zombie", r"child process \d+"),
         ("test_socket_file", r"file /tmp/sv-\w+/forgotten\.sock"),
         ("test_job_folder", r"file /tmp/sv-\w+/syncvar/12ab34cd"),
-        ("test_shared_memory", r"shared memory /dev/shm/syncvar-test-forgotten-\d+"),
+        ("test_shared_memory", r"shared memory /dev/shm/syncvar-test-\d+-forgotten"),
         ("test_semaphore_of_its_own", r"shared memory /dev/shm/sem\.mp-\w+"),
     ],
 )
