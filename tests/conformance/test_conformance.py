@@ -11,8 +11,8 @@ import reporting
 _CASES = collection.load()
 _NOW = [case for case in _CASES if not collection.waits(case)]
 _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
-# Each pair of a number of replicas and a path is one launch. By default 1 to 3 replicas, and each path once.
-_DEFAULT = {(1, "auto"), (2, "auto"), (2, "zmq"), (3, "hosts")}
+# Each pair of a number of replicas and a path is one launch. By default 1 to 3 replicas, once each; links are those of two hosts.
+_DEFAULT = {(1, "auto"), (2, "auto"), (3, "hosts")}
 _OVER_PROCESSES = [
     pytest.param(replicas, category, transport, marks=[] if (replicas, transport) in _DEFAULT else [pytest.mark.slow])
     for transport in ("auto", "zmq", "hosts")

@@ -25,7 +25,7 @@ def syncvar(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("transport", ["auto", "zmq"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_a_benchmark_starts_its_own_workers(syncvar, tmp_path, transport):
     ended = syncvar(
         "bench", "all_reduce", "-b", "8", "-e", "4K", "-f", "8", "-n", "5", "--workers", "2", "--json", "x.json", "--transport", transport

@@ -128,6 +128,7 @@ def test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75(
     assert os.listdir(tmp_path / "c") == [f"step-{stops[0]:010d}"], "and nothing else, the lock neither"
 
 
+@pytest.mark.slow  # by default test_restarts.py tells the launcher to end, lets the ranks save and goes on
 def test_the_example_that_is_stopped_by_sigterm_to_the_launcher_and_run_again_ends_as_one_left_alone(launch, tmp_path):
     target, last_line = ["-m", "syncvar.examples.resume"], "steps=200 weights_sha256="
     whole = launch(target=target, arguments=[str(tmp_path / "whole"), "--steps", "200"])

@@ -19,7 +19,7 @@ LAYOUTS = {
 ENVIRONMENT = {"SYNCVAR_REPORT_AFTER_S": "0.02", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "two hosts" else name for name in LAYOUTS])
 def refusals(request, launch):
     """Run the program in a layout; returns how many calls were refused, the same on all ranks."""
 

@@ -130,9 +130,15 @@ def test_f12_guardian_killed(launch, nothing_left_behind):
     assert job.wait() == 0, str(job)
 
 
-@pytest.mark.parametrize("phase", "SRCXKE")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"])
-def test_f13_launcher_told_to_end(launch, phase, number, code):
+@pytest.mark.parametrize(
+    ("number", "code", "phase"),
+    [
+        pytest.param(number, code, phase, id=f"{name}-{phase}", marks=pytest.mark.slow if name == "INT" and phase in "SRCE" else [])
+        for name, number, code in (("TERM", signal.SIGTERM, 143), ("INT", signal.SIGINT, 130))
+        for phase in "SRCXKE"
+    ],
+)
+def test_f13_launcher_told_to_end(launch, number, code, phase):
     job = start(launch, phase)
     sent = job.send(number)
     assert job.wait() == code, str(job)

@@ -62,7 +62,7 @@ def check(launch, workers, path):
     assert f"hosts {2 if path == 'hosts' else 1} sha256 {expected()}" in job.out, str(job)
 
 
-@pytest.mark.parametrize("path", ["auto", "zmq", "hosts"])
+@pytest.mark.parametrize("path", ["hosts", *(pytest.param(path, marks=pytest.mark.slow) for path in ("auto", "zmq"))])
 def test_24_shards_on_three_workers(launch, path):
     check(launch, 3, path)
 

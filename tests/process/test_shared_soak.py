@@ -28,7 +28,7 @@ def test_random_calls(launch, workers, calls):
     soaked(launch, workers, 70 + workers, calls, 90)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_same_calls_over_links(launch, workers):
     soaked(launch, workers, 70 + workers, 300, 60, "zmq")
 

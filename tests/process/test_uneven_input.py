@@ -89,6 +89,7 @@ def test_a_reader_that_fails_is_told_to_all_and_the_job_goes_on(launch):
     assert [event["total"] for event in job.events("after")] == [3.0] * 3
 
 
+@pytest.mark.slow  # its worlds in one process run by default: tests/contract/test_example_evaluate.py
 def test_two_workers_evaluate_1797_digits_as_one_does(launch):
     job = launch(target=["-m", "syncvar.examples.evaluate"], workers=2)
     assert job.wait() == 0, str(job)

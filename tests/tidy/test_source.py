@@ -1,6 +1,7 @@
 """What the source may not contain, read from its syntax trees, and what imports may not load."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -24,6 +25,11 @@ ALLOWED = {
     ("syncvar/notebook.py", "cloudpickle"),
     ("syncvar/bootstrap.py", "compile"), ("syncvar/bootstrap.py", "exec"),  # the user's own script, as `python script.py` does
 }  # fmt: skip
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
 
 
 def dotted(node):
@@ -68,7 +74,7 @@ def test_nothing_executes_what_comes_from_outside():
     found = [
         (name, line, word)
         for name, path in ((str(path.relative_to(REPOSITORY)), path) for path in SOURCES)
-        for line, word in unsafe(ast.parse(path.read_text()))
+        for line, word in unsafe(tree_of(path))
         if (name, word) not in ALLOWED
     ]
     assert not found, found
@@ -99,7 +105,7 @@ def test_no_test_is_left_out():
     found = [
         (str(path.relative_to(REPOSITORY)), node.lineno, dotted(node))
         for path in TESTS
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and dotted(node) in words
     ]
     assert not found, found
@@ -146,11 +152,11 @@ def received_names(tree):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_log_templates_and_formats_are_our_own(path):
     """What another process has sent may stand in a log, and is never what a log or a text is made by."""
-    assert not list(templates(ast.parse(path.read_text())))
+    assert not list(templates(tree_of(path)))
 
 
 def test_no_name_comes_from_the_wire():
-    found = {str(path.relative_to(REPOSITORY)): list(received_names(ast.parse(path.read_text()))) for path in READERS}
+    found = {str(path.relative_to(REPOSITORY)): list(received_names(tree_of(path))) for path in READERS}
     assert len(found) > 40
     assert not {name: words for name, words in found.items() if words}
 
@@ -197,7 +203,7 @@ def wall_clock(tree):
 
 def test_the_wall_clock_decides_nothing():
     """Clocks of hosts differ and jump: deadlines and waits are measured by the monotonic clock, here and nowhere else."""
-    found = {str(path.relative_to(REPOSITORY)): set(wall_clock(ast.parse(path.read_text()))) for path in SOURCES}
+    found = {str(path.relative_to(REPOSITORY)): set(wall_clock(tree_of(path))) for path in SOURCES}
     assert {name: words for name, words in found.items() if words} == SHOWN_TIMES
     assert not re.search(r"\b(now|utcnow|today|fromtimestamp)\(", (REPOSITORY / "syncvar/wire/moments.py").read_text())
 
