@@ -47,6 +47,31 @@ class ArrayProtocol(NDArrayOperatorsMixin):
             return value.astype(dtype)
         return value.copy() if copy else value
 
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
+    ) -> Any:
+        """Return a copy of the value for another library: `torch.from_dlpack(v)`. What reading costs, and one copy.
+
+        It is a copy because the value may not be written to, and what some libraries make of it may be.
+
+        Raises:
+            BufferError: No copy is wanted, or DLPack of NumPy does not know the dtype.
+        """
+        if copy is False:
+            raise BufferError(f"the value of variable {self.name!r} is given away as a copy only: leave out copy=False")
+        value = self.read_value(copy=False)
+        if value.dtype.kind == "V":
+            raise BufferError(
+                f"NumPy's DLPack does not know {value.dtype}: write np.asarray(v), or "
+                f"torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
+            )
+        made = value.copy()
+        return made.__dlpack__(stream=stream) if max_version is None else made.__dlpack__(max_version=max_version, dl_device=dl_device)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the number of DLPack for the memory of the CPU."""
+        return 1, 0
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(one, ArrayProtocol) for one in kwargs.get("out") or ()) or method == "at":
             raise TypeError(

@@ -360,3 +360,28 @@ def test_a_library_that_is_not_here_is_named(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(WireError, match="tensors of torch in it, which cannot be imported here"):
         unpack_object(packed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_libraries_take_variables_by_dlpack(layout):
+    """As a copy: what they make of it may be written to, and the variable's value may not."""
+
+    def fn():
+        v = sv.Variable(np.arange(3.0) + 1)
+        taken = np.from_dlpack(v)
+        given = TensorOfOldDLPack(0.0)
+        given.array = v
+        old = np.from_dlpack(given)
+        assert (v.__dlpack_device__(), taken.tolist(), old.tolist()) == ((1, 0), [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+        taken[...] = 0.0
+        counted = sv.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        counted.assign_add(1.0)
+        assert float(np.from_dlpack(counted)) == 2.0  # reads as NumPy does, with all
+        assert v.numpy().tolist() == [1.0, 2.0, 3.0]
+        with pytest.raises(BufferError, match="as a copy only"):
+            np.from_dlpack(v, copy=False)
+        with pytest.raises(BufferError, match="does not know bfloat16"):
+            np.from_dlpack(sv.Variable(np.ones(2, ml_dtypes.bfloat16)))
+        return type(sv.all_reduce(v)) is np.ndarray
+
+    assert everywhere(fn, layout) == [True, True]
