@@ -71,7 +71,7 @@ def _library_of(kind: Any) -> Library | None:
         return None
     if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__):
         return _TORCH
-    if any(base.__module__ == "jax" and base.__name__ == "Array" for base in kind.__mro__):
+    if any(base.__module__.partition(".")[0] in ("jax", "jaxlib") for base in kind.__mro__):
         return _JAX
     return _ANY if hasattr(kind, "__array_namespace__") else _ANY._replace(give=None)
 
