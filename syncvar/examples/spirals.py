@@ -1,4 +1,4 @@
-"""Two spirals to tell apart: the task of `torch_gradients` and `jax_gradients`, and how a worker takes part in it."""
+"""Two spirals to tell apart: the task of `torch_module`, `torch_gradients` and `jax_gradients`, and how a worker takes part in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     # (weights, points, labels) -> mean loss and the gradient of each weight
     Gradients = Callable[[list[NDArray[Any]], NDArray[Any], NDArray[Any]], tuple[float, list[Any]]]
 
-__all__ = ["SHAPES", "Points", "Trained", "make_points", "report", "train"]
+__all__ = ["BATCH", "HIDDEN", "LEARNING_RATE", "SHAPES", "STEPS", "Points", "Trained", "make_points", "report", "train"]
 
 HIDDEN = 32
 SHAPES = (

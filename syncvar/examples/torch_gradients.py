@@ -48,7 +48,7 @@ def main() -> None:
     ) -> tuple[float, list[Any]]:
         take(weights)
         loss = functional.cross_entropy(scores(inputs), torch.from_numpy(labels))
-        return loss.item(), [found.numpy() for found in torch.autograd.grad(loss, parameters)]
+        return loss.item(), list(torch.autograd.grad(loss, parameters))
 
     def accuracy(weights: list[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any]) -> float:
         take(weights)

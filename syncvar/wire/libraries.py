@@ -100,7 +100,10 @@ def _give_to_torch(array: NDArray[Any], like: Any) -> Any:
         array = array.copy()
     if array.dtype.kind == "V":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    try:
+        return torch.from_numpy(array)
+    except ValueError:  # one element of a record, whose stride it refuses
+        return torch.from_numpy(array.copy())
 
 
 def _wrote_to_torch(tensor: Any) -> None:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.examples import easgd, jax_gradients, local_sgd, model_parallel, spirals, torch_gradients
+from syncvar.examples import (
+    easgd,
+    jax_gradients,
+    local_sgd,
+    model_parallel,
+    spirals,
+    torch_gradients,
+    torch_module,
+)
 from syncvar.testing import run_ranks
 
 
@@ -75,7 +83,7 @@ def test_three_ranks_cannot_share_two_stages():
         everywhere(3, model_parallel.train)
 
 
-@pytest.mark.parametrize(("module", "example", "pip"), [("torch", torch_gradients, "syncvar[torch]"), ("jax", jax_gradients, "syncvar[jax]")])
+@pytest.mark.parametrize(("module", "example", "pip"), [("torch", torch_module, "syncvar[torch]"), ("torch", torch_gradients, "syncvar[torch]"), ("jax", jax_gradients, "syncvar[jax]")])
 def test_a_missing_library_is_named_in_one_line(monkeypatch, module, example, pip):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit) as ended:

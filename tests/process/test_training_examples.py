@@ -1,17 +1,8 @@
-"""The training examples as a user starts them; those with gradients by other libraries: `pytest -m peers`.
+"""The training examples as a user starts them; those with other libraries: `pytest -m tensors`."""
 
-The folder of the peers' environments is `.peers`, or what SYNCVAR_PEERS says: `torch` is made by `python bench/compare.py
---setup`, `jax` by `python -m venv .peers/jax && .peers/jax/bin/pip install jax`.
-"""
-
-import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-PEERS = Path(os.environ.get("SYNCVAR_PEERS", ".peers")).absolute()
 
 
 def test_local_sgd(launch):
@@ -38,18 +29,22 @@ def test_model_parallel(launch):
     assert float(re.search(r"workers=4 steps=30 largest_difference=(\S+)", job.out).group(1)) < 1e-9
 
 
-@pytest.mark.peers
-@pytest.mark.slow
+@pytest.mark.tensors
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("library", ["torch", "jax"])
-def test_gradients_by_another_library(launch, library, workers):
-    site = next(iter((PEERS / library / "lib").glob("python3*/site-packages")), None)
-    assert site is not None, f"no {library} under {PEERS}: see the beginning of this file"
-    own = next(path for path in sys.path if path.endswith("site-packages"))
-    job = launch(
-        target=["-m", f"syncvar.examples.{library}_gradients"], workers=workers, env={"PYTHONPATH": f"{own}:{site}"}
-    )
+@pytest.mark.parametrize("example", ["torch_module", "torch_gradients", "jax_gradients"])
+def test_with_another_library(launch, example, workers):
+    job = launch(target=["-m", f"syncvar.examples.{example}"], workers=workers)
     assert job.wait(100) == 0, str(job)
     accuracy = float(re.search(rf"accuracy=(\S+) workers={workers}", job.out).group(1))
     assert accuracy > 0.97
-    assert f"gradients by {library}" in job.out
+    assert f"gradients by {example.partition('_')[0]}" in job.out
+
+
+@pytest.mark.tensors
+def test_a_module_goes_on_from_its_checkpoint_on_another_number_of_workers(launch, tmp_path):
+    losses = []
+    for workers in (2, 3):
+        job = launch(target=["-m", "syncvar.examples.torch_module", str(tmp_path / "saved")], workers=workers)
+        assert job.wait(100) == 0, str(job)
+        losses.append(float(re.search(r"loss (\S+)", job.out).group(1)))
+    assert losses[1] < losses[0]

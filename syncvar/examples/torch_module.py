@@ -1,0 +1,72 @@
+"""A module of PyTorch, trained by PyTorch's own optimizer on all workers.
+
+    pip install 'syncvar[torch]'
+    syncvar-launch --workers 4 -m syncvar.examples.torch_module [FOLDER]
+
+Three lines make the program of one process one of many: the parameters of all workers become rank 0's, each worker takes its part
+of a batch, and the gradients are averaged where they lie before each step. With a FOLDER, module and optimizer are restored from
+there and saved to it, on any number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+
+import numpy as np
+
+import syncvar as sv
+from syncvar.examples.spirals import BATCH, HIDDEN, LEARNING_RATE, STEPS, Trained, make_points, report
+
+
+def main() -> None:
+    """Run as one worker."""
+    try:
+        import torch
+    except ImportError:
+        sys.exit("this example trains a module of PyTorch: pip install 'syncvar[torch]'")
+    from torch import nn
+    from torch.nn import functional
+
+    sv.init()  # first, for it says how many threads each worker may use
+    rank, workers = sv.rank(), sv.world_size()
+    points = make_points()
+    inputs, labels = torch.from_numpy(points.inputs), torch.from_numpy(points.labels)
+
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    checkpoint = sv.Checkpoint(model=model, optimizer=optimizer)
+    folder = sys.argv[1] if len(sys.argv) > 1 else None
+    if folder is not None and os.path.exists(folder):
+        checkpoint.restore(folder)
+    for parameter in model.parameters():
+        sv.broadcast(parameter, out=parameter)
+
+    draw = np.random.default_rng(2)  # all workers draw the same batches and take their own part of each
+    own = 0.0  # loss of the last step, summed over this worker's rows
+    for _ in range(STEPS):
+        mine = np.array_split(draw.choice(len(labels), BATCH), workers)[rank]
+        optimizer.zero_grad()
+        # Parts may be uneven (five workers, say): what is averaged over workers has to be a mean over the whole batch.
+        loss = functional.cross_entropy(model(inputs[mine]), labels[mine], reduction="sum")
+        (loss * workers / BATCH).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        sv.all_reduce(gradients, "mean", out=gradients)  # one transfer
+        optimizer.step()
+        own = loss.item()
+
+    if folder is not None:
+        checkpoint.save(folder)
+    with torch.no_grad():
+        accuracy = float((model(inputs).argmax(dim=1) == labels).float().mean())
+    made = hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.state_dict().values()))
+    report(
+        Trained(float(sv.all_reduce(own)) / BATCH, accuracy, made.hexdigest()),
+        f"torch {torch.__version__}, module",
+    )
+
+
+if __name__ == "__main__":
+    main()
