@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMISES = tomllib.loads((REPOSITORY / "tests" / "promises.toml").read_text())["promise"]
 KEYS = {"says", "test", "set", "constant", "amount", "cases", "ids"}
-MARKS = {"default": "not slow", "slow": "slow and not peers"}  # as pyproject.toml and .ci/run have them
+MARKS = {"default": "not slow and not tensors", "slow": "slow and not peers"}  # as pyproject.toml and .ci/run have them
 
 
 def collected(marks):
@@ -55,8 +55,9 @@ def test_a_promise_is_kept(promise, cases):
         assert promise["constant"] in names, f"{function} does not use {promise['constant']}"
 
 
-def test_ci_runs_both_sets():
+def test_ci_runs_every_set():
     text = (REPOSITORY / ".ci" / "run").read_text()
+    assert "pytest -q -m tensors" in text
     assert f"-m '{MARKS['slow']}'" in text
     assert "pytest" in text
     addopts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
