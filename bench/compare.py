@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from comparison import acceptance, bounds, machine, picture
 from comparison.crowd import crowd
+from comparison.everyday import everyday
 from comparison.grouped import grouped
 from comparison.halves import halves
 from comparison.joined import joined
@@ -49,6 +50,7 @@ PARTS: dict[str, Callable[[Setting], Part]] = {
     "half": halves,
     "resnet50": resnet50,
     "grouped": grouped,
+    "everyday": everyday,
     "launch": launch,
     "import": importing,
     "crowd": crowd,

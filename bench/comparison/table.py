@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVES", "KINDS", "Spread", "compare", "grid", "number", "size_name", "spread", "tables"]
 
-KINDS = ("private", "resident", "variable")
+KINDS = ("private", "resident", "variable", "plain variable")
 COLLECTIVES = {
     "all_reduce": {
         "private": "private arrays: sv.all_reduce(x, out=out), Allreduce(x, out), torch all_reduce(tensor) in place",
         "resident": "resident arrays: x = sv.empty(...); sv.all_reduce(x, out=x). The peers: private arrays",
         "variable": "v.assign_add(x); v.read_value(copy=False) in strategy.run. The peers: MPI, private arrays",
+        "plain variable": "v.assign_add(x); v.read_value(copy=False) outside every scope. The peers: MPI, private arrays",
     },
     "broadcast": {
         "private": "sv.broadcast(x, out=x), Bcast(x), torch broadcast(tensor); size: the vector; the slowest rank",
@@ -97,7 +98,7 @@ def compare(times: Times, plan: Plan, peers: Sequence[str]) -> list[dict[str, An
 
 def rivals_of(kind: str, peers: Iterable[str]) -> list[str]:
     """Return the peers that a kind is compared with: variables with MPI alone."""
-    return [peer for peer in peers if kind != "variable" or peer in MPI]
+    return [peer for peer in peers if not kind.endswith("variable") or peer in MPI]
 
 
 def tables(times: Times, plan: Plan, libraries: Sequence[Library], rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,12 +1,13 @@
 """Times of syncvar's collectives: `syncvar-launch --workers 2 bench/peers/peer_syncvar.py`.
 
-Kinds: "private" (ordinary arrays), "resident" (arrays of `sv.empty`; reduced and broadcast in place) and "variable" (a
-write to an ON_WRITE variable in a step of a strategy, then a read; for all_reduce).
+Kinds: "private" (ordinary arrays), "resident" (arrays of `sv.empty`; reduced and broadcast in place), "variable" (a write to
+an ON_WRITE variable in a step of a strategy, then a read; for all_reduce) and "plain variable" (the same outside every scope).
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,11 @@ def main() -> None:
     chosen.measure = [work for work in chosen.measure if work[1] not in skipped]
 
     def make(kind: str, values: Values) -> Case:
-        if kind != "variable":
+        if not kind.endswith("variable"):
             return _of_arrays(sv.empty if kind == "resident" else np.empty, values, in_place=kind == "resident")
         if values.collective != "all_reduce":
-            raise Refused("the kind variable is for all_reduce")
-        return _of_variable(strategy, values)
+            raise Refused(f"the kind {kind} is for all_reduce")
+        return _of_variable(strategy if kind == "variable" else None, values)
 
     results, refused = measure_all(team, chosen, make)
     finish(team, chosen, results, refused=refused, skipped=skipped)
@@ -75,10 +76,11 @@ def _of_arrays(empty: Callable[..., np.ndarray[Any, Any]], values: Values, *, in
     return array_case(x, lambda: call(x, out=out), out)
 
 
-def _of_variable(strategy: sv.Strategy, values: Values) -> Case:
+def _of_variable(strategy: sv.Strategy | None, values: Values) -> Case:
+    """Return the case of a variable that is written in `run` of a strategy, or outside every scope."""
     kind = numpy_dtype(values.dtype)
     x = np.empty(values.count, kind)
-    with strategy.scope():
+    with nullcontext() if strategy is None else strategy.scope():
         v = sv.Variable(
             np.zeros(values.count, kind),
             synchronization=sv.VariableSynchronization.ON_WRITE,
@@ -94,7 +96,7 @@ def _of_variable(strategy: sv.Strategy, values: Values) -> Case:
         call,
         lambda: v.read_value(copy=False),
         in_place=True,
-        within=strategy.run,
+        within=None if strategy is None else strategy.run,
     )
 
 

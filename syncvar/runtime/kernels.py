@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import operator
 from functools import lru_cache
 from math import prod
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function of ours
 
-__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "quiet", "reduction", "register_op"]
+__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "quiet", "quiet_caller", "reduction", "register_op"]
 
 OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
 _UFUNCS: dict[str, np.ufunc] = {
@@ -41,6 +42,27 @@ def quiet() -> np.errstate:
     What the caller has told NumPy (`np.seterr`, warnings as errors) is a matter of one rank, and the result is not.
     """
     return np.errstate(all="ignore")
+
+
+def quiet_caller() -> Callable[..., Any]:
+    """Return a function that calls another one inside `quiet()`, which is entered in 0.1 us instead of 0.8; for one thread at a time.
+
+    Since NumPy 2 what `np.seterr` sets belongs to a context of Python's, and this makes one, once.
+
+    Example:
+        >>> quiet_caller()(np.geterr)["over"]
+        'ignore'
+    """
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+
+        def call(function: Callable[..., Any], *arguments: Any) -> Any:
+            with quiet():
+                return function(*arguments)
+
+        return call
+    context = contextvars.copy_context()
+    context.run(np.seterr, all="ignore")
+    return context.run
 
 
 class Reduction(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SEGMENT_BYTES, SPREAD
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
-from syncvar.runtime.kernels import divided, finish, reduction
+from syncvar.runtime.kernels import finish, quiet_caller, reduction
 from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
@@ -141,6 +141,8 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
     ]
     mine = slots[rank]
     checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
+    quietly = quiet_caller()
+    divisor = np.asarray(size, accumulate) if how.is_mean else None
     straight = kind == accumulate and not how.is_mean and apply is None
     levels = [_levels(channel, side, [one[side] for one in slots], shape, accumulate) for side in (0, 1)]
     pairs = [steps[0][:2] if straight and len(steps) == 1 else None for steps in levels]  # of two ranks
@@ -152,7 +154,9 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
         if straight:
             return total
         if apply is not None:
-            apply(out, divided(how, total, size), out=out, casting="same_kind")
+            if divisor is not None:
+                np.divide(total, divisor, out=total)
+            apply(out, total, out=out, casting="same_kind")
             return out  # type: ignore[no-any-return]
         result = finish(how, total, size)
         if out is None:
@@ -162,13 +166,11 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
 
     def ended(steps: Levels, out: Any) -> NDArray[Any]:
         if apply is not None:
-            with np.errstate(all="ignore"):
-                return combined(steps, out)
+            return quietly(combined, steps, out)  # type: ignore[no-any-return]
         try:
             return combined(steps, out)
         except (FloatingPointError, Warning):  # what overflows is infinite, on all ranks
-            with np.errstate(all="ignore"):
-                return combined(steps, out)
+            return quietly(combined, steps, out)  # type: ignore[no-any-return]
 
     def rest(check: int, target: int, out: Any) -> Generator[int, None, NDArray[Any]]:
         yield from agreed(channel, check, target)

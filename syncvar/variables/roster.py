@@ -219,15 +219,17 @@ class Roster:
         if self._is_paused:
             return
         owner = self.owner
-        found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001  (its other half)
         is_due = self._is_running
         if not is_due and owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
             self.writes += 1
-            is_due = _is_due(self.writes, owner.check_every) and bool(self.entries)
+            every = owner.check_every
+            is_due = every > 0 and self.writes % every == 0 and bool(self.entries)
         if not is_due:
-            for entry, _ in found:
-                entry.is_told = False
+            for one in variables:
+                if one._entry is not None:  # noqa: SLF001  (its other half)
+                    one._entry.is_told = False  # noqa: SLF001
             return
+        found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001
         mended = {entry.number for entry, _ in found if entry.is_told}  # perhaps, by this write
         for entry, _ in found:
             entry.is_told = False

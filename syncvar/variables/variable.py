@@ -550,10 +550,12 @@ class Variable(Taught, ArrayProtocol):
         if isinstance(x, Variable):
             x = x.read_value()
         if shortcut is not None:
-            array = self._plain_operand(operation, x)
+            is_plain = type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape
+            array = x if is_plain else self._made_plain(operation, x)
             if array is not None and self._is_written_by(shortcut, array):
                 self._count_write()
-                self._count_increment(operation)
+                if self._is_counted:
+                    self._count_increment(operation)
                 return self
         if action is None:
             action = self._decide(operation)
@@ -595,13 +597,12 @@ class Variable(Taught, ArrayProtocol):
                 made = reduction_shortcut(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
                 if made is not None:
                     self._prepared[operation] = made
-            self._count_increment(operation)
+            if self._is_counted:
+                self._count_increment(operation)
         return self
 
-    def _plain_operand(self, operation: Operation, x: Any) -> NDArray[Any] | None:
+    def _made_plain(self, operation: Operation, x: Any) -> NDArray[Any] | None:
         """Return the operand of a prepared write; None where the long way has to refuse it, and to tell the others."""
-        if type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape:
-            return x
         number = None if self._shape else number_array(x, self._dtype)
         if number is not None:
             return number
@@ -622,7 +623,7 @@ class Variable(Taught, ArrayProtocol):
 
     def _count_increment(self, operation: Operation) -> None:
         """Count what replicas have added up at once, and let AUTO decide if it is time: outside every scope, by this count."""
-        if not self._is_counted or operation is Operation.ASSIGN:
+        if operation is Operation.ASSIGN:
             return
         self._added += 1
         roster = self._owner.roster

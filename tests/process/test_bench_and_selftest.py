@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +99,7 @@ def test_benchmarks_inside_a_job(launch):
 
 PLANTED = """
 import sys
+from pathlib import Path
 import numpy as np, syncvar as sv
 real = sv.all_reduce
 
@@ -218,3 +220,18 @@ def test_a_wrong_command_line(syncvar, arguments, words):
     assert ended.returncode == 2
     assert words in ended.stderr
     assert ended.stdout == ""
+
+
+def test_what_is_written_every_day_is_measured_and_verified(syncvar, tmp_path):
+    """The worker scripts of bench/compare.py: each call is compared with what must come out before it is timed."""
+    peers = Path(__file__).resolve().parents[2] / "bench" / "peers"
+    for script, more in (("everyday_syncvar.py", []), ("peer_syncvar.py", ["--measure", "all_reduce/plain variable/8,4096"])):
+        command = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", peers / script, "--seconds", "0.01", *more, "--result", tmp_path / script]
+        env = {**os.environ, "SYNCVAR_LAUNCH_START_METHOD": "fork"}
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env)
+        assert ended.returncode == 0, ended.stderr
+    kinds = {row["kind"]: row["median_us"] for row in json.loads((tmp_path / "everyday_syncvar.py").read_text())["results"]}
+    assert len(kinds) == 8
+    assert min(kinds.values()) > 0
+    rows = json.loads((tmp_path / "peer_syncvar.py").read_text())["results"]
+    assert [(row["kind"], row["size"]) for row in rows] == [("plain variable", 8), ("plain variable", 4096)]

@@ -167,3 +167,33 @@ def test_the_parameters_of_resnet_50(bench):
     tensors = tomllib.loads(text)["tensors"]
     assert (len(tensors), sum(prod(tensor["shape"]) for tensor in tensors)) == (161, 25_557_032)
     assert len({tensor["name"] for tensor in tensors}) == 161
+
+
+def test_what_is_written_every_day_is_told_as_a_multiple_within_one_run(bench, monkeypatch):
+    everyday, rounds, part = bench("comparison.everyday"), bench("comparison.rounds"), bench("comparison.part")
+    us = {everyday.PLAIN: 3.0, "v.assign_add(x)": 7.5, "v.assign_add(x) in run": 4.5, "all_reduce(1.0)": 3.0, "all_reduce(x, timeout=5.0)": 3.0}
+    runs = [{"results": [{"kind": kind, "median_us": times * time} for kind, time in us.items()]} for times in (1, 10, 2)]
+    monkeypatch.setattr(everyday, "turn", lambda *_: None)
+    monkeypatch.setattr(everyday, "interleave", lambda *_: rounds.Found({"syncvar": runs}, {}))
+    setting = part.Setting({"syncvar": object()}, (2,), rounds.Effort(0.1, 3, 10), 64)
+    made = everyday.everyday(setting)
+    assert [(one.value, one.word) for one in made.verdicts] == [(2.5, "MISSED"), (1.5, "aim"), (1.0, "aim"), (1.0, "aim")]
+    assert not made.failed
+    monkeypatch.setattr(everyday, "interleave", lambda *_: rounds.Found({"syncvar": []}, {"syncvar": "broken"}))
+    made = everyday.everyday(setting)
+    assert made.failed
+    assert words(made.verdicts) == ["not measured"] * 4
+
+
+def test_plain_variables_are_compared_as_those_in_run(bench):
+    bounds, table = bench("comparison.bounds"), bench("comparison.table")
+    assert table.rivals_of("plain variable", ["torch", "mpich"]) == ["mpich"]
+    for kind in ("variable", "plain variable"):
+        assert kind in table.COLLECTIVES["all_reduce"]
+        assert words(bounds.judge_rows([row(1.2, kind=kind)], "float32")) == ["MISSED"]
+
+
+def test_every_part_and_every_kind_is_described(bench):
+    text = (BENCH / "README.md").read_text(encoding="utf-8")
+    for name in (*bench("compare").PARTS, *bench("comparison.table").KINDS):
+        assert f"\n| `{name}` |" in text
