@@ -495,8 +495,9 @@ class Generation:
         did_not_answer = "; " in position  # then how we ended it says less
         did_as_told = told is not None and told.error == "SystemExit" and told.exit_code == 128 + signal.SIGTERM
         if told is not None and told.error and not did_not_answer and not did_as_told:
-            if not place and not position.startswith("waiting"):
-                return told.reason.removeprefix("uncaught ").split("\n", 1)[0]
+            is_hit = told.error in ("PeerLost", "GroupBroken")  # then it matters where it was, else what it raised
+            if not position.startswith("waiting") and not (place and is_hit):
+                return told.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]
             return f"{doing(position, place)}; then {told.error}"
         return doing(position, place)
 

@@ -251,8 +251,13 @@ def _grouped(raised: Sequence[Raised]) -> list[list[Raised]]:
     groups: dict[str, list[Raised]] = {}
     for one in raised:
         if one.traceback.strip():
-            groups.setdefault(_split(one.traceback)[0], []).append(one)
+            groups.setdefault(_split(_impersonal(one))[0], []).append(one)
     return list(groups.values())
+
+
+def _impersonal(one: Raised) -> str:
+    """Return a traceback as any rank would have it that says the same of itself."""
+    return re.sub(rf"\brank {one.rank}\b", "this rank", one.traceback)
 
 
 def _split(traceback: str) -> tuple[str, str]:
@@ -268,22 +273,29 @@ def _split(traceback: str) -> tuple[str, str]:
 def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
     """Show one traceback, that of the first of a group, and in what those of others differ."""
     calls, message = _split(group[0].traceback)
-    by_message: dict[str, list[int]] = {}
+    by_message: dict[str, list[Raised]] = {}
     for one in group:
-        by_message.setdefault(_split(one.traceback)[1], []).append(one.rank)
+        by_message.setdefault(_split(_impersonal(one))[1], []).append(one)
+    alike, *different = by_message.values()
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:
         head = min(_HEAD_LINES, limit // 2)
         gone = len(lines) - limit
         lines = [*lines[:head], f"  ({gone} lines left out; -v shows them)", *lines[head - limit :]]
-    title = f"evidence: {'traceback' if calls else 'last words'} of {rank_list([one.rank for one in group])}"
-    if len(by_message) > 1:
-        title += f", with the message of {rank_list(by_message.pop(message))}"
-        others = [(ranks, text.split("\n", 1)[0]) for text, ranks in by_message.items()]
-        lines += [f"{rank_list(ranks)}: {text}" for ranks, text in others[:_MESSAGES]]
-        if len(others) > _MESSAGES:
-            lines.append(f"{rank_list(rank for ranks, _ in others[_MESSAGES:] for rank in ranks)}: other messages")
+    title = f"evidence: {'traceback' if calls else 'last words'} of {_ranks(group)}"
+    if different:
+        title += f", with the message of {_ranks(alike)}"
+        known = message.split("\n")
+        for some in different[:_MESSAGES]:
+            own = _split(some[0].traceback)[1].split("\n")
+            lines.append(f"{_ranks(some)}: {next((line for line in own if line not in known), own[0])}")
+        if len(different) > _MESSAGES:
+            lines.append(f"{_ranks([one for some in different[_MESSAGES:] for one in some])}: other messages")
     return [title, *_shown(lines)]
+
+
+def _ranks(raised: Sequence[Raised]) -> str:
+    return rank_list([one.rank for one in raised])
 
 
 def _shown(lines: Sequence[str]) -> list[str]:

@@ -129,6 +129,14 @@ def test_where_messages_differ_three_are_listed():
     )
 
 
+def test_what_a_rank_says_of_itself_makes_no_difference():
+    text = block(*[trace(7, f"ConfigError: no such op\nrefused on rank {rank}; see rank 7") for rank in range(7)])
+    assert "evidence: traceback of ranks 0-6\n" in text
+    assert text.endswith("  ConfigError: no such op\n  refused on rank 0; see rank 7\n")
+    text = block(trace(7, "KeyError: 1\nnote a"), trace(7, "KeyError: 1\nnote b"))
+    assert text.endswith("  note a\n  rank 1: note b\n"), "the first line that differs"
+
+
 def test_errors_of_others_are_shown_but_those_that_follow_from_the_first():
     text = block(trace(1, "A"), trace(2, "B"), trace(3, "PeerLost: …"), trace(2, "B"), trace(4, "C"), trace(5, "D"), own=(2,))
     assert [line for line in text.split("\n") if line.startswith("evidence: ")] == [
