@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from syncvar_launcher.directory import JobDirectory
+    from syncvar_launcher.events import EventLog
     from syncvar_launcher.forking import ForkServer
     from syncvar_launcher.job import Job
     from syncvar_launcher.output import OutputForwarder, Stream
@@ -63,6 +64,7 @@ class Generation:
     Args:
         job: What is started.
         forwarder: Where the output of the ranks goes.
+        events: Where what happens is noted.
         outlets: What the forwarder writes to.
         directory: A private directory, fresh.
         watch: What asks to end.
@@ -77,6 +79,7 @@ class Generation:
         self,
         job: Job,
         forwarder: OutputForwarder,
+        events: EventLog,
         outlets: Outlets,
         directory: JobDirectory,
         watch: Watch,
@@ -92,6 +95,7 @@ class Generation:
         self.options = chosen
         self.config = job.config
         self.forwarder = forwarder
+        self.events = events
         self.outlets = outlets
         self.directory = directory
         self.watch = watch
@@ -99,6 +103,7 @@ class Generation:
         self.restarts = restarts
         self.began, self.job_began = watch.now(), began
         self.has_met = had_met
+        self.met: int | None = None  # which generation has met last
         self.positions: dict[int, str] = {}
         self.has_said = False
         self.server = server
@@ -191,6 +196,8 @@ class Generation:
                     pass_fds=self.job.pass_fds(),
                     named=named,
                 )
+                pid = self.agent.workers[rank].process.pid
+                self.events.add("rank_start", rank=rank, host=self.job.host_name(rank), pid=pid, restarts=self.restarts)
         except OSError as error:
             raise cannot_start(argv[0], error) from error
         finally:
@@ -266,10 +273,12 @@ class Generation:
             self._do(self.supervisor.tick(now))
             for sentence in (*self.store.take_said(), *self.sharing.take_said()):
                 self.has_said = True
+                self.events.add("stall" if sentence in self.store.stalls else "notice", text=sentence)
                 self.forwarder.say(f"syncvar: {sentence}\n")
             if self.store.failure is not None and self.supervisor.job_cause is None:
                 self._do(self.supervisor.did_not_meet(self.store.failure.reason, now))
             idle = self.forwarder.tick(now)
+            self.events.flush()
             if self.forwarder.broken and not self.supervisor.interrupted:
                 self._do(self.supervisor.signalled(signal.SIGPIPE, now))
 
@@ -288,10 +297,14 @@ class Generation:
                 self.supervisor.goodbye(event.rank)
             elif event.record.get("event") == "failed":
                 self.forwarder.conceal(event.rank, "err", str(event.record.get("written", "")))  # `tell` shows it, once for all
+                self.events.add("rank_failed", rank=event.rank, error=event.record["error"], message=event.record["message"])
                 self._do(self.supervisor.failed(event.rank, event.record, now))
             elif event.record.get("event") == "takes_notice":
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
         elif isinstance(event, Ended):
+            code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
+            worker = self.agent.workers.get(event.rank)
+            self.events.add("rank_end", rank=event.rank, pid=worker and worker.process.pid, exit_code=code, signal=number)
             self._serve(now)
             coordinator = self.store.coordinator
             joined = event.rank in coordinator.roll.members and event.rank not in coordinator.left
@@ -322,11 +335,14 @@ class Generation:
     def _serve(self, now: float) -> None:
         self.store.serve(now)
         coordinator = self.store.coordinator
-        self.has_met = self.has_met or coordinator.roll.is_complete
+        if coordinator.roll.is_complete and coordinator.roll.generation != self.met:
+            self.has_met, self.met = True, coordinator.roll.generation
+            self.events.add("met", generation=self.met, after_s=now - self.began)
         if coordinator.broken_by is not None:  # a rank gave up; the others have just been told why
             self.sharing.abort(coordinator.roll.generation)
 
     def _interrupt(self, number: int, now: float) -> None:
+        self.events.add("signal", signal=number, name=exits.signal_name(number))
         debugged = self.options.debug
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
             self.agent.send([debugged], signal.SIGINT)  # Ctrl-C belongs to the rank that has the terminal
@@ -343,6 +359,7 @@ class Generation:
             number = self.watch.passing.popleft()
             self.passed.add(number)
             self.agent.send_groups(number)
+            self.events.add("signal_forwarded", signal=number, name=exits.signal_name(number))
             if self.options.verbose:
                 self.forwarder.say(f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n")
 

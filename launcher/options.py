@@ -76,6 +76,7 @@ class LaunchOptions(NamedTuple):
         cwd: The folder in which the ranks start, absolute.
         log_dir: The folder for one file for each rank and stream, absolute, or None.
         output: Whose lines are shown while the job runs: "all", "first", "failed", "none" or ranks such as "0,3-5".
+        events: The file to which what happens is appended, absolute, or None.
         timestamps: Put the local time before each line.
         color: "auto", "always" or "never"; ask `color_on`.
         timeout_s: The time limit of the whole job, in seconds; infinite for none.
@@ -105,6 +106,7 @@ class LaunchOptions(NamedTuple):
     cwd: Path
     log_dir: Path | None
     output: str
+    events: Path | None
     timestamps: bool
     color: str
     timeout_s: float
@@ -179,6 +181,7 @@ _OPTIONS = (
         "output", ("--output",), _OUTPUT, f"show {', '.join(output.MODES)}, or ranks 0,3-5", "output", "WHICH", "all",
     ),
     _Option("log_dir", ("--log-dir",), _OUTPUT, "write one file for each rank and stream", "folder", "DIR"),
+    _Option("events", ("--events",), _OUTPUT, "append what happens to the job as JSON lines", "folder", "FILE"),
     _Option("timestamps", ("--timestamps",), _OUTPUT, "put the local time before each line", "switch", default=False),
     _Option("color", ("--color",), _OUTPUT, "colour the prefixes", "choice", "WHEN", "auto", ("auto", "always", "never")),
     _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
@@ -342,6 +345,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         cwd=folder,
         log_dir=base / values["log_dir"] if values["log_dir"] is not None else None,
         output=values["output"],
+        events=base / values["events"] if values["events"] is not None else None,
         timestamps=values["timestamps"],
         color=values["color"],
         timeout_s=values["timeout"],

@@ -9,8 +9,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import syncvar
 from syncvar_launcher import exits
 from syncvar_launcher.directory import JobDirectory
+from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.forking import ForkServer
     from syncvar_launcher.job import Job
     from syncvar_launcher.options import LaunchOptions
+    from syncvar_launcher.supervise import Outcome
 
 __all__ = ["run"]
 
@@ -44,6 +47,17 @@ def run(job: Job, server: ForkServer | None) -> int:
 def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
     chosen = job.options
     forwarder = _forwarder(chosen, outlets)
+    events = EventLog(chosen.events, job.job_id, lambda text: forwarder.say(f"syncvar: {text}\n"))
+    with contextlib.closing(events):
+        return _started(job, server, outlets, forwarder, events)
+
+
+def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: OutputForwarder, events: EventLog) -> int:
+    chosen = job.options
+    events.add(
+        "job_start", version=syncvar.__version__, host=job.host, hosts=len(job.hosts.sizes), workers=chosen.workers, kind=chosen.kind,
+        target=chosen.target, start_method=chosen.start_method, max_restarts=chosen.max_restarts, options=_digest(chosen), pid=os.getpid(),
+    )  # fmt: skip
     job.records.remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
     number, had_met = 0, False
@@ -57,19 +71,26 @@ def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
                     stack.enter_context(server)
                 directory = JobDirectory(job.environ)
                 stack.callback(directory.remove)
-                generation = Generation(job, forwarder, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
+                generation = Generation(job, forwarder, events, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
                 outcome = generation.run()
             code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
             decision = restarting.after(generation.ending(outcome))
             generation.tell(outcome, is_last=not decision.restarts)
+            culprit = _culprit(generation, outcome)
+            if code == exits.PREEMPTED and outcome.cause is None:
+                events.add("preempted", signal=outcome.interrupted or None)
             if not decision.restarts:
                 if decision.reason and not outcome.interrupted:
                     forwarder.say(f"syncvar: not started again: {decision.reason}\n")
                 break
             forwarder.say(f"syncvar: {decision.reason}, in {decision.pause_s:g} s, as generation {number}\n")
+            events.add(
+                "restart", number=restarting.number, reason=decision.reason, pause_s=decision.pause_s, generation=number, **culprit
+            )
             ended = _pause(forwarder, outlets, watch, decision.pause_s, began, chosen.timeout_s)
             if ended is not None:
                 code = code if code == exits.PREEMPTED else ended[0]
+                culprit = {"rank": None, "why": ended[1].split("\n", 1)[0]}
                 forwarder.say(ended[1])
                 break
             dropped = outlets.renew()
@@ -85,8 +106,27 @@ def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
         if watch.is_orphan:  # whose folder for the results of its workers nobody else removes now
             shutil.rmtree(job.environ.get("SYNCVAR_RESULT_DIR", ""), ignore_errors=True)
         if outlets.dropped and not code:  # all ranks ended in order, but not all that they wrote could be written
-            return 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
+            code = 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
+        events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
+        events.close(0.0 if watch.pending else patience_s(job.config))
     return code
+
+
+def _culprit(generation: Generation, outcome: Outcome) -> dict[str, object]:
+    """Return who failed first, and how, for events."""
+    cause = outcome.cause
+    return {"rank": cause.rank if cause is not None and cause.rank >= 0 else None, "why": generation.ending(outcome).why}
+
+
+def _digest(chosen: LaunchOptions) -> str:
+    """Return a digest of all settings, by which starts of a job can be compared."""
+    import hashlib
+
+    from syncvar_launcher.show import settings_rows
+
+    rows = [row[:2] for row in settings_rows(chosen) if not row[0].startswith("env.")]
+    told = repr((rows, sorted(chosen.env)))  # values of variables may be secrets
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def _pause(

@@ -33,6 +33,7 @@ class Store:
         keys: What a tcp endpoint is protected by.
 
     Attributes:
+        stalls: Which of the sentences to show tell of a long wait.
         seen: Says of a rank what can be seen of its process, for instance ", CPU busy"; nothing unless it is set.
     """
 
@@ -47,6 +48,7 @@ class Store:
     ) -> None:
         self.coordinator = Coordinator(world_size, job_id, config, generation)
         self.said: list[str] = []
+        self.stalls: set[str] = set()
         self.seen: Callable[[int], str] = lambda _: ""
         self.failure: Fail | None = None
         self.refused_messages = 0
@@ -155,6 +157,8 @@ class Store:
         for action in actions:
             if isinstance(action, Say):
                 self.said.append(action.text)
+                if action.is_stall:
+                    self.stalls.add(action.text)
             elif isinstance(action, Mute):
                 words = f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
                 self.coordinator.mute(action.rank, words)

@@ -33,9 +33,10 @@ class Tell(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Show a sentence to the user."""
+    """Show a sentence to the user; `is_stall`: somebody waits for others for long."""
 
     text: str
+    is_stall: bool = False
 
 
 class Fail(NamedTuple):
@@ -278,7 +279,7 @@ class Coordinator:
         for key, sentence, late in stalls(list(self._reports.values()), now, self.config.stall_warning_s):
             if now - self._said.get(key, -_REPEAT_STALL_S) >= _REPEAT_STALL_S:
                 self._said[key] = now
-                actions.append(Say(sentence))
+                actions.append(Say(sentence, is_stall=True))
                 asked = [rank for rank in late if rank in self.roll.members and rank not in self.left and rank not in self.gone]
                 for rank in asked:
                     self.asked.setdefault(rank, now)

@@ -175,6 +175,7 @@ WALL_CLOCK = {"time.time", "time.time_ns", "time.ctime", "time.gmtime", "time.lo
 # What a person reads: the time beside a line of output, in a record and in a lock; and the user's own dates,
 # which are data. Nothing is decided by it.
 SHOWN_TIMES = {
+    "launcher/events.py": {"time.time"},
     "launcher/output.py": {"datetime"},
     "launcher/running.py": {"time.time"},
     "syncvar/runtime/recorder.py": {"time.time_ns"},
