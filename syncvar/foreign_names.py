@@ -13,7 +13,7 @@ from syncvar.config import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["WORDS", "Word", "explained", "missing", "op_of", "unexpected", "words_text"]
+__all__ = ["WORDS", "Word", "explained", "missing", "op_hint", "op_of", "unexpected", "words_text"]
 
 SEVERAL_HOSTS = (
     "syncvar-launch starts the workers of one host; for several, start the script on each with torchrun --nnodes 2 "
@@ -368,6 +368,26 @@ def op_of(name: str) -> str:
         ('mean', 'min')
     """
     return _OPS.get(name, name)
+
+
+def op_hint(op: Any, known: Iterable[str]) -> str:
+    """Return what to write instead of something that is no op, or an empty text.
+
+    Args:
+        op: A word, or a member of another library, as ReduceOp.AVG of torch or MPI.SUM, which its last word tells.
+        known: Ops that there are, in lower case.
+
+    Example:
+        >>> op_hint("MPI.SUM", ["sum", "mean"]), op_hint("ReduceOp.AVG", ["sum", "mean"]), op_hint("meen", ["sum", "mean"])
+        (": write 'sum'", ": write 'mean'", ' (did you mean mean?)')
+    """
+    known = tuple(known)
+    last = str(getattr(op, "name", op)).lower().replace("_", ".").rpartition(".")[2]
+    if op_of(last) in known:
+        return f": write {op_of(last)!r}"
+    if text := explained("op", last):
+        return f": {text}"
+    return nearest(op.lower(), known) if isinstance(op, str) else ""
 
 
 def words_text() -> str:

@@ -152,7 +152,11 @@ def shards_request(
     like = shards[ids[0]] if ids else None
     op = op.lower() if isinstance(op, str) else op
     if op not in _OPS:
-        raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {op!r}")
+        from syncvar.foreign_names import op_hint, op_of
+
+        given, op = op, op_of(str(op))
+        if op not in _OPS:
+            raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {given!r}{op_hint(given, _OPS)}")
     for index, _ in () if kind is None else kind.arrays:
         reduction(op, dtype_from_index(index))  # refuses a dtype that has no sum
     told = _Told(tuple(runs_of(ids)), kind)

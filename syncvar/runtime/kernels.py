@@ -286,20 +286,11 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
 
 
 def _no_op(op: Any) -> str:
-    """Return why something is no op; members of other libraries, as ReduceOp.AVG, are known by their last word."""
-    from syncvar.config import nearest
-    from syncvar.foreign_names import explained, op_of
+    """Return why something is no op."""
+    from syncvar.foreign_names import op_hint
 
     known = (*OPS, *_registered)
-    last = str(getattr(op, "name", op)).lower().replace("_", ".").rpartition(".")[2]
-    ours = op_of(last)
-    if ours in known:
-        hint = f": write {ours!r}"
-    elif text := explained("op", last):
-        hint = f": {text}"
-    else:
-        hint = nearest(op, known) if isinstance(op, str) else ""
-    return f"op must be one of {', '.join(known)}, not {op!r:.100}{hint}"
+    return f"op must be one of {', '.join(known)}, not {op!r:.100}{op_hint(op, known)}"
 
 
 @lru_cache(maxsize=256)

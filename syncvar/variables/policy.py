@@ -355,4 +355,10 @@ def as_member(kind: type[_E], given: Any, what: str) -> _E:
         return kind[given.upper()]
     names = list(kind.__members__)
     hint = nearest(given.upper(), names) if isinstance(given, str) else ""
+    if "MEAN" in names and not hint:  # of ops, for which others have words of their own
+        from syncvar.foreign_names import op_hint, op_of
+
+        if isinstance(given, str) and op_of(given.lower()).upper() in names:
+            return kind[op_of(given.lower()).upper()]
+        hint = op_hint(given, map(str.lower, names))
     raise ConfigError(f"{what} must be one of {', '.join(names)}, not {given!r}{hint}")

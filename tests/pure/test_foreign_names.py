@@ -134,6 +134,9 @@ class Member:
 def test_an_average_is_a_mean(op):
     assert sv.all_reduce(np.array([2, 4]), op).tolist() == [2.0, 4.0]
     assert sv.all_reduce({"a": 1}, op)["a"].dtype == np.float64
+    assert sv.all_reduce_shards({0: X}, op).tolist() == [1.0, 1.0]
+    assert sv.get_strategy().reduce(op, X, axis=0) == 1.0
+    assert sv.Variable(0.0, aggregation=op).aggregation is sv.VariableAggregation.MEAN
 
 
 @pytest.mark.parametrize(
@@ -155,6 +158,15 @@ def test_an_average_is_a_mean(op):
 def test_a_foreign_op_is_explained(op, said):
     with pytest.raises(ConfigError, match="^op must be one of sum, mean, .*" + said):
         sv.all_reduce(X, op)
+
+
+def test_a_foreign_reduction_of_a_strategy_is_explained():
+    with pytest.raises(ConfigError, match=r"not 'ReduceOp.AVG': write 'mean'$"):
+        sv.get_strategy().reduce("ReduceOp.AVG", X, axis=0)
+    with pytest.raises(ConfigError, match=r"aggregation must be one of .*: write 'sum'$"):
+        sv.Variable(0.0, aggregation=Member("MPI_SUM"))
+    with pytest.raises(ConfigError, match=r"op of all_reduce_shards must be one of .*: write 'mean'$"):
+        sv.all_reduce_shards({0: X}, Member("AVG"))
 
 
 def test_accepted_words(tmp_path):
