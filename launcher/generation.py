@@ -127,6 +127,7 @@ class Generation:
         self.inquiries = Inquiries(directory.path, self._about, self.stacks, self.store.coordinator.position, chosen.workers)
         self.memory = OutOfMemory(self.began)
         self.store.seen = self._activity
+        self.store.place = self.stacks.place_now
         self.busy: dict[int, tuple[float, float]] = {}
         self.passed: set[int] = set()
         self.looked = 0.0
@@ -388,7 +389,7 @@ class Generation:
         self.looked = now
         running = sorted(self.supervisor.running & self.agent.workers.keys())
         self.memory.look({rank: self.agent.workers[rank].process.pid for rank in running}, now)
-        asked = self.store.coordinator.asked
+        asked = self.store.coordinator.stalls.asked
         self.busy = {rank: self.busy.get(rank) or (now, self.agent.busy_s(rank)) for rank in running if rank in asked}
         for rank in running:
             stopped = self.agent.state(rank) == "T"

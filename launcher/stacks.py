@@ -23,6 +23,7 @@ __all__ = ["Asked", "Stacks"]
 
 _LARGE = 1 << 20  # bytes of a file, after which it begins anew
 _PAUSE_S = 0.001
+_MOMENT_S = 0.1
 
 
 class Asked(NamedTuple):
@@ -81,6 +82,13 @@ class Stacks:
         for rank, asked in self._noted.items():
             if asked.start >= 0 or asked.instead == STOPPED:
                 self.places[rank] = self.line(asked)
+
+    def place_now(self, rank: int) -> str:
+        """Ask a rank where it stands, and wait a moment for the answer; empty where there is none."""
+        asked, until = self.ask(rank), time.monotonic() + _MOMENT_S
+        while self.answer(asked) is None and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+        return self.line(asked) if asked.start >= 0 else ""
 
     # -- at any time ----------------------------------------------------------------------------------------------
 

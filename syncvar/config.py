@@ -135,7 +135,7 @@ class RuntimeConfig(_Settings):
     heartbeat_interval_s: float = _knob("s", "time between signs of life on a link", 0.01, default=1.0)
     suspect_after_s: float = _knob("s", "silence after which a rank is suspected", default=5.0)
     lost_after_s: float = _knob("s", "silence after which a rank is lost", default=15.0)
-    stall_warning_s: float = _knob("s", "wait after which one sentence says who waits for whom", default=10.0)
+    stall_warning_s: float = _knob("s", "wait after which one sentence says who waits for whom, and what those do; again after 6 and 30 times as long", default=10.0)
     report_after_s: float = _knob("s", "wait after which a rank reports its call to the arbiter", 0.01, default=0.1)
     collective_timeout_s: float = _knob("s", "longest wait of a call that is given no timeout", default=1800.0)
     abort_grace_s: float = _knob("s", "time for survivors to end by themselves after a failure", default=2.0)

@@ -795,7 +795,7 @@ class Engine:
             elif kind == "left":
                 self._peer_left(message["rank"], message["entered"], message["skipped"])
             elif kind == "are_you_there":
-                self._tell("here")
+                self._tell("here", **self.recorder.whereabouts())
 
     def _aborted(self, message: Message) -> None:
         operation = self._active.get((message["group"], message["call"]))

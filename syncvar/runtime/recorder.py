@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
 from syncvar.runtime.sites import call_site, main_stack
+from syncvar.stacks import where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -214,6 +215,16 @@ class Recorder:
         """Return what the ring holds, oldest first."""
         return [_event(entry) for entry in self._entries()]
 
+    def whereabouts(self) -> dict[str, Any]:
+        """Return the last call of this rank, its age in seconds, whether it is over, and where the main thread stands."""
+        calls = (event for event in map(_event, reversed(self._entries())) if event.group >= 0 and event.call >= 0)
+        last = next(calls, None)
+        stack = where(main_stack(), _folder())
+        if last is None:
+            return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
+        age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
+        return {"last": f"{last.what} (call {last.call})", "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
+
     def record(self, reason: str = "", *, is_final: bool = True, stack: Sequence[Frame] = ()) -> dict[str, Any]:
         """Return the ring and who this is, as plain data.
 
@@ -348,6 +359,12 @@ def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:
     return {
         str(ident): {"name": names[ident], "site": call_site(ident)} for ident in sorted(used) if ident in names
     }
+
+
+def _folder() -> str:
+    with contextlib.suppress(OSError):  # somebody has removed it
+        return os.getcwd()
+    return ""
 
 
 def _boot() -> str:

@@ -35,6 +35,7 @@ class Store:
     Attributes:
         stalls: Which of the sentences to show tell of a long wait.
         seen: Says of a rank what can be seen of its process, for instance ", CPU busy"; nothing unless it is set.
+        place: Says where a rank stands of which no Python thread answers, for instance "in user code, train.py:49"; likewise.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Store:
         self.said: list[str] = []
         self.stalls: set[str] = set()
         self.seen: Callable[[int], str] = lambda _: ""
+        self.place: Callable[[int], str] = lambda _: ""
         self.failure: Fail | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
@@ -161,8 +163,9 @@ class Store:
                     self.stalls.add(action.text)
             elif isinstance(action, Mute):
                 words = f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
-                self.coordinator.mute(action.rank, words)
-                self.said.append(f"rank {action.rank}: {words}")
+                self.coordinator.stalls.mute(action.rank, words)
+                place = self.place(action.rank)
+                self.said.append(f"rank {action.rank}: {words}" + (f", {place}" if place else ""))
             elif isinstance(action, Fail):
                 self.failure = self.failure or action
             else:

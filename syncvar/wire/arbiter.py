@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from syncvar.topology import rank_list
 
-__all__ = ["Report", "Verdict", "find_deadlock", "find_mismatch", "stalls"]
+__all__ = ["Report", "Stall", "Verdict", "find_deadlock", "find_mismatch", "stalls"]
 
 _MISMATCH = (
     "the ranks do not make the same call. Write the same calls in the same order on every rank, with the same shape and "
@@ -163,14 +163,31 @@ def _cycle(arrows: dict[int, list[int]]) -> list[int]:
     return []
 
 
-def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tuple[int, int], str, list[int]]]:
-    """Return ((group, call), sentence, who has not come) for each call waited for longer than `after_s` seconds."""
+class Stall(NamedTuple):
+    """A call that has been waited for for long.
+
+    Args:
+        key: (group, call).
+        waited_s: Since it began to be waited for.
+        sentence: Who waits for whom, since when and where.
+        late: Ranks that have not come.
+    """
+
+    key: tuple[int, int]
+    waited_s: float
+    sentence: str
+    late: list[int]
+
+
+def stalls(reports: list[Report], now: float, after_s: float) -> list[Stall]:
+    """Return each call that has been waited for for longer than `after_s` seconds."""
     calls: dict[tuple[int, int], list[Report]] = {}
     for report in reports:
         calls.setdefault((report.group, report.call), []).append(report)
     result = []
     for key, here in sorted(calls.items()):
-        if now - min(report.since for report in here) < after_s:
+        waited_s = now - min(report.since for report in here)
+        if waited_s < after_s:
             continue
         present = {report.rank for report in reports if report.entered.get(key[0], -1) >= key[1]}
         late = [rank for rank in here[0].members if rank not in present]
@@ -182,8 +199,8 @@ def stalls(reports: list[Report], now: float, after_s: float) -> list[tuple[tupl
         verb = "waits" if len(here) == 1 else "wait"
         whom = f"{rank_list(late)}, not there yet" if late else "data; all ranks are there"
         sentence = (
-            f"{rank_list(r.rank for r in here)} {verb} since {now - min(r.since for r in here):.0f} s in "
+            f"{rank_list(r.rank for r in here)} {verb} since {waited_s:.0f} s in "
             f"{here[0].describe()} for {whom}"
         )
-        result.append((key, sentence + ("; " + "; ".join(others) if others else ""), late))
+        result.append(Stall(key, waited_s, sentence + "".join(f"; {other}" for other in others), late))
     return result

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import WireError
 from syncvar.topology import rank_list
-from syncvar.wire.arbiter import Report, Verdict, find_deadlock, find_mismatch, stalls
+from syncvar.wire.arbiter import Report, Verdict, find_deadlock, find_mismatch
 from syncvar.wire.control import Message, pack_message
 from syncvar.wire.membership import Member, RollCall
+from syncvar.wire.stalling import Stalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
 
 __all__ = ["Action", "Coordinator", "Fail", "Mute", "Say", "Tell"]
-
-_REPEAT_STALL_S = 30.0
-_ANSWER_S = 1.0  # a rank has a thread that answers, whatever its program does, unless something keeps Python from running
 
 
 class Tell(NamedTuple):
@@ -76,9 +74,7 @@ class Coordinator:
         self.gone: dict[int, str] = {}
         self.broken_by: tuple[int, str] | None = None
         self._reports: dict[tuple[int, int, int], Report] = {}
-        self._said: dict[tuple[int, int], float] = {}
-        self.asked: dict[int, float] = {}  # ranks that were asked whether they are there, and have not answered: since when
-        self._mute: dict[int, str] = {}
+        self.stalls = Stalls(config.stall_warning_s)
         self.has_warned = False
 
     # -- messages of ranks ----------------------------------------------------------------------------------------
@@ -109,9 +105,7 @@ class Coordinator:
             self.left.clear()
             self.broken_by = None
             self._reports.clear()
-            self._said.clear()
-            self.asked.clear()
-            self._mute.clear()
+            self.stalls = Stalls(self.config.stall_warning_s)
         actions: list[Action] = [Say(warning)] if warning and not self.has_warned else []
         self.has_warned = True  # at the first meeting: who meets again is the same
         data: dict[int, bytes] = {}  # by host: whom it reaches where depends on it
@@ -130,8 +124,7 @@ class Coordinator:
         if kind == "report":
             return self._report(rank, message, now)
         if kind == "here":
-            self.asked.pop(rank, None)
-            self._mute.pop(rank, None)
+            self.stalls.here(rank, message, now)
             return []
         if kind == "resumed":
             self._reports.pop((rank, message["group"], message["call"]), None)
@@ -201,16 +194,11 @@ class Coordinator:
                 actions += self._rendezvous_failed(roll, failure)
         if self._reports:
             actions += self._judge(now)
-            actions += self._warn(now)
-        for rank, since in self.asked.items():
-            if now - since >= _ANSWER_S and not (rank in self._mute or rank in self.gone or rank in self.left):
-                self._mute[rank] = "no Python thread answers"
-                actions.append(Mute(rank, now - since))
+        told = self.stalls.tick(list(self._reports.values()), now, self._may_answer)
+        actions += [Say(sentence, is_stall=True) for sentence in told.sentences]
+        actions += self._tell(told.ask, pack_message("are_you_there"))
+        actions += [Mute(rank, seconds) for rank, seconds in told.silent]
         return actions
-
-    def mute(self, rank: int, words: str) -> None:
-        """Note in words what a rank does of which no thread answers."""
-        self._mute[rank] = words
 
     # -- what others may ask --------------------------------------------------------------------------------------
 
@@ -223,7 +211,7 @@ class Coordinator:
             return "finished"
         if rank not in self.roll.members:
             return "not joined yet"
-        return "not waiting in any call" + (f"; {self._mute[rank]}" if rank in self._mute else "")
+        return "not waiting in any call" + (f"; {silence}" if (silence := self.stalls.silence(rank)) else "")
 
     def host(self, rank: int) -> str:
         """Return the host of a rank that has joined, else an empty text."""
@@ -274,17 +262,8 @@ class Coordinator:
         )
         return self._tell(verdict.members, data)
 
-    def _warn(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for key, sentence, late in stalls(list(self._reports.values()), now, self.config.stall_warning_s):
-            if now - self._said.get(key, -_REPEAT_STALL_S) >= _REPEAT_STALL_S:
-                self._said[key] = now
-                actions.append(Say(sentence, is_stall=True))
-                asked = [rank for rank in late if rank in self.roll.members and rank not in self.left and rank not in self.gone]
-                for rank in asked:
-                    self.asked.setdefault(rank, now)
-                actions += self._tell(asked, pack_message("are_you_there"))
-        return actions
+    def _may_answer(self, rank: int) -> bool:
+        return rank in self.roll.members and rank not in self.left and rank not in self.gone
 
     def _poison(self, rank: int, message: Message) -> list[Action]:
         group, call = message["group"], message["call"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -40,6 +41,9 @@ try:
         print("again", sv.all_reduce(1), flush=True)
     if "kill" in sys.argv:
         if sv.rank() == 1:
+            until = time.monotonic() + 20
+            while "not there yet" not in open("out0").read() and time.monotonic() < until:
+                time.sleep(0.01)  # late
             os.kill(os.getpid(), signal.SIGKILL)
         sv.barrier()
 except sv.SyncvarError as error:
@@ -167,12 +171,16 @@ def test_tf_config(start):
 
 def test_a_killed_rank_is_told(start):
     number = free_ports(2)
-    told = [torch(rank, 3, number) for rank in range(3)]
+    told = [torch(rank, 3, number, SYNCVAR_STALL_WARNING_S=0.2) for rank in range(3)]
     results = start(told, "kill")
     assert results[1][0] == -signal.SIGKILL
     for code, out in (results[0], results[2]):
         assert code == 3, out
         assert "PeerLost rank 1" in out
+    stall = re.search(r"ranks? .* since \d+ s in barrier \(call 1\) at script.py:\d+ in <module> for (.*), not there yet; (.*)", results[0][1])
+    assert stall[1] == "rank 1", results[0][1]
+    late = r"rank 1: last call all_reduce\(sum, float64\[3\]\) \(call 0\), \d+ s ago, now in user code, script.py:(\d+)"
+    assert SCRIPT.split("\n")[int(re.fullmatch(late, stall[2])[1]) - 1].strip().startswith(("time.sleep", "while")), stall[2]
 
 
 def test_a_contradiction_names_both_sources(launch):

@@ -13,6 +13,7 @@ from syncvar.cli import main
 ENDLESS = {
     "SYNCVAR_SUSPECT_AFTER_S": "100", "SYNCVAR_LOST_AFTER_S": "100", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100",
     "SYNCVAR_HANDSHAKE_TIMEOUT_S": "100", "SYNCVAR_TERM_GRACE_S": "0.5",
+    "SYNCVAR_STALL_WARNING_S": "0.3",
 }  # fmt: skip
 
 HANGS = """
@@ -91,8 +92,11 @@ def places():
 
 
 @pytest.fixture
-def stacks(capsys):
+def stacks(capsys, monkeypatch):
     """Run `syncvar stacks` in this process; return its exit code, what it says of each rank, of the job, and of errors."""
+
+    # Jobs that run beside the tests are none of theirs.
+    monkeypatch.setattr("syncvar.cli.stacks._folders", lambda environ: [environ.get("XDG_RUNTIME_DIR", "") + "/syncvar"])
 
     def run(*arguments):
         capsys.readouterr()
@@ -122,6 +126,24 @@ def hanging(launch, stacks, **keywords):
     return job, told
 
 
+def check_stall(job):
+    """The stall line names last call, age and place of the late ranks, and comes again."""
+    start = rf"syncvar: rank 0 waits since \d+ s in all_reduce\(sum, float64\[3\]\) \(call 1\) at script.py:{line_of(HANGS, 'waits')} in hang for "
+    await_true(lambda: len(stall_lines(job)) > 1, what="the stall is told of again")
+    first, second = stall_lines(job)[:2]
+    for told in (first, second):
+        assert re.match(start, told), told
+        for rank in (1, 2, 5):
+            place = places()[rank].removeprefix(f"rank {rank}: ").removesuffix(".*")
+            assert re.search(rf"; rank {rank}: last call barrier \(call 0\), \d+ s ago, now {place}", told), f"{told}\n{job}"
+    silent = rf"syncvar: rank 4: no Python thread answers since 1 s, CPU idle \(state S\), {places()[4].removeprefix('rank 4: ')}"
+    assert re.search(silent, job.report), str(job)
+
+
+def stall_lines(job):
+    return [line for line in job.report.split("\n") if line.startswith("syncvar: rank 0 waits since ")]
+
+
 def test_ranks_tell_where_they_are_whatever_they_do(launch, stacks):
     job, (code, told, about, errors) = hanging(launch, stacks)
     assert (code, errors) == (0, "")
@@ -130,6 +152,7 @@ def test_ranks_tell_where_they_are_whatever_they_do(launch, stacks):
     assert "runpy" not in str(told)
     _, threads, *_ = stacks("--all-threads", name)
     assert re.search(r"  thread 0x\w+:\n.*  main thread:\n    \S*script.py:", threads["rank 2"], re.DOTALL), threads
+    check_stall(job)
     # What the program does with signals goes on working.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         os.kill(job.pids()[2], number)
@@ -216,4 +239,4 @@ def test_a_process_of_another_user_is_named(stacks, monkeypatch):
     ids=["spawn", "hosts", "links"],
 )  # fmt: skip
 def test_ranks_tell_where_they_are_however_they_began(launch, stacks, keywords):
-    hanging(launch, stacks, **keywords)
+    check_stall(hanging(launch, stacks, **keywords)[0])

@@ -134,14 +134,14 @@ def test_no_false_deadlock_in_any_state_of_ranks_that_can_still_finish():
 
 def test_a_stall_says_who_waits_for_whom_since_when_and_where():
     reports = [report(0, 7, (0, 1, 2)), report(1, 7, (0, 1, 2), since=4.0), report(2, 8, (2, 3), since=9.0)]
-    ((key, sentence, late),) = stalls(reports, 12.0, 5.0)
-    assert (key, late) == ((7, 0), [2])
+    ((key, waited_s, sentence, late),) = stalls(reports, 12.0, 5.0)
+    assert (key, waited_s, late) == ((7, 0), 12.0, [2])
     assert sentence.startswith("ranks 0, 1 wait since 12 s in call of group 7 (call 0) at a.py:1 for rank 2, not there yet")
     assert sentence.endswith("rank 2 waits in call of group 8 (call 0) at a.py:1")
 
 
 def test_a_short_wait_is_no_stall_and_ranks_that_are_all_there_wait_for_data():
     assert stalls([report(0, 7, (0, 1))], 4.9, 5.0) == []
-    ((_, sentence, late),) = stalls([report(rank, 7, (0, 1)) for rank in (0, 1)], 6.0, 5.0)
+    ((_, _, sentence, late),) = stalls([report(rank, 7, (0, 1)) for rank in (0, 1)], 6.0, 5.0)
     assert "data; all ranks are there" in sentence
     assert late == []

@@ -239,25 +239,73 @@ def test_a_left_block_dooms_the_calls_up_to_its_end():
     assert "KeyError" in messages[0][0]["text"]
 
 
-def test_a_stall_is_said_once_and_again_after_half_a_minute():
+HERE = {"last": "barrier (call 3)", "age_s": 11.6, "is_over": True, "stack": "in user code, a.py:9 < a.py:1"}
+WAITS = "rank 0 waits since {} s in barrier (call 4) at a.py:1 for ranks 1, 2, not there yet"
+
+
+def sentences(actions):
+    return [action.text for action in actions if isinstance(action, Say)]
+
+
+def test_a_stall_names_what_the_late_ranks_did_last_and_where_they_are():
     coordinator = joined()
     say(coordinator, 0, "report", now=0.0, **report())
-    said = [now for now in range(60) for action in coordinator.tick(float(now)) if isinstance(action, Say)]
-    assert said == [10, 40]
+    assert coordinator.tick(9.8) == []
+    assert kinds(told(coordinator.tick(10.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
+    say(coordinator, 1, "here", now=10.1, **HERE)
+    assert coordinator.tick(10.1) == [], "the other one may answer yet"
+    say(coordinator, 2, "here", now=10.2, **HERE | {"last": "", "stack": ""})
+    assert sentences(coordinator.tick(10.2)) == [
+        WAITS.format(10) + "; rank 1: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1; rank 2: no call yet"
+    ]
+    assert coordinator.tick(50.0) == []
+    assert kinds(told(coordinator.tick(60.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
+    for rank in (1, 2):
+        say(coordinator, rank, "here", now=60.0, **HERE | {"is_over": False, "age_s": 3.0})
+    assert sentences(coordinator.tick(60.0)) == [
+        WAITS.format(60) + "; ranks 1, 2: last call barrier (call 3), under way since 3 s, now in user code, a.py:9 < a.py:1"
+    ]
+
+
+def test_a_stall_is_said_after_10_60_and_300_seconds():
+    coordinator = joined()
+    say(coordinator, 0, "report", now=0.0, **report())
+    said = []
+    for now in range(1000):
+        for action in coordinator.tick(float(now)):
+            if isinstance(action, Tell):
+                say(coordinator, action.rank, "here", now=float(now), **HERE)
+        said += [now] * len(sentences(coordinator.tick(float(now))))
+    assert said == [10, 60, 300, 600, 900]
+
+
+def test_a_late_rank_that_reports_a_call_of_its_own_is_not_told_of_twice():
+    coordinator = joined()
+    say(coordinator, 0, "report", now=0.0, **report())
+    elsewhere = report(group=7, members=[1, 2], what="gather", site="b.py:2", entered={7: 4}, may_move=True)
+    say(coordinator, 1, "report", now=0.0, **elsewhere)
+    coordinator.tick(10.0)
+    for rank in (1, 2):
+        say(coordinator, rank, "here", now=10.0, **HERE)
+    first, second = sentences(coordinator.tick(10.0))
+    assert first.count("rank 1 ") == 1
+    assert first.endswith("; rank 1 waits in gather (call 4) at b.py:2; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1")
+    assert second.startswith("rank 1 waits since 10 s in gather")
 
 
 def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
     coordinator = joined()
     say(coordinator, 0, "report", now=0.0, **report())
-    actions = coordinator.tick(10.0)
-    assert kinds(told([one for one in actions if not isinstance(one, Say)])) == {1: ["are_you_there"], 2: ["are_you_there"]}
-    say(coordinator, 2, "here")
+    assert kinds(told(coordinator.tick(10.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
+    say(coordinator, 2, "here", now=10.0, **HERE)
     assert coordinator.tick(10.9) == []
-    assert coordinator.tick(11.0) == [Mute(1, 1.0)]
+    *said, mute = coordinator.tick(11.0)
+    assert mute == Mute(1, 1.0)
+    assert sentences(said) == [WAITS.format(11) + "; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1"]
     assert coordinator.tick(12.0) == []
-    coordinator.mute(1, "it sleeps")
+    coordinator.stalls.mute(1, "it sleeps")
     assert [coordinator.position(rank) for rank in (1, 2)] == ["not waiting in any call; it sleeps", "not waiting in any call"]
-    say(coordinator, 1, "here")
+    say(coordinator, 1, "here", **HERE)
     assert coordinator.position(1) == "not waiting in any call"
 
 
