@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.cli.records import Lost, Record, calls_of, duration, lost_ranks, members_of, names_of, newest
+from syncvar.stacks import where
 from syncvar.topology import rank_list
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ _BEFORE = 5
 _ELSEWHERE = 4
 _LINES = 16
 _REASON = 160
+_TOLD = "SystemExit: 143"  # how a worker ends that gets SIGTERM
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
 
 
@@ -252,7 +255,7 @@ def _instead(record: Record, one: Divergence, zero: int, names: Mapping[int, str
 
 
 def _first(reason: str) -> str:
-    line = reason.split("\n", 1)[0]
+    line = "told to end (SIGTERM)" if reason == _TOLD else reason.split("\n", 1)[0]
     return line if len(line) <= _REASON else f"{line[:_REASON]} …"
 
 
@@ -328,13 +331,20 @@ def _last(record: Record, zero: int, names: Mapping[int, str]) -> list[str]:
             text = f"{who}: in {where}, {last.what}, for {duration(record.written - last.began_ns)}"
         else:
             text = f"{who}: after {where}, {last.what}, {last.state} at {duration(last.ended_ns - zero)}"
-    site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
-    if site and site != "a place unknown":
-        text += f"; it stood at {site}"
+    text += _place(record, last)
     lines = [text]
     if record.reason:
         lines.append(f"  its record was made because: {_first(record.reason)}")
     return lines
+
+
+def _place(record: Record, last: Event | None) -> str:
+    """Say where in the program a rank stood: the thread of its last call, or else its main thread."""
+    site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
+    if site and site != "a place unknown":
+        return f"; it stood at {site}"
+    place = where(record.stack, os.getcwd()) if record.stack else ""
+    return f"; it stood {place}" if place.startswith("in ") else ""
 
 
 def _waiting(records: Sequence[Record]) -> list[str]:

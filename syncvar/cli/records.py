@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import ConfigError
 from syncvar.runtime.recorder import FORMAT, Event
+from syncvar.stacks import Frame
 from syncvar.topology import rank_list
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Record(NamedTuple):
         written: When it was made.
         groups: Members of the groups in it.
         threads: By number, name and place in the program of the threads that were alive then.
+        stack: The calls of the main thread then, innermost first; empty where they are not known.
         events: Oldest first.
     """
 
@@ -55,6 +57,7 @@ class Record(NamedTuple):
     written: int
     groups: Mapping[int, tuple[int, ...]]
     threads: Mapping[int, Mapping[str, str]]
+    stack: tuple[Frame, ...]
     events: tuple[Event, ...]
 
 
@@ -86,6 +89,7 @@ def as_record(data: Mapping[str, Any]) -> Record:
         written=int(data["written_ns"]) + offset,
         groups={int(group): tuple(members) for group, members in data["groups"].items()},
         threads={int(ident): dict(about) for ident, about in data["threads"].items()},
+        stack=tuple(Frame(str(file), int(line), str(name)) for file, line, name in data.get("stack", ())),
         events=tuple(sorted(events, key=lambda event: event.began_ns)),
     )
 

@@ -146,6 +146,16 @@ def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(how)
     assert f"rank 1: ended (exit {code}) without call 2" in text
 
 
+def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
+    waits = data(0, [*same(0, 1), call(1, SUM, 10, 90, "failed", detail="SystemExit: 143")], world=2, reason="SystemExit: 143")
+    stack = [["/home/load.py", 7, "read"], ["/home/train.py", 49, "<module>"]]
+    threads = {"1": {"name": "MainThread", "site": "a place unknown"}}  # its last call is over
+    text, _ = explained(records(waits, data(1, same(1, 1), world=2, reason="SystemExit: 143", stack=stack, threads=threads)))
+    assert "rank 1: never entered it; its call 0 was all_reduce(sum, float32[12]), done; it made no other call: told to end (SIGTERM)" in text
+    assert "done at 5.000 ms; it stood in user code, /home/load.py:7 < /home/train.py:49\n" in text
+    assert "it stood at train.py:10 in main" in text, "the call it waits in"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_explain_says_what_happened(name, tmp_path, capsys):
     make, code = CASES[name]
