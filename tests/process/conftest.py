@@ -11,8 +11,7 @@ collect_ignore = ["soak.py", "every_collective.py", "disagreeing.py"]  # scripts
 @pytest.fixture(autouse=True)
 def slowness_before(request):
     """Measure the machine's slowness just before a test of a module that asserts bounds."""
-    if hasattr(request.module, "check_bound") or hasattr(request.module, "slowness"):
-        measure_slowness()
+    measure_slowness(needed=hasattr(request.module, "check_bound") or hasattr(request.module, "slowness"))
 
 
 @pytest.fixture

@@ -209,6 +209,7 @@ class Job:
 
     def send(self, number):
         """Send a signal to the launcher; return when."""
+        measure_again()
         now = time.monotonic()
         self.process.send_signal(number)
         return now
@@ -216,6 +217,7 @@ class Job:
     def kill_rank(self, rank, number=signal.SIGKILL):
         """Send a signal to a rank; return when."""
         pid = self.pids()[rank]
+        measure_again()
         now = time.monotonic()
         os.kill(pid, number)
         return now
@@ -260,7 +262,9 @@ for line in sys.stdin.buffer:
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 """
-_measured_s = []  # by `probe_s` before the test that runs
+_measured_s = []  # by `probe_s` before and during the test that runs
+_measured_at = 0.0
+_FRESH_S = 1.0
 
 
 def probe_s():
@@ -278,9 +282,19 @@ def probe_s():
     return time.monotonic() - began
 
 
-def measure_slowness():
-    """Measure before a test how slow the machine is, for `check_bound`."""
-    _measured_s[:] = [probe_s()]
+def measure_slowness(*, needed=True):
+    """Measure before a test how slow the machine is, for `check_bound`; forget it where a test has no bounds."""
+    global _measured_at
+    _measured_s[:] = [probe_s()] if needed else []
+    _measured_at = time.monotonic()
+
+
+def measure_again():
+    """Measure once more just before what a bound counts from, where the last time was long ago."""
+    global _measured_at
+    if _measured_s and time.monotonic() - _measured_at > _FRESH_S:
+        _measured_s.append(probe_s())
+        _measured_at = time.monotonic()
 
 
 def slowness():
@@ -292,13 +306,16 @@ def check_bound(name, seconds, bound_s):
     """Print a measured time and fail where it exceeds its bound times the slowness of the machine.
 
     The bound is asserted as it stands in the fault matrix, which is for a machine that has nothing else to do. Where
-    other programs take the cores, each step takes as many times longer as `probe_s` does, which was asked just before
-    the test. A time that is above even so is compared with the slowest of some more probes, for the load may have come
-    during the test.
+    other programs take the cores, each step takes as many times longer as `probe_s` does, which was asked just before.
+    A time that is above even so is compared with the slowest of more probes, over as long a time: the load, of other tests
+    that run at the same time for instance, may have come meanwhile.
     """
     allowed_s = bound_s * slowness()
     if seconds > allowed_s:
-        _measured_s.extend(probe_s() for _ in range(5))
+        probes, until = 0, time.monotonic() + seconds
+        while probes < 5 or time.monotonic() < until:
+            _measured_s.append(probe_s())
+            probes += 1
         allowed_s = bound_s * slowness()
     print(f"BOUND {name}: {seconds:.3f} s, bound {bound_s:g} s, allowed now {allowed_s:.3f} s{'' if seconds <= bound_s else ' EXCEEDED'}")
     measured = os.environ.get("SYNCVAR_TEST_BOUNDS")
