@@ -8,6 +8,7 @@ import numpy as np
 
 from syncvar.plans import split
 from syncvar.runtime.halves import widen
+from syncvar.runtime.kernels import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +33,7 @@ def summed(held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any
         start: The element of the nodes that belongs to the first one of `out`.
     """
     rooms: list[NDArray[Any]] = []
-    with np.errstate(all="ignore"):
+    with quiet():
         for first in range(0, out.size, _BLOCK):
             block = out[first : first + _BLOCK]
             _sum(held, lo, hi, block, start + first, rooms, 0)

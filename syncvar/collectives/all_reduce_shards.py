@@ -35,7 +35,7 @@ from syncvar.errors import ConfigError, MismatchError
 from syncvar.plans import Chunk, even_chunks, runs_of, whole_nodes
 from syncvar.runtime import finite
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import finish, reduction
+from syncvar.runtime.kernels import finish, quiet, reduction
 from syncvar.runtime.operation import Stage
 from syncvar.wire import DTYPE_NAMES, dtype_from_index, dtype_index, pack_object, unpack_object
 
@@ -320,7 +320,7 @@ def _total(
             place += own.count
     piece = np.empty(own.count, how.accumulate)
     summed(held, 0, shard_count, piece, 0)
-    with np.errstate(all="ignore"):
+    with quiet():
         piece = finish(how, piece, shard_count)
     if is_small or size == 1:
         return piece

@@ -34,6 +34,7 @@ from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
 from syncvar.runtime import finite
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.kernels import quiet
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import context_of, current_owner
 from syncvar.variables.policy import Context
@@ -511,7 +512,7 @@ class Optimizer(Taught, Rule):
 
     def _finish(self, call: Call, plan: Plan, rate: float) -> None:
         """Scale and clip the combined gradients, and make the step."""
-        with np.errstate(all="ignore"):
+        with quiet():
             shared = bool(plan.shared) and self._clipping.apply(
                 plan.shared,
                 plan,

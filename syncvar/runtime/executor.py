@@ -184,13 +184,17 @@ class LinkOperation(Operation):
             raise
 
     def _run(self, outlet: Outlet) -> None:
-        while self.state == State.RUNNING:
+        while self.state == State.RUNNING and self._may_go_on():
             if self._plan is None:
                 self._next_stage(outlet)
             elif self._pending:
                 return
             else:
                 self._end_round(outlet)
+
+    def _may_go_on(self) -> bool:
+        """Return whether nothing but frames is waited for."""
+        return True
 
     def _next_stage(self, outlet: Outlet) -> None:
         try:

@@ -203,15 +203,9 @@ class HierarchicalOperation(LinkOperation):
         channel = self.channel
         if channel is not None and (channel.queue[0] is not self or (not channel.is_open and channel.open())):
             return
-        while self.state == State.RUNNING and self._is_reached():
-            if self._plan is None:
-                self._next_stage(outlet)
-            elif self._pending:
-                return
-            else:
-                self._end_round(outlet)
+        super()._run(outlet)
 
-    def _is_reached(self) -> bool:
+    def _may_go_on(self) -> bool:
         need, channel = self._need, self.channel
         if need is None or channel is None:
             return True

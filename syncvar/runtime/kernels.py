@@ -233,7 +233,7 @@ def _try_out(name: str, combine: Combiner, dtype: np.dtype[Any], alone: str) -> 
     left, right = (value.astype(plain).view(dtype) for value in values)
     together, apart = np.empty(3, dtype), np.empty(3, dtype)
     try:
-        with np.errstate(all="ignore"):
+        with quiet():
             combine(left, right, out=together)
             for place in range(3):
                 combine(left[place : place + 1], right[place : place + 1], out=apart[place : place + 1])

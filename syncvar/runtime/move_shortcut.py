@@ -7,11 +7,10 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from syncvar.arena.channels import CHECK, MASK, SPREAD, TARGET
 from syncvar.errors import SyncvarError
 from syncvar.runtime.crowd import crowd
+from syncvar.runtime.kernels import quiet
 from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.published import staged
 from syncvar.runtime.shared_moves import (
@@ -133,7 +132,7 @@ def _small_blocks(channel: Channel, layout: Layout) -> Any:
                     break
             else:
                 if fold is not None:
-                    with np.errstate(all="ignore"):
+                    with quiet():
                         folded(fold, dtype, rank, theirs[side], blocks.own, blocks.targets[0])
                     return None, 0, None
                 if blocks.own_target is not None:
@@ -194,7 +193,7 @@ def _long_blocks(channel: Channel, layout: Layout) -> Any:
 
 def _as_far_as_possible(channel: Channel, steps: Iterator[int], wait: Any, limit: int) -> int:
     """Go on as long as the others come soon; returns what they have to reach then."""
-    with np.errstate(all="ignore"):
+    with quiet():
         for need in steps:
             if need == DISAGREE or not wait(channel.others, need, limit):
                 return need

@@ -24,6 +24,7 @@ import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
 from syncvar.runtime.crowd import copy_holding, crowd
+from syncvar.runtime.kernels import quiet
 from syncvar.runtime.phases import DISAGREE, NEVER
 from syncvar.runtime.shared_reduce import combine
 from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of, read
@@ -279,7 +280,7 @@ def take_where_they_lie(channel: Channel, layout: Layout, places: Sequence[int],
     if layout.fold is not None:
         own = None if blocks.own is None else blocks.own.reshape(-1)
         parts = [channel.resident(place, count, dtype) for place in places]
-        with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
+        with quiet():  # what overflows is infinite, on all ranks
             folded(layout.fold, dtype, channel.rank, parts, own, blocks.targets[0].reshape(-1))
         return
     for (peer, _), place, target in zip(layout.takes, places, blocks.targets, strict=True):

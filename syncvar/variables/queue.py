@@ -23,7 +23,7 @@ from syncvar.collectives._headers import exchange_bytes
 from syncvar.collectives.all_reduce import reduce_together
 from syncvar.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import reduction
+from syncvar.runtime.kernels import quiet, reduction
 from syncvar.runtime.queued import send_queued
 from syncvar.variables.prefix import Told, chained, common_prefix, first_difference, pack_told, unpack_told
 
@@ -280,7 +280,7 @@ class WriteQueue:
         if self._owner.reproducible:
             return [Sum(one.variable, one.operation, _wide(one), one.op) for one in waiting]
         sums: dict[int, Sum] = {}
-        with np.errstate(all="ignore"):
+        with quiet():
             for one in waiting:
                 found = sums.get(id(one.variable))
                 wide = _wide(one)
@@ -299,7 +299,7 @@ class WriteQueue:
         except MismatchError as error:  # the others have gone on without these writes
             self._break(error)
             raise
-        with np.errstate(all="ignore"):
+        with quiet():
             for one, total in outcome.sums:
                 one.variable.apply_queued(one.operation, total)
         if outcome.done < 0 and isinstance(outcome.error, MismatchError):

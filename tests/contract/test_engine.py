@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
@@ -17,7 +18,6 @@ from syncvar.errors import (
     GroupBroken,
     MismatchError,
     PeerLost,
-    SyncvarError,
     UsageError,
 )
 from syncvar.runtime.context import current
@@ -33,19 +33,7 @@ SOON = RuntimeConfig(collective_timeout_s=5.0, report_after_s=0.02, shutdown_tim
 
 def results(world_size, fn, **more):
     """Run ranks of which none may fail."""
-    out = run_ranks(world_size, fn, **{"config": SOON, **more})
-    for one in out:
-        if isinstance(one, BaseException):
-            raise one
-    return out
-
-
-def caught(fn):
-    try:
-        fn()
-    except SyncvarError as error:
-        return error
-    return None
+    return everywhere(world_size, fn, **{"config": SOON, **more})
 
 
 # -- frames that come before their call ---------------------------------------------------------------------------
