@@ -17,7 +17,7 @@ import numpy as np
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SEGMENT_BYTES, SPREAD
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
-from syncvar.runtime.kernels import finish, quiet_caller, reduction
+from syncvar.runtime.kernels import finish, quiet, quiet_caller, reduction
 from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
@@ -317,7 +317,7 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
                 steps = reduce_one_segment(channel, (number, check), vector, views)
             limit = (number << 1) + 4
             try:
-                with np.errstate(all="ignore"):  # what overflows is infinite, on all ranks
+                with quiet():  # what overflows is infinite, on all ranks
                     for need in steps:
                         if need == DISAGREE or not wait(others, need, limit):
                             break
