@@ -8,7 +8,6 @@ cycle of ranks that all send first gets the launcher's verdict instead of waitin
 from __future__ import annotations
 
 import reprlib
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
@@ -17,6 +16,7 @@ import numpy as np
 from syncvar.collectives._arguments import as_array, checked_output, is_structure
 from syncvar.collectives._headers import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
 from syncvar.collectives._kinds import in_kind, is_foreign
+from syncvar.collectives._mailbox import Mailbox, done
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, UsageError
 from syncvar.loading import unexpected
@@ -136,8 +136,8 @@ def _sent(
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if dest == rank:
-        _own(communicator, tag).append((kind, make().copy()))
-        return _done() if async_op else None
+        _own(communicator, tag).put(kind, make().copy())
+        return done() if async_op else None
     stream = _stream(communicator, rank, dest, tag)
     eager_bytes = current().config.eager_bytes
 
@@ -176,7 +176,8 @@ def recv(
         tag: As the sender names it.
         out: Array of the message's shape and dtype to write to.
         group: Of which `source` is a rank; None means the world.
-        async_op: Return a `Work` at once.
+        async_op: Return a `Work` at once. Of a rank from itself it may be started before the message is sent, and be waited for
+            only after that.
         timeout: Seconds; None means the job's default.
 
     Returns:
@@ -184,6 +185,7 @@ def recv(
 
     Raises:
         ConfigError: A wrong argument, or a message that does not fit `out`; it is used up.
+        UsageError: This rank waits for itself, and has sent nothing.
         MismatchError: A cycle of ranks that wait for one another.
         PeerLost: The sender is gone.
         DeadlineExceeded: Nothing came in time.
@@ -245,11 +247,8 @@ def _received(
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if source == rank:
-        waiting = _own(communicator, tag)
-        if not waiting:
-            raise UsageError(f"{name} from rank {source}, which is this one: it has sent itself nothing with tag {tag}")
-        made = finish(*waiting.popleft())
-        return _done(made) if async_op else made
+        own = _own(communicator, tag)
+        return own.start(name, finish) if async_op else own.take(name, finish)
     stream = _stream(communicator, source, rank, tag)
 
     def check() -> Request:
@@ -316,18 +315,10 @@ def _let_go(streams: dict[tuple[int, int, int], Communicator]) -> None:
             engine.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
-def _own(communicator: Communicator, tag: int) -> deque[tuple[int, NDArray[Any]]]:
+def _own(communicator: Communicator, tag: int) -> Mailbox:
     """Return what this rank has sent to itself."""
-    return communicator.own_messages.setdefault(tag, deque())
-
-
-def _done(result: Any = None) -> Any:
-    from syncvar.runtime.group import Work
-    from syncvar.runtime.operation import Operation, State
-
-    operation = Operation(0, (), 0, 0, "a message to this rank itself")
-    operation.state, operation.result = State.DONE, result
-    return Work(None, operation)
+    own: dict[int, Mailbox] = communicator.own_messages
+    return own.get(tag) or own.setdefault(tag, Mailbox(communicator.member_rank, tag))
 
 
 def _checked(name: str, rank: Any, size: int) -> int:

@@ -20,11 +20,9 @@ from syncvar.runtime.sites import own_site
 from syncvar.runtime.timeouts import checked_timeout
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     import numpy as np
-    from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
     from syncvar.runtime.engine import Engine
@@ -208,7 +206,7 @@ class Communicator:
         self.hosts = hosts
         self._forced = dict(forced or {})
         self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
-        self.own_messages: dict[int, deque[tuple[int, NDArray[Any]]]] = {}  # what this rank has sent itself, by tag
+        self.own_messages: dict[int, Any] = {}  # by tag: the mailbox of what this rank sends itself
         self.prepares = True
         self.shortcuts: dict[Any, Shortcut] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
         self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}

@@ -84,6 +84,38 @@ def test_a_rank_may_send_to_itself(ranks):
     assert ranks(2, fn) == [([1.0, 1.0], 5)] * 2
 
 
+def test_a_receive_from_oneself_may_be_started_before_the_message_is_sent(ranks):
+    def fn():
+        rank = sv.rank()
+        group = sv.new_group([1, 0])
+        out = np.zeros(2)
+        first, second = sv.recv(rank, async_op=True), sv.recv(rank, async_op=True, out=out)
+        tagged, other = sv.recv(rank, tag=3, async_op=True), sv.recv_object(rank, tag=4, async_op=True)
+        grouped = sv.recv(group.rank, group=group, async_op=True)
+        narrow = sv.recv(rank, tag=5, out=np.zeros(3), async_op=True)
+        assert not first.done()
+        with pytest.raises(sv.UsageError, match=f"recv from rank {rank}, which is this one: it has sent itself nothing with tag 0.*Send first, or wait after that"):
+            first.wait(timeout=5)
+        with pytest.raises(sv.UsageError, match=r"sent itself nothing.*async_op=True"):
+            sv.recv(rank)  # those that were started come first
+        sv.send(7, rank, tag=3)
+        sv.send(8, group.rank, group=group)
+        sv.send([1.0, 2.0], rank)
+        assert first.done()
+        assert not second.done()
+        sv.send([3.0, 4.0], rank, async_op=True).wait()
+        sv.send([5.0, 6.0], rank)  # nobody has asked for it yet
+        sv.send_object({"a": 1}, rank, tag=4)
+        sv.send([1.0], rank, tag=5)
+        with pytest.raises(sv.ConfigError, match="out has shape"):
+            narrow.wait()
+        seen = [work.wait().tolist() for work in (second, first, tagged, grouped)]
+        assert second.wait() is out
+        return [*seen, other.wait(), sv.recv(rank).tolist()]
+
+    assert ranks(2, fn) == [[[3.0, 4.0], [1.0, 2.0], 7, 8, {"a": 1}, [5.0, 6.0]]] * 2
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -1,0 +1,114 @@
+"""Messages of a rank to itself: they need no wire, and whoever waits for one that has not been sent would wait for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import SyncvarError, UsageError
+from syncvar.runtime.group import Work
+from syncvar.runtime.operation import Operation, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
+
+__all__ = ["Mailbox", "done"]
+
+
+def done(result: Any = None) -> Work:
+    """Return a work that has ended.
+
+    Example:
+        >>> done(5).wait()
+        5
+    """
+    operation = Operation(0, (), 0, 0, "a message to this rank itself")
+    operation.state, operation.result = State.DONE, result
+    return Work(None, operation)
+
+
+class Mailbox:
+    """What this rank has sent to itself with one tag and not received, or the receives that were started before: one of the two.
+
+    Args:
+        rank: This process in the group.
+        tag: The tag.
+    """
+
+    def __init__(self, rank: int, tag: int) -> None:
+        self._rank = rank
+        self._tag = tag
+        self._lock = threading.RLock()  # a thread may come again, in a signal's handler
+        self._messages: deque[tuple[int, NDArray[Any]]] = deque()
+        self._expected: deque[_Expected] = deque()
+
+    def put(self, kind: int, message: NDArray[Any]) -> None:
+        """Take a message, for the receive that was started first if there is one."""
+        with self._lock:
+            if not self._expected:
+                self._messages.append((kind, message))
+                return
+            first = self._expected.popleft()
+        first.take(kind, message)
+
+    def take(self, name: str, finish: Finish) -> Any:
+        """Return what `finish` makes of the oldest message.
+
+        Raises:
+            UsageError: There is none.
+        """
+        with self._lock:
+            if not self._messages:
+                raise self._refusal(name, f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, async_op=True)")
+            kind, message = self._messages.popleft()
+        return finish(kind, message)
+
+    def start(self, name: str, finish: Finish) -> Work:
+        """Return a receive of the oldest message, or of the next one that is sent."""
+        with self._lock:
+            if not self._messages:
+                made = _Expected(self._refusal(name, "wait after that"), finish)
+                self._expected.append(made)
+                return made
+            kind, message = self._messages.popleft()
+        return done(finish(kind, message))
+
+    def _refusal(self, name: str, advice: str) -> UsageError:
+        return UsageError(
+            f"{name} from rank {self._rank}, which is this one: it has sent itself nothing with tag {self._tag}, and nobody else would "
+            f"end this wait. Send first, or {advice}"
+        )
+
+
+class _Expected(Work):
+    """A receive whose message has not been sent when it was started."""
+
+    def __init__(self, refusal: UsageError, finish: Finish) -> None:
+        self._refusal = refusal
+        self._taken_by = finish
+        super().__init__(None, Operation(0, (), 0, 0, "a message to this rank itself"))
+
+    def take(self, kind: int, message: NDArray[Any]) -> None:
+        """End with a message."""
+        operation = self._operation
+        try:
+            operation.result = self._taken_by(kind, message)
+            operation.state = State.DONE
+        except SyncvarError as error:  # a matter of the receive, not of the send
+            operation.error = error
+            operation.state = State.FAILED
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the message.
+
+        Raises:
+            UsageError: It has not been sent; the receive goes on, and may be waited for again.
+        """
+        if not self._operation.is_over:
+            raise self._refusal
+        return super().wait(timeout)
