@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator
     from syncvar.runtime.shortcut import Said, Shortcut
 
-__all__ = ["Leaves", "form_of", "key_of", "prepare", "reduction_shortcut", "shortcut_of"]
+__all__ = ["Leaves", "form_of", "key_of", "prepare", "prepare_as", "reduction_shortcut", "shortcut_of"]
 
 _NUMBERS = frozenset((float, int, bool, complex))
 _NUMBERS_MAX = 64  # of a list: finding out that it holds numbers takes longer than the call, from some length on
@@ -116,18 +116,31 @@ def prepare(communicator: Communicator, key: Hashable, x: Any, form: NDArray[Any
     """
     if key in communicator.shortcuts:
         return
-    if not isinstance(form, Leaves):
-        communicator.keep_shortcut(key, reduction_shortcut(communicator, form, op, name, reproducible))
+    if isinstance(form, Leaves):
+        hows = [reduction_of(array, op) for array in form.arrays]
+        digest, what = described_together(flatten(x)[0], form.arrays, hows, op, name, reproducible)
+    else:
+        _, digest, what = described_reduction(form, op, name, reproducible)
+    prepare_as(communicator, key, form, op, digest, what)
+
+
+def prepare_as(communicator: Communicator, key: Hashable, form: NDArray[Any] | Leaves, op: str, digest: int, what: str) -> None:
+    """Prepare the short way of an all-reduce of a value in a form, whose fingerprint and words are known, unless it is there."""
+    if key in communicator.shortcuts or not communicator.prepares or communicator.channel is None:
         return
-    hows = [reduction_of(array, op) for array in form.arrays]
-    structure, _ = flatten(x)
-    digest, what = described_together(structure, form.arrays, hows, op, name, reproducible)
-    how, count = hows[0], sum(array.size for array in form.arrays)
-    is_one_vector = len(set(hows)) == 1 and is_direct(count * how.accumulate.itemsize, communicator.size)
-    inner = None
-    if is_one_vector and _is_prepared(communicator, how.name, *form.arrays):
-        inner = communicator.reduce_shortcut(how, (count,), digest, what)
-    communicator.keep_shortcut(key, _never if inner is None else _of_leaves(inner))
+    arrays = form.arrays if isinstance(form, Leaves) else [form]
+    hows = {reduction_of(array, op) for array in arrays}
+    how, shape = hows.pop(), arrays[0].shape
+    if hows or not _is_prepared(communicator, how.name, *arrays):
+        made: Shortcut | None = _never
+    elif isinstance(form, Leaves):
+        shape = (sum(array.size for array in arrays),)
+        is_small = is_direct(shape[0] * how.accumulate.itemsize, communicator.size)
+        inner = communicator.reduce_shortcut(how, shape, digest, what) if is_small else _never
+        made = None if inner is None else _of_leaves(inner)
+    else:
+        made = communicator.reduce_shortcut(how, shape, digest, what)
+    communicator.keep_shortcut(key, made)
 
 
 def _never(*_: Any) -> None:

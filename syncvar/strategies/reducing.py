@@ -19,11 +19,13 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._kinds import given_back
+from syncvar.collectives._preparing import form_of, key_of, prepare_as
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import identity, reduction
+from syncvar.runtime.timeouts import is_seconds
 from syncvar.variables import DistributedValues, Variable
 from syncvar.variables.policy import as_member
 
@@ -100,6 +102,16 @@ def reduce_values(
         timeout: Seconds.
         reproducible: Sum by the tree.
     """
+    form = None
+    if axis is None and communicator.channel is not None and isinstance(reduce_op, str) and (timeout is None or is_seconds(timeout)):
+        form = form_of(value)
+    if form is not None:
+        key = key_of("strategy.reduce", reduce_op, form, reproducible)
+        shortcut = communicator.shortcuts.get(key)
+        result = None if shortcut is None else shortcut(form, None, None, timeout)
+        if result is not None:
+            return result
+    told: list[Request] = []
 
     def check() -> Request:
         op = as_member(ReduceOp, reduce_op, "reduce_op")
@@ -114,7 +126,8 @@ def reduce_values(
         name = f"strategy.reduce({op.name}, axis={axes})"
         if axes is None:
             request = reduce_request(communicator, arrays, op.value, reproducible=reproducible, name=name)
-            return _structured(request, together, structure, name, arrays)
+            told.append(_structured(request, together, structure, name, arrays))
+            return told[0]
         places = [_normalized(axes, array.ndim) for array in arrays]
         parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
         if op is not ReduceOp.MEAN:
@@ -132,7 +145,10 @@ def reduce_values(
 
         return _structured(request, finish, structure, name, parts)
 
-    return communicator.perform("strategy.reduce", check, timeout)
+    result = communicator.perform("strategy.reduce", check, timeout)
+    if form is not None:
+        prepare_as(communicator, key, form, reduce_op, told[0].digest, told[0].what)
+    return result
 
 
 def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str) -> Any:

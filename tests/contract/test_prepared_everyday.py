@@ -44,7 +44,11 @@ def writes():
 
 
 def values():
+    strategy = sv.MirroredStrategy(timeout=20.0)
     return {
+        "reduce of a number": lambda: strategy.reduce("SUM", 0.5, axis=None),
+        "reduce of a dict": lambda: strategy.reduce(sv.ReduceOp.MEAN, {"loss": 0.5, "acc": ONES}, axis=None),
+        "all_reduce in the context": lambda: strategy.run(lambda: sv.get_replica_context().all_reduce("MEAN", 0.5)),
         "a float": lambda: sv.all_reduce(1.0),
         "an int": lambda: sv.all_reduce(3, "max"),
         "NumPy's scalar": lambda: sv.all_reduce(np.float32(2)),
