@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -19,6 +20,7 @@ import msgpack
 
 from syncvar.parent import libc
 from syncvar_launcher.children import child_of
+from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.sessions import busy_ticks, kill_sessions, process_state, signal_sessions, start_time
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.forking import Forked, ForkServer
 
-__all__ = ["Agent", "Ended", "Event", "Output", "Spoke", "Worker"]
+__all__ = ["Agent", "Ended", "Event", "Gone", "Output", "Spoke", "Started", "Worker"]
 
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
@@ -49,13 +51,28 @@ class Spoke(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A worker's process ended, with its exit code or minus the signal."""
+    """A worker's process ended, with its exit code or minus the signal, and what is known beyond that."""
 
     rank: int
     status: int
+    beyond: str = ""
 
 
-Event = Output | Spoke | Ended
+class Started(NamedTuple):
+    """A worker's process has been started on its host."""
+
+    rank: int
+    pid: int
+
+
+class Gone(NamedTuple):
+    """A worker is out of reach for good, with its whole host."""
+
+    rank: int
+    reason: str
+
+
+Event = Output | Spoke | Started | Ended | Gone
 
 _Role = Literal["pidfd", "out", "err", "word"]
 _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "word")
@@ -89,6 +106,7 @@ class Agent:
         self._server = server
         self.workers: dict[int, Worker] = {}
         self._pid = os.getpid()
+        self._memory = OutOfMemory(time.monotonic())
         self._owner: dict[int, tuple[Worker, _Role]] = {}
         read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
         try:
@@ -204,6 +222,15 @@ class Agent:
             if descriptor in self._owner:
                 yield from self._read(worker, descriptor, role)
 
+    def look(self) -> None:
+        """Note in which control groups the workers are, to know why they end."""
+        running = {rank: worker.process.pid for rank, worker in self.workers.items() if worker.status is None}
+        self._memory.look(running, time.monotonic())
+
+    def unsent(self) -> list[int]:
+        """Return the descriptors to poll for writing: none."""
+        return []
+
     def state(self, rank: int) -> str:
         """Return the state letter of a worker's process, or an empty text when it has ended."""
         worker = self.workers[rank]
@@ -276,7 +303,7 @@ class Agent:
             yield from self._listen(worker)
         if worker.status is None:
             worker.status = status
-            yield Ended(worker.rank, status)  # first, because the other ranks may be waiting for this one
+            yield Ended(worker.rank, status, self._memory.ended(worker.rank, status, time.monotonic()))  # first, because the other ranks may be waiting for this one
             # What the worker started in its session ends with it.
             kill_sessions({worker.process.pid: worker.started})
             self._tell_guardian(f"-{worker.process.pid}\n")

@@ -17,7 +17,7 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["check_assignment", "inherited", "variables"]
+__all__ = ["carried", "check_assignment", "inherited", "variables"]
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
@@ -32,6 +32,10 @@ _ALLOWED = frozenset((
     "PATH", "HOME", "LANG", "LANGUAGE", "TERM", "TZ", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "NO_COLOR", "FORCE_COLOR",
     "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
     PREFIX + "CALL_FD", PREFIX + "RESULT_DIR", PREFIX + "FULL_TRACEBACK",
+))  # fmt: skip
+_OF_ONE_HOST = frozenset((
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
+    "PYTHONHOME", "PYTHONPATH", PREFIX + "CALL_FD", PREFIX + "RESULT_DIR",
 ))  # fmt: skip
 _ALLOWED_FAMILIES = ("LC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "VECLIB_")
 
@@ -51,6 +55,16 @@ def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
         {'PATH': '/bin', 'LC_ALL': 'C'}
     """
     return {name: value for name, value in environ.items() if name not in _NEVER_PASSED and (not is_clear or _is_allowed(name))}
+
+
+def carried(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that travel to another host unasked: of the allow-list those that mean the same there.
+
+    Example:
+        >>> carried({"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"})
+        {'LC_ALL': 'C', 'OMP_NUM_THREADS': '2'}
+    """
+    return {name: value for name, value in inherited(environ, is_clear=True).items() if name not in _OF_ONE_HOST}
 
 
 def check_assignment(text: str) -> None:

@@ -21,11 +21,11 @@ from syncvar.runtime.store import Store
 from syncvar.stacks import doing
 from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
-from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
+from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
+from syncvar_launcher.agents import Agents
 from syncvar_launcher.forking import ServerEnded
 from syncvar_launcher.inquiries import Inquiries
 from syncvar_launcher.limits import cannot_start
-from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
 from syncvar_launcher.output import escape
 from syncvar_launcher.report import (
@@ -38,7 +38,7 @@ from syncvar_launcher.report import (
     mask_arguments,
 )
 from syncvar_launcher.restarting import Ending
-from syncvar_launcher.sharing import Sharing
+from syncvar_launcher.sharing import Sharing, sharing_of
 from syncvar_launcher.stacks import Stacks
 from syncvar_launcher.supervise import OF_OTHERS, Action, Announce, Cause, Outcome, Supervisor, Terminate
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.directory import JobDirectory
     from syncvar_launcher.events import EventLog
+    from syncvar_launcher.fleet import Fleet
     from syncvar_launcher.forking import ForkServer
     from syncvar_launcher.job import Job
     from syncvar_launcher.output import OutputForwarder, Stream
@@ -107,30 +108,50 @@ class Generation:
         self.positions: dict[int, str] = {}
         self.has_said = False
         self.server = server
-        # First of all: who kills this process meanwhile leaves the directory to the guardian.
-        self.agent = Agent(directory.path, directory.lock, server)
-        umask = os.umask(0o077)
-        try:
-            self.rendezvous = f"ipc://{directory.path}/store"
-            self.store = Store(self.rendezvous, chosen.workers, job.job_id, job.config, number)
-            self.host_directories = [directory.path]
-            if len(job.hosts.sizes) > 1:
-                self.host_directories = [directory.path / f"h{host}" for host in range(len(job.hosts.sizes))]
-                for folder in self.host_directories:
-                    folder.mkdir(mode=0o700)
-            self.sharing = Sharing(chosen, job.job_id, job.core_count, self.host_directories, generation=number)
-        finally:
-            os.umask(umask)
+        self.host_directories = [directory.path]
+        if job.fleet is None:
+            self._prepare_here(job, directory, server)
+        else:
+            self._prepare_there(job, job.fleet, directory)
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
-        self.stacks = Stacks(self.agent, self._directory_of, str(chosen.cwd), is_command=chosen.kind == "command")
         self.inquiries = Inquiries(directory.path, self._about, self.stacks, self.store.coordinator.position, chosen.workers)
-        self.memory = OutOfMemory(self.began)
         self.store.seen = self._activity
         self.store.place = self.stacks.place_now
         self.busy: dict[int, tuple[float, float]] = {}
         self.passed: set[int] = set()
         self.looked = 0.0
+
+    def _prepare_here(self, job: Job, directory: JobDirectory, server: ForkServer | None) -> None:
+        """Make what the ranks of this machine need."""
+        # First of all: who kills this process meanwhile leaves the directory to the guardian.
+        agent = Agent(directory.path, directory.lock, server)
+        umask = os.umask(0o077)
+        try:
+            self.rendezvous = f"ipc://{directory.path}/store"
+            self.store = Store(self.rendezvous, self.options.workers, job.job_id, job.config, self.number)
+            if len(job.hosts.sizes) > 1:
+                self.host_directories = [directory.path / f"h{host}" for host in range(len(job.hosts.sizes))]
+                for folder in self.host_directories:
+                    folder.mkdir(mode=0o700)
+            sharing = sharing_of(self.options, job.job_id, job.core_count, self.host_directories, generation=self.number)
+        finally:
+            os.umask(umask)
+        stacks = Stacks(agent, self._directory_of, str(self.options.cwd), is_command=self.options.kind == "command")
+        self.agent: Agent | Agents = agent
+        self.sharing: Sharing | Agents = sharing
+        self.stacks: Stacks | Agents = stacks
+
+    def _prepare_there(self, job: Job, fleet: Fleet, directory: JobDirectory) -> None:
+        """Make what the ranks of other hosts need: a place to meet; their agents make the rest."""
+        from syncvar.transports.curve import link_keys
+
+        fleet.renew()
+        self.store = Store(
+            f"tcp://{fleet.address}:*", self.options.workers, job.job_id, job.config, self.number, link_keys(fleet.secret)
+        )
+        self.rendezvous = self.store.endpoint
+        self.agent = self.sharing = self.stacks = Agents(fleet, job, Agent(directory.path, directory.lock), self.rendezvous, self.number, self.restarts)
 
     def run(self) -> Outcome:
         """Start the ranks and stay until all have ended."""
@@ -170,6 +191,11 @@ class Generation:
 
     def _start(self) -> None:
         chosen = self.options
+        if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
+            self.forwarder.say(f"syncvar {_version()} | {self.job.summary()} | {self.sharing.describe()[0]}\n")
+        if isinstance(self.agent, Agents):
+            self.agent.begin()
+            return
         torch = _torch_environment() if chosen.torch_env else {}
         base = self.job.base_environment()
         argv = self.job.command()
@@ -177,11 +203,6 @@ class Generation:
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         if len(self.job.hosts.sizes) > 1:
             named["SYNCVAR_KEY_FD"] = _secret_descriptor(self.directory.path)
-        if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
-            self.forwarder.say(
-                f"syncvar {_version()} | {chosen.workers} rank{'s' * (chosen.workers > 1)} on {self.job.host} | "
-                f"{self.sharing.describe()[0]} | {self.job.binding.reason}\n"
-            )
         try:
             for rank in range(chosen.workers):
                 has_terminal = chosen.debug == rank
@@ -197,8 +218,7 @@ class Generation:
                     pass_fds=self.job.pass_fds(),
                     named=named,
                 )
-                pid = self.agent.workers[rank].process.pid
-                self.events.add("rank_start", rank=rank, host=self.job.host_name(rank), pid=pid, restarts=self.restarts)
+                self._handle(Started(rank, self.stacks.pid(rank)))
         except OSError as error:
             raise cannot_start(argv[0], error) from error
         finally:
@@ -245,9 +265,10 @@ class Generation:
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
             forking = [] if self.server is None else [self.server.descriptor()]
-            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(self._takes), *self.sharing.descriptors(), *self.inquiries.descriptors()):
+            shared = [] if isinstance(self.sharing, Agents) else self.sharing.descriptors()
+            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(self._takes), *shared, *self.inquiries.descriptors()):
                 poller.register(descriptor, zmq.POLLIN)
-            for descriptor in self.outlets.descriptors():
+            for descriptor in (*self.outlets.descriptors(), *self.agent.unsent()):
                 poller.register(descriptor, zmq.POLLOUT)
             ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
             now = self.watch.now()
@@ -261,7 +282,8 @@ class Generation:
                     self.watch.readable(item)
                     for event in self.agent.readable(item):
                         self._handle(event)
-                    self.sharing.readable(item)
+                    if isinstance(self.sharing, Sharing):
+                        self.sharing.readable(item)
                     self.inquiries.readable(item, now)
             self.inquiries.tick(now)
             if self.watch.is_to_stop:
@@ -302,14 +324,18 @@ class Generation:
                 self._do(self.supervisor.failed(event.rank, event.record, now))
             elif event.record.get("event") == "takes_notice":
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
+        elif isinstance(event, Started):
+            self.events.add("rank_start", rank=event.rank, host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
+        elif isinstance(event, Gone):
+            self.events.add("rank_end", rank=event.rank, pid=self.stacks.pid(event.rank), exit_code=None, signal=None)
+            self._do(self.supervisor.gone(event.rank, event.reason, now))
         elif isinstance(event, Ended):
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
-            worker = self.agent.workers.get(event.rank)
-            self.events.add("rank_end", rank=event.rank, pid=worker and worker.process.pid, exit_code=code, signal=number)
+            self.events.add("rank_end", rank=event.rank, pid=self.stacks.pid(event.rank), exit_code=code, signal=number)
             self._serve(now)
             coordinator = self.store.coordinator
             joined = event.rank in coordinator.roll.members and event.rank not in coordinator.left
-            beyond = self.memory.ended(event.rank, event.status, now)
+            beyond = event.beyond
             if not beyond and -event.status in self.passed:
                 beyond = "passed on to all ranks, and the script has no handler for it"
             self._do(self.supervisor.exited(event.rank, event.status, now, joined=joined, beyond=beyond))
@@ -374,6 +400,8 @@ class Generation:
         """
         stopped = self.agent.stop()
         lasted = self.watch.stop()
+        if isinstance(self.agent, Agents):
+            self.agent.resume()
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -388,7 +416,7 @@ class Generation:
             return
         self.looked = now
         running = sorted(self.supervisor.running & self.agent.workers.keys())
-        self.memory.look({rank: self.agent.workers[rank].process.pid for rank in running}, now)
+        self.agent.look()
         asked = self.store.coordinator.stalls.asked
         self.busy = {rank: self.busy.get(rank) or (now, self.agent.busy_s(rank)) for rank in running if rank in asked}
         for rank in running:
@@ -403,8 +431,8 @@ class Generation:
 
     def _activity(self, rank: int) -> str:
         """Return what a rank's process has done since it was asked whether it is there, in words."""
-        worker, known = self.agent.workers.get(rank), self.busy.get(rank)
-        if worker is None or worker.status is not None or known is None:
+        known = self.busy.get(rank)
+        if not self.agent.state(rank) or known is None:
             return ""
         since, before = known
         share = (self.agent.busy_s(rank) - before) / max(1e-3, self.watch.now() - since)

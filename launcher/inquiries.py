@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from syncvar_launcher.agents import Agents
     from syncvar_launcher.stacks import Asked, Stacks
 
 __all__ = ["ANSWER_S", "SOCKET", "Inquiries"]
@@ -53,7 +54,7 @@ class Inquiries:
     """
 
     def __init__(
-        self, directory: Path, about: Callable[[], dict[str, Any]], stacks: Stacks, position: Callable[[int], str], workers: int
+        self, directory: Path, about: Callable[[], dict[str, Any]], stacks: Stacks | Agents, position: Callable[[int], str], workers: int
     ) -> None:
         self._about = about
         self._stacks = stacks

@@ -23,6 +23,7 @@ from syncvar_launcher.limits import cannot_start
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncvar_launcher.fleet import Fleet
     from syncvar_launcher.options import LaunchOptions
 
 __all__ = ["Job"]
@@ -37,20 +38,24 @@ class Job:
         chosen: The options.
         arguments: The command line as it was given, for advice in messages.
         environ: The launcher's environment.
+        fleet: The hosts on which the workers run; None for this machine alone.
     """
 
-    def __init__(self, chosen: LaunchOptions, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, chosen: LaunchOptions, arguments: Sequence[str], environ: Mapping[str, str], fleet: Fleet | None = None
+    ) -> None:
         self.options = chosen
         self.arguments = list(arguments)
         self.environ = environ
         self.config = chosen.runtime
         self.job_id = os.urandom(16).hex()
-        self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
+        self.fleet = fleet
+        self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts) if fleet is None else tuple(one.workers for one in fleet.sites))
         self.host = socket.gethostname()
         self.records = FlightRecords(chosen.log_dir, environ, self.job_id)
         self.usable = options.usable_cores()
         self.core_count = options.core_count()
-        self.binding: Binding = plan_binding(
+        self.binding = Binding((), "") if fleet is not None else plan_binding(
             chosen.workers, self.usable, os.cpu_count() or 1, chosen.bind, chosen.cores_per_worker
         )
 
@@ -65,8 +70,24 @@ class Job:
         first = "syncvar.forkserver" if chosen.start_method == "fork" else "syncvar.bootstrap"
         return [*command_of(first), *how, *chosen.args]
 
+    def binding_of(self, host: int) -> Binding:
+        """Return the cores of the workers of a host of the fleet."""
+        assert self.fleet is not None
+        site, chosen = self.fleet.sites[host], self.options
+        return plan_binding(site.workers, site.facts["cores"], site.facts["cpu_count"], chosen.bind, chosen.cores_per_worker)
+
+    def summary(self) -> str:
+        """Return how many ranks there are, and where, in words."""
+        workers = self.options.workers
+        ranks = f"{workers} rank{'s' * (workers > 1)}"
+        if self.fleet is None:
+            return f"{ranks} on {self.host} | {self.binding.reason}"
+        return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.fleet.sites)}"
+
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host, for messages; a fake one has its number beside it."""
+        if self.fleet is not None:
+            return self.fleet.sites[self.hosts.host_of(rank)].name
         return f"{self.host}#{self.hosts.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
 
     def own_environment(
@@ -94,10 +115,15 @@ class Job:
             host=self.host_name(rank),
             flight_dir=str(self.records.folder or ""),
             host_directory=directory,
-            host_address=_LOOPBACK if len(self.hosts.sizes) > 1 else "",
+            host_address=self._address_of(host),
             restarts=restarts,
         )
-        return {**self._settings(), **torch, **chosen.env, **contract.to_mapping()}
+        return {**self._settings(host), **torch, **chosen.env, **contract.to_mapping()}
+
+    def _address_of(self, host: int) -> str:
+        if len(self.hosts.sizes) == 1:
+            return ""
+        return _LOOPBACK if self.fleet is None else self.fleet.sites[host].address
 
     def base_environment(self) -> dict[str, str]:
         """Return what workers inherit of the launcher's environment."""
@@ -107,10 +133,13 @@ class Job:
         """Return the descriptors that workers inherit from whoever started the launcher."""
         return [int(text) for text in self.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
 
-    def _settings(self) -> dict[str, str]:
-        """Return the variables that tell all ranks the same."""
+    def _settings(self, host: int = 0) -> dict[str, str]:
+        """Return the variables that tell all ranks of a host the same."""
         chosen = self.options
-        threads = blas_threads(chosen.workers, self.core_count, chosen.cores_per_worker)
+        workers, cores = chosen.workers, self.core_count
+        if self.fleet is not None:
+            workers, cores = self.fleet.sites[host].workers, self.fleet.sites[host].facts["core_count"]
+        threads = blas_threads(workers, cores, chosen.cores_per_worker)
         return {
             **blas_environment(threads, {**self.environ, **chosen.env}),
             **self.config.to_mapping(),
@@ -119,7 +148,7 @@ class Job:
     def dry_run(self) -> str:
         """Return what a launch would do, as text."""
         from syncvar_launcher.directory import runtime_directory
-        from syncvar_launcher.sharing import Sharing
+        from syncvar_launcher.sharing import sharing_of
         from syncvar_launcher.show import dry_run_text
 
         torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"} if self.options.torch_env else {}
@@ -133,7 +162,7 @@ class Job:
         ]
         folder, _ = runtime_directory(self.environ)
         folders = [folder] * len(self.hosts.sizes)
-        _, transport = Sharing(self.options, self.job_id, self.core_count, folders, hands_over=False).describe()
+        _, transport = sharing_of(self.options, self.job_id, self.core_count, folders, hands_over=False).describe()
         return dry_run_text(
             self.options,
             self.binding.cores,
@@ -149,7 +178,8 @@ class Job:
     def run(self) -> int:
         """Start the workers, again where that is asked for and may help; return the exit code."""
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(self.fork_server()) if self.options.start_method == "fork" else None
+            is_forked_here = self.options.start_method == "fork" and self.fleet is None
+            server = stack.enter_context(self.fork_server()) if is_forked_here else None
             from syncvar_launcher import running  # meanwhile the fork server imports NumPy
 
             return running.run(self, server)

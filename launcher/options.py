@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -22,15 +23,20 @@ from syncvar.errors import ConfigError
 from syncvar.topology import divided
 from syncvar_launcher import binding, exits, output, signals
 from syncvar_launcher.environment import check_assignment, variables
+from syncvar_launcher.placement import MAP_BY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from syncvar_launcher.hostfile import Host
 
 __all__ = [
     "LAUNCH_PREFIX",
     "LaunchOptions",
     "core_count",
     "help_text",
+    "host_keys",
+    "hosts_help_text",
     "launch_keys",
     "parse",
     "usable_cores",
@@ -71,6 +77,14 @@ class LaunchOptions(NamedTuple):
         args: Its arguments, untouched.
         workers: How many ranks, at least 1 ("auto" is resolved).
         fake_hosts: As how many hosts this machine poses, at least 1.
+        hosts: On which hosts, as they were named; none for this machine alone.
+        notices: What is to be said of how they were named.
+        map_by: "slot" or "host": whether a host is filled before the next one gets workers.
+        ssh: The program that leads to other hosts, with its own options.
+        ssh_port: The port of ssh where a host names none; None for its own choice.
+        remote_python: The interpreter there where a host names none; None for this one's path.
+        iface: Which interfaces and networks the links between hosts use; None for those that serve.
+        ssh_always: Go through ssh to this machine too.
         env: Variables to set for every rank.
         env_clear: The ranks inherit no other variables than those of an allow-list.
         cwd: The folder in which the ranks start, absolute.
@@ -101,6 +115,14 @@ class LaunchOptions(NamedTuple):
     args: tuple[str, ...]
     workers: int
     fake_hosts: int
+    hosts: tuple[Host, ...]
+    notices: tuple[str, ...]
+    map_by: str
+    ssh: tuple[str, ...]
+    ssh_port: int | None
+    remote_python: str | None
+    iface: str | None
+    ssh_always: bool
     env: Mapping[str, str]
     env_clear: bool
     cwd: Path
@@ -152,7 +174,7 @@ class _Option(NamedTuple):
         return self.kind == "switch"
 
 
-_RUN, _WORKERS, _OUTPUT, _LIMITS = "What to run", "Workers", "Output", "Limits"
+_RUN, _WORKERS, _HOSTS, _OUTPUT, _LIMITS = "What to run", "Workers", "Several hosts", "Output", "Limits"
 
 _OPTIONS = (
     _Option(
@@ -170,6 +192,16 @@ _OPTIONS = (
     _Option(
         "fake_hosts", ("--fake-hosts",), _WORKERS, "pose as K hosts joined by tcp, for tests", "count", "K", 1,
     ),
+    _Option("hostfile", ("--hostfile",), _HOSTS, "hosts and slots, one a line", "path", "FILE"),
+    _Option("hosts", ("-H", "--hosts"), _HOSTS, "hosts and slots: a:2,b:2", "text", "LIST"),
+    _Option("include", ("--include",), _HOSTS, "use these of them only", "text", "LIST"),
+    _Option("exclude", ("--exclude",), _HOSTS, "do not use these", "text", "LIST"),
+    _Option("map_by", ("--map-by",), _HOSTS, "fill each, or deal in turns", "choice", "HOW", "slot", MAP_BY),
+    _Option("ssh", ("--ssh",), _HOSTS, "what leads there", "text", "CMD", "ssh"),
+    _Option("ssh_port", ("--ssh-port",), _HOSTS, "its port, where the file names none", "port", "PORT"),
+    _Option("ssh_always", ("--ssh-always",), _HOSTS, "go through ssh to this machine too", "switch", default=False),
+    _Option("remote_python", ("--remote-python",), _HOSTS, "the interpreter there", "text", "PATH"),
+    _Option("iface", ("--iface",), _HOSTS, "eth0, ^docker0 or 10.0.0.0/8", "text", "LIST"),
     _Option(
         "start_method", ("--start-method",), _WORKERS, "fresh, or forked from one", "choice", "HOW", "spawn", ("spawn", "fork"),
     ),
@@ -205,7 +237,7 @@ _OPTIONS = (
 
 _BY_FLAG = {flag: option for option in _OPTIONS for flag in option.flags}
 _OFF = {f"--no-{option.key.replace('_', '-')}": option for option in _OPTIONS if option.is_switch}
-_OTHER_FLAGS = ("-m", "--no-python", "-h", "--help", "--version")
+_OTHER_FLAGS = ("-m", "--no-python", "-h", "--help", "--help-hosts", "--version")
 _IN_ENVIRONMENT = {LAUNCH_PREFIX + option.key.upper(): option for option in _OPTIONS if not option.knob}
 _IN_FILE = {option.key: option for option in _OPTIONS if option.in_file and not option.knob}
 
@@ -213,6 +245,11 @@ _IN_FILE = {option.key: option for option in _OPTIONS if option.in_file and not 
 def launch_keys() -> tuple[str, ...]:
     """Return the keys that the table `[launch]` of a file may have."""
     return tuple(_IN_FILE)
+
+
+def host_keys() -> tuple[str, ...]:
+    """Return those of `launch_keys` that are about several hosts."""
+    return tuple(option.key for option in _IN_FILE.values() if option.group == _HOSTS)
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -293,15 +330,20 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
                 env |= chosen
                 origin |= {f"env.{name}": source for name in chosen}
 
+    hosts, notices = _hosts(values, base)
+    if hosts and origin["workers"] == "default":
+        values["workers"] = 0  # all slots, as many as they turn out to be
     _apply_color_habits(values, origin, environ)
     runtime = _runtime(line, environ, knobs, origin)
     paths: dict[str, Any] = {name: str(base / getattr(runtime, name)) for name in ("trace", "auto_log", "auto_replay") if getattr(runtime, name)}
     runtime = runtime.replaced(**paths)
     try:
-        output.shown_ranks(values["output"], values["workers"])
+        output.shown_ranks(values["output"], values["workers"] or _MOST)
     except ConfigError as error:
         raise ConfigError(f"--output {values['output']} ({origin['output']}): {error}") from None
     if values["debug"] is not None:
+        if hosts:
+            raise ConfigError("--debug gives a rank this terminal, and with --hostfile or -H the ranks are elsewhere; debug it with one host")
         if values["debug"] >= values["workers"]:
             raise ConfigError(
                 f"--debug {values['debug']}: there is no such rank among {values['workers']} "
@@ -310,7 +352,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         runtime = _debugged(runtime, origin)
 
     try:
-        divided(values["workers"], values["fake_hosts"])
+        if not hosts:
+            divided(values["workers"], values["fake_hosts"])
+        elif values["fake_hosts"] > 1:
+            raise ConfigError("real hosts are named by --hostfile or -H; leave one of them out")
     except ConfigError as error:
         raise ConfigError(f"--fake-hosts {values['fake_hosts']}: {error}") from None
 
@@ -340,6 +385,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         args=tuple(rest[1:]),
         workers=values["workers"],
         fake_hosts=values["fake_hosts"],
+        hosts=hosts,
+        notices=notices,
+        map_by=values["map_by"],
+        ssh=tuple(shlex.split(values["ssh"])),
+        ssh_port=values["ssh_port"],
+        remote_python=values["remote_python"],
+        iface=values["iface"],
+        ssh_always=values["ssh_always"],
         env=env,
         env_clear=values["env_clear"],
         cwd=folder,
@@ -362,6 +415,29 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         runtime=runtime,
         origin=origin,
     )
+
+
+def _hosts(values: Mapping[str, Any], base: Path) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return the hosts of `--hostfile` or `-H`, without those that are not to be used, and what is to be said of them."""
+    if values["hostfile"] is None and values["hosts"] is None:
+        given = [f"--{name}" for name in ("include", "exclude") if values[name] is not None]
+        if given:
+            raise ConfigError(f"{given[0]} selects among the hosts of --hostfile or -H, and there are none")
+        return (), ()
+    from syncvar_launcher.hostfile import parse_hostfile, parse_hosts, selected  # only several hosts need it
+
+    if values["hostfile"] is not None and values["hosts"] is not None:
+        raise ConfigError(f"--hostfile {values['hostfile']} and -H {values['hosts']} both name hosts; leave one out (--include selects)")
+    if values["hosts"] is not None:
+        found = parse_hosts(values["hosts"])
+    else:
+        path = base / values["hostfile"]
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--hostfile {path}: {error.strerror}") from None
+        found = parse_hostfile(content, values["hostfile"])
+    return selected(found.hosts, values["include"], values["exclude"]), found.notices
 
 
 # Reading the command line. argparse reads values and prints errors, but the border between our options and those of
@@ -414,6 +490,9 @@ def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[s
         name, equals, value = argument.partition("=")
         if argument in ("-h", "--help"):
             sys.stdout.write(help_text())
+            parser.exit(0)
+        if argument == "--help-hosts":
+            sys.stdout.write(hosts_help_text())
             parser.exit(0)
         if argument == "--version":
             sys.stdout.write(version_text() + "\n")
@@ -499,12 +578,18 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
             raise ConfigError(f"must be names of signals, such as {signals.DEFAULT!r}, or 'none', not {value!r}")
         signals.forwarded(value)
         return value
+    if kind == "text":
+        if not isinstance(value, str) or not value.strip() or not value.isprintable():
+            raise ConfigError(f"must be a text, not {value!r}")
+        return value
     if kind == "variables":
         return _read_variables(value, is_text=is_text)
     if kind in ("seconds", "limit"):
         return _read_seconds(value, is_text=is_text, above_zero=kind == "limit")
     if kind == "workers" and value == "auto":
         return core_count()
+    if kind == "port":
+        return _read_whole(value, is_text=is_text, low=1, high=65535, also="")
     if kind in ("rank", "restarts"):
         return _read_whole(value, is_text=is_text, low=0, high=None, also="")
     return _read_whole(value, is_text=is_text, low=1, high=_MOST, also="auto or " if kind == "workers" else "")
@@ -659,6 +744,7 @@ def help_text() -> str:
         lines += [_help_line(option) for option in _OPTIONS if option.group == group]
         if group == _WORKERS:
             lines += [
+                f"  {'--hostfile FILE, -H a:2,b:2':<27} workers on several hosts; see --help-hosts",
                 "  Forked, they begin sooner with NumPy imported: set BLAS variables by --env.",
             ]
         if group == _LIMITS:
@@ -673,6 +759,30 @@ def help_text() -> str:
         "Exit code: of the first rank that failed (128 + n for signal n), or 2 usage,",
         "69 hosts, 70 lost rank, 71 limits, 74 checkpoint, 75 preempted, 76 mismatch,",
         "77 key, 78 configuration, 124 timeout.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def hosts_help_text() -> str:
+    """Return the help for several hosts: how they are named, and all options for them."""
+    lines = [
+        "Examples:",
+        f"  {_PROGRAM} --hostfile hosts train.py             a rank for each slot",
+        f"  {_PROGRAM} -H a:2,b:2 --workers 3 train.py       three of four slots",
+        f"  {_PROGRAM} --hostfile hosts --dry-run train.py   says what it would do",
+        "",
+        "A line of a host file, with what is left out in brackets:",
+        "  [user@]name[:slots] [slots=N] [max_slots=M] [port=P] [addr=A] [python=PATH] [cwd=DIR]",
+        "name may be an address ([fd00::7] for IPv6) or stand for several: gpu[01-04,07].",
+        "^name removes one; # begins a comment. Without slots: one for each usable core.",
+        "",
+        f"{_HOSTS}:",
+        *(_help_line(option) for option in _OPTIONS if option.group == _HOSTS),
+        "",
+        "Each host is logged in to by ssh, without a password, and needs this version of",
+        "syncvar for the same Python, the script at the same path, and open ports above",
+        "1023 to the others. Links between hosts are encrypted. All that is wrong with any",
+        "host is told at once, before anything is started.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     _open_streams()
     import gc
 
-    from syncvar.errors import ConfigError, SyncvarError
+    from syncvar.errors import ConfigError, HostUnreachable, SyncvarError
     from syncvar_launcher import exits
     from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
 
@@ -40,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         sys.stderr.write(f"syncvar-launch: a limit of the system is too low: {error.strerror}\n")
         return exits.LIMITS
+    except HostUnreachable as error:
+        sys.stderr.write(f"syncvar-launch: {error}\n")
+        return exits.RENDEZVOUS
     except SyncvarError as error:
         sys.stderr.write(f"syncvar-launch: {error}\n")
         return exits.INTERNAL
@@ -61,16 +64,20 @@ def _run(arguments: list[str]) -> int:
     except FileNotFoundError:  # somebody has removed the folder; with --cwd nothing needs it
         here = Path(os.environ.get("PWD", "/"))
     chosen = options.parse(arguments, os.environ, here)
-    job = Job(chosen, arguments, os.environ)
+    if chosen.hosts:
+        from syncvar_launcher import several  # one host needs nothing of it
     if chosen.dry_run:
-        sys.stdout.write(job.dry_run())
+        sys.stdout.write(several.dry_run(chosen) if chosen.hosts else Job(chosen, arguments, os.environ).dry_run())
         return 0
     for number in set(_EARLY).difference(forwarded(chosen.forward_signals)):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    check_limits(chosen)
     for sentence in doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
+    if chosen.hosts:
+        return several.launch(chosen, arguments)
+    job = Job(chosen, arguments, os.environ)
+    check_limits(chosen)
     return job.run()
 
 

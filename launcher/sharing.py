@@ -17,7 +17,28 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options import LaunchOptions
 
-__all__ = ["Sharing", "why_no_arena"]
+__all__ = ["Sharing", "sharing_of", "why_no_arena"]
+
+
+def sharing_of(
+    options: LaunchOptions, job_id: str, core_count: int, directories: Sequence[Path], *, generation: int = 0, hands_over: bool = True
+) -> Sharing:
+    """Return the memory of the hosts as which this machine poses, by what was asked for.
+
+    Args:
+        options: What was asked for.
+        job_id: The job's identity.
+        core_count: How many cores its ranks may use together.
+        directories: The private folder of each host.
+        generation: The first generation of the ranks that will ask.
+        hands_over: Workers will ask for it.
+    """
+    sizes = divided(options.workers, options.fake_hosts)
+    return Sharing(
+        job_id, options.runtime.arena_bytes, sizes, [max(1, core_count * size // options.workers) for size in sizes], directories,
+        why_not=why_no_arena(options, os.uname().machine), generation=generation,
+        hands_over=hands_over and options.runtime.transport != "zmq",
+    )  # fmt: skip
 
 
 def why_no_arena(options: LaunchOptions, machine: str) -> str:
@@ -48,33 +69,37 @@ class Sharing:
     """The memory that the ranks of each host share: made when they ask, handed over, and marked when a rank is lost.
 
     Args:
-        options: What was asked for.
         job_id: The job's identity.
-        core_count: How many cores its ranks may use together.
+        arena_bytes: The virtual size of each host's memory.
+        sizes: The ranks of each host here.
+        cores: How many cores those of each host may use together.
         directories: The private folder of each host.
+        why_not: Why there is to be none, in words; empty where there is.
         generation: The first generation of the ranks that will ask.
-        hands_over: Workers will ask for it; not so where somebody only wants to know (`--dry-run`).
+        hands_over: Workers will ask for it; not so where nobody looks (`transport`), or only wants to know (`--dry-run`).
     """
 
     def __init__(
         self,
-        options: LaunchOptions,
         job_id: str,
-        core_count: int,
+        arena_bytes: int,
+        sizes: Sequence[int],
+        cores: Sequence[int],
         directories: Sequence[Path],
         *,
+        why_not: str = "",
         generation: int = 0,
         hands_over: bool = True,
     ) -> None:
-        self._arena_bytes = options.runtime.arena_bytes
-        self._sizes = divided(options.workers, options.fake_hosts)
-        self._cores = tuple(max(1, core_count * size // options.workers) for size in self._sizes)
+        self._arena_bytes = arena_bytes
+        self._sizes = sizes
+        self._cores = cores
         self._directories = directories
         self._generation = generation
-        self._why_not = why_no_arena(options, os.uname().machine)
+        self._why_not = why_not
         self._handings: dict[int, Handing] = {}  # by host
         self._said: list[str] = []
-        if hands_over and options.workers > 1 and options.runtime.transport != "zmq":
+        if hands_over and sum(sizes) > 1:
             try:
                 for host, size in enumerate(self._sizes):
                     if size > 1:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options import LaunchOptions
 
-__all__ = ["dry_run_text", "settings_rows"]
+__all__ = ["columns", "dry_run_text", "settings_rows"]
 
 _FIELDS = {"timeout": "timeout_s"}
+_TOLD_OTHERWISE = ("env", "hostfile", "include", "exclude")  # what they name is in `env` and `hosts`
 _UNITS = {"timeout": "s"}
 
 
@@ -51,14 +52,14 @@ def dry_run_text(
     table = [("rank", "host", "cores", "BLAS threads")]
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
         table.append((str(rank), escape(environ.get("SYNCVAR_HOST", host)), "any" if own is None else _cores(own), _threads(environ)))
-    lines = _columns(table)
+    lines = columns(table)
     lines += [line for line in (binding, transport) if line]
     lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
     if environments:
         lines += ["", f"environment {'of rank 0, and nothing else' if options.env_clear else 'set for rank 0'}:"]
         masked = mask_environment(environments[0])
         lines += [f"  {escape(name)}={escape(shlex.quote(value))}" for name, value in sorted(masked.items())]
-    lines += ["", "settings:", *(f"  {line}" for line in _columns(settings_rows(options)))]
+    lines += ["", "settings:", *(f"  {line}" for line in columns(settings_rows(options)))]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -66,7 +67,7 @@ def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
     """Return every setting as name, value with its unit, and origin; launch options first, then knobs."""
     rows = []
     for key in (*launch_keys(), "config"):
-        if key == "env":
+        if key in _TOLD_OTHERWISE:
             continue
         value = getattr(options, _FIELDS.get(key, key))
         rows.append((key, _value(value, _UNITS.get(key, "")), options.origin[key]))
@@ -84,6 +85,8 @@ def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
 def _value(value: object, unit: str) -> str:
     if value is None:
         return "none"
+    if isinstance(value, tuple):
+        return escape(" ".join(value if all(isinstance(one, str) for one in value) else [one.name for one in value])) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
@@ -102,6 +105,7 @@ def _threads(environ: Mapping[str, str]) -> str:
     return escape("/".join(sorted(found))) if found else "as set"
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines whose cells stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -219,6 +219,11 @@ class Supervisor:
             reason, code = describe_exit(status), status
         return [*self._fail(Cause(rank, weight, status, code, reason, beyond=beyond), now)]
 
+    def gone(self, rank: int, reason: str, now: float) -> list[Action]:
+        """Note that a rank is out of reach for good, with its host: nothing more will be heard of it."""
+        self.running.discard(rank)
+        return [*self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)]
+
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
         """Note that a rank gives no sign of life."""
         return [replace(one, has_ended=False) for one in self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)]

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["WORDS", "Word", "explained", "missing", "op_hint", "op_of", "unexpected", "words_text"]
 
 SEVERAL_HOSTS = (
-    "syncvar-launch starts the workers of one host; for several, start the script on each with torchrun --nnodes 2 "
-    "--nproc-per-node 4 --node-rank 0 --master-addr HOST --master-port 29500 train.py, or one process for each rank "
-    "with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; on all of them with the same "
-    "SYNCVAR_KEY (64 hexadecimal digits) or SYNCVAR_KEY_FILE"
+    "syncvar-launch logs in to other hosts by itself: write --hostfile FILE, with lines such as node1 slots=4, or -H node1:4,node2:4 "
+    "(see --help-hosts)"
 )
-_OWN_MACHINE = "every option of syncvar-launch is for one host, where no such choice exists; leave it out"
+WITHOUT_SSH = (
+    f"{SEVERAL_HOSTS}; without ssh, start the script on each with torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr HOST "
+    "--master-port 29500 train.py, or one process for each rank with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
+    "and MASTER_PORT set; on all of them with the same SYNCVAR_KEY (64 hexadecimal digits) or SYNCVAR_KEY_FILE"
+)
+_OWN_MACHINE = "there is no such choice: shared memory serves on a host, encrypted tcp between hosts; leave it out"
 
 
 class Word(NamedTuple):
@@ -255,16 +258,19 @@ WORDS = (
     _word("op", "lxor bxor", 'write "xor"'),
     _word("op", "adasum premul_sum", 'it is not here; write "mean", or "sum" with prescale='),
     # Options of torchrun, mpirun, horovodrun and srun.
-    _word("option", "--hostfile --machinefile -f -H --host --hosts --nnodes --nodes --node-rank --rdzv-endpoint --rdzv-backend "
-          "--rdzv-id --rdzv-conf --master-addr --master-port --local-addr --join --listen --host-discovery-script",
-          SEVERAL_HOSTS),
-    _word("option", "--ssh-port --ssh-identity-file --network-interface --network-interfaces --prefix --launcher",
-          SEVERAL_HOSTS),
-    _word("option", "-N --npernode --ntasks-per-node --ppr -ppn", "write --workers 4; " + SEVERAL_HOSTS),
+    _word("option", "--machinefile -f", "write --hostfile FILE"),
+    _word("option", "--host", "write -H a:2,b:2"),
+    _word("option", "--nnodes --nodes --node-rank --rdzv-endpoint --rdzv-backend --rdzv-id --rdzv-conf --master-addr --master-port "
+          "--local-addr --join --listen", WITHOUT_SSH),
+    _word("option", "--host-discovery-script --launcher", SEVERAL_HOSTS),
+    _word("option", "--ssh-identity-file", "name it in ~/.ssh/config, or write --ssh 'ssh -i FILE'"),
+    _word("option", "--network-interface --network-interfaces", "write --iface eth0"),
+    _word("option", "--prefix", "write --remote-python PATH"),
+    _word("option", "-N --npernode --ntasks-per-node --ppr -ppn", "write the number behind each host: node1 slots=4; on one host --workers 4"),
     _word("option", "--ntasks --num-proc --num-processes --num-workers --nproc --num-gpus --gpus -c",
           "write --workers 4"),
-    _word("option", "--standalone", "leave it out: one host is what syncvar-launch is for"),
-    _word("option", "--map-by --rank-by --bind-to --report-bindings --use-hwthread-cpus --cpu-bind",
+    _word("option", "--standalone", "leave it out: without --hostfile the workers are on this host"),
+    _word("option", "--rank-by --bind-to --report-bindings --use-hwthread-cpus --cpu-bind",
           "write --bind cores, --bind none or --cores-per-worker 2; --dry-run shows the cores"),
     _word("option", "--cpus-per-task", "write --cores-per-worker 2"),
     _word("option", "--show-map --display-map --display-allocation", "write --dry-run"),

@@ -418,7 +418,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
 
     keys = None
     outside = ""
-    if environment.host_count > 1:
+    if environment.host_count > 1 or environment.rendezvous.startswith("tcp://"):
         secret = job_secret(environ)
         if secret is None:
             raise ConfigError(
@@ -427,7 +427,8 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
             )
         from syncvar.transports.curve import link_keys
 
-        keys, outside = link_keys(secret), f"tcp://{environment.host_address}"
+        keys = link_keys(secret)
+        outside = f"tcp://{environment.host_address}" if environment.host_count > 1 else ""
     zeromq: zmq.Context[Any] = zmq.Context()
     control: ZeromqControl | None = None
     transport: ZeromqTransport | None = None
@@ -436,7 +437,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
         control = ZeromqControl(zeromq, environment.rendezvous, environment.rank, keys)
         transport = ZeromqTransport(
             zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
-            outside=outside, keys=keys,
+            outside=outside, keys=keys if outside else None,
         )  # fmt: skip
         generation = environment.generation + _state.generations
         arena = _attach(environment, config, generation)

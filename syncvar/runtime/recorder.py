@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from syncvar.stacks import Frame
 
-__all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "record_name"]
+__all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "record_name", "write_record"]
 
 RING = 2048
 FORMAT = "syncvar flight record 1"
@@ -267,7 +267,7 @@ class Recorder:
         try:
             with contextlib.suppress(Exception):
                 text = _text(self.record(reason, is_final=level != _REFUSED or folder == self._trace, stack=stack))
-                _replace(folder, record_name(self._who["rank"], self._who["generation"]), text)
+                write_record(folder, record_name(self._who["rank"], self._who["generation"]), text)
             self._written = max(level, self._written)
         finally:
             self._writing.release()
@@ -283,7 +283,7 @@ def record_name(rank: Any, generation: Any = 0) -> str:
     return f"flight-rank{rank}.{f'generation{generation}.' if generation else ''}json"
 
 
-def _replace(folder: str, name: str, text: str) -> None:
+def write_record(folder: str, name: str, text: str) -> None:
     """Write a file that only this user can read; whoever looks sees all of it or what was there before.
 
     Records hold paths, command lines and texts of exceptions. Nothing that another user has put there is followed.

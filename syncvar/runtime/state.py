@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["JOBS_KEPT", "RECORDS", "StateFolder", "find_job", "job_folders", "job_name", "keep_newest", "remove_job", "state_folder"]
+__all__ = ["JOBS_KEPT", "RECORDS", "StateFolder", "find_job", "is_record", "job_folders", "job_name", "keep_newest", "remove_job", "state_folder"]
 
 JOBS_KEPT = 10
 RECORDS = "flight-rank*.json"
@@ -118,6 +118,16 @@ def remove_job(path: Path) -> None:
             os.close(directory)
         if _JOB.fullmatch(path.name):
             path.rmdir()
+
+
+def is_record(name: str) -> bool:
+    """Return whether a file is called as the record of a rank is.
+
+    Example:
+        >>> is_record("flight-rank3.json"), is_record("../flight-rank3.json")
+        (True, False)
+    """
+    return _RECORD.fullmatch(name) is not None
 
 
 def _last_record(folder: Path | str) -> int:

@@ -25,7 +25,7 @@ class Store:
     """Rendezvous and control of one job.
 
     Args:
-        endpoint: Where to listen, for instance "ipc:///run/user/0/syncvar/x/store".
+        endpoint: Where to listen, for instance "ipc:///run/user/0/syncvar/x/store", or "tcp://10.0.0.7:*" for any port.
         world_size: Ranks of the job.
         job_id: Its random identity.
         config: Deadlines and intervals.
@@ -34,6 +34,7 @@ class Store:
 
     Attributes:
         stalls: Which of the sentences to show tell of a long wait.
+        endpoint: Where it listens.
         seen: Says of a rank what can be seen of its process, for instance ", CPU busy"; nothing unless it is set.
         place: Says where a rank stands of which no Python thread answers, for instance "in user code, train.py:49"; likewise.
     """
@@ -73,8 +74,9 @@ class Store:
                 self._gate = Gate(self._context, keys)
                 keys.listen(self.socket)
             self.socket.bind(endpoint)
+            self.endpoint = endpoint if not endpoint.endswith(":*") else self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             if self._gate is not None:
-                self._gate.guard(endpoint)
+                self._gate.guard(self.endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise RendezvousError(f"rank 0 cannot listen on {endpoint}: {error.strerror}") from error

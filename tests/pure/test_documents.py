@@ -65,6 +65,7 @@ def test_every_page_is_in_the_list_of_pages():
 def test_commands_are_understood(page, tmp_path, monkeypatch):
     for name in ("train.py", "program"):
         (tmp_path / name).write_text("")
+    (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
     for line in "\n".join(CONSOLE.findall(page.read_text())).splitlines():
         for command in line.split("#")[0].split("&&"):
             words = shlex.split(command.replace("…", "x").lstrip("$ "))

@@ -234,8 +234,11 @@ def test_options_of_other_launchers_are_explained(capsys):
     known = [name for word in WORDS if word.place == "option" for name in word.names]
     for name in known:
         assert f"unknown option {name}: {explained('option', name)}\n" in refused([name, "4", "train.py"], capsys)
-    for name in ("--hostfile", "-H", "--nnodes", "--nnodes=2", "--rdzv-endpoint", "--rdzv_endpoint", "-hostfile", "-machinefile"):
+    for name in ("--machinefile", "-machinefile", "-f"):
+        assert "write --hostfile FILE" in refused([name, "hosts", "train.py"], capsys)
+    for name in ("--nnodes", "--nnodes=2", "--rdzv-endpoint", "--rdzv_endpoint"):
         said = refused([name, "hosts", "train.py"], capsys)
+        assert "write --hostfile FILE, with lines such as node1 slots=4, or -H node1:4,node2:4" in said
         assert "torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr HOST" in said
         assert "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in said
         assert "SYNCVAR_KEY" in said

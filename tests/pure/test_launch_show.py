@@ -54,7 +54,7 @@ def test_a_cleared_environment_is_shown_whole(tmp_path):
 
 def test_every_setting_is_shown(options):
     names = {name for name, _, _ in settings_rows(options)}
-    assert names >= (set(launch_keys()) - {"env"}) | set(RuntimeConfig.names()) | {"config", "env.API_KEY"}
+    assert names >= (set(launch_keys()) - {"env", "hostfile", "include", "exclude"}) | set(RuntimeConfig.names()) | {"config", "env.API_KEY"}
 
 
 def test_control_characters_of_values_are_escaped(tmp_path):

@@ -12,7 +12,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
 from syncvar_launcher import options as options_module
 from syncvar_launcher.environment import inherited
-from syncvar_launcher.options import help_text, launch_keys, parse
+from syncvar_launcher.options import help_text, host_keys, hosts_help_text, launch_keys, parse
 from syncvar_launcher.signals import forwarded
 
 HERE = Path(__file__).parent
@@ -420,8 +420,16 @@ def test_help_fits_a_screen_and_begins_with_three_examples():
     assert "!" not in help_text()
 
 
+def test_help_for_several_hosts_fits_a_screen():
+    lines = hosts_help_text().splitlines()
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 88
+    for key in host_keys():
+        assert f"--{key.replace('_', '-')}" in hosts_help_text()
+
+
 def test_help_names_every_option():
-    text = help_text()
+    text = help_text() + hosts_help_text()
     for key in launch_keys():
         assert f"--{key.replace('_', '-')}" in text
 
@@ -452,8 +460,9 @@ def test_files_of_the_repository_load(name):
 def test_local_holds_every_option_and_knob_with_its_default():
     text = (CONFIGS / "local.toml").read_text(encoding="utf-8")
     launch, runtime = text.split("\n[runtime]\n")
+    several = (CONFIGS / "two_hosts.toml").read_text(encoding="utf-8")
     for key in launch_keys():
-        assert re.search(rf"^(# )?{key} = ", launch, re.MULTILINE), key
+        assert re.search(rf"^(# )?{key} = ", several if key in host_keys() else launch, re.MULTILINE), key
     for item in RuntimeConfig.knobs():
         assert re.search(rf"^# .+\n{item.name} = ", runtime, re.MULTILINE), item.name
         if item.unit in ("s", "B"):
@@ -461,10 +470,35 @@ def test_local_holds_every_option_and_knob_with_its_default():
     with_file = run("--config", str(CONFIGS / "local.toml"), "-m", "x")
     without = run("-m", "x")
     assert with_file.runtime == without.runtime
-    for key in launch_keys():
+    for key in set(launch_keys()).difference(host_keys()):
         attribute = "timeout_s" if key == "timeout" else key
         assert getattr(with_file, attribute) == getattr(without, attribute), key
     assert set(tomllib.loads(text)["runtime"]) == set(RuntimeConfig.names())
+
+
+def test_two_hosts_holds_the_defaults_of_all_options_for_several():
+    options = run("--config", str(CONFIGS / "two_hosts.toml"), "-m", "x", cwd=CONFIGS.parent)
+    assert [(one.name, one.slots) for one in options.hosts] == [("node1", 4), ("node2", 4)]
+    assert options.workers == 0  # all slots
+    without = run("-m", "x")
+    for key in ("map_by", "ssh", "ssh_port", "ssh_always", "remote_python", "iface"):
+        assert getattr(options, key) == getattr(without, key), key
+
+
+def test_options_of_several_hosts_that_do_not_fit_are_refused(tmp_path):
+    (tmp_path / "hosts").write_text("a:2\nb:2 slot=3\n")
+    for arguments, words in (
+        (("--hostfile", "hosts"), "hosts:2:5: 'slot' is no option of a host (did you mean slots?)"),
+        (("--hostfile", "host"), "No such file"),
+        (("-H", "a:2", "--hostfile", "hosts"), "both name hosts"),
+        (("--include", "a"), "selects among the hosts of --hostfile or -H"),
+        (("-H", "a:2", "--fake-hosts", "2"), "real hosts are named by"),
+        (("-H", "a:2", "--debug", "0"), "the ranks are elsewhere"),
+        (("-H", "a:2", "--exclude", "a"), "leave no host"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run(*arguments, "-m", "x", cwd=tmp_path)
+        assert words in str(caught.value)
 
 
 def test_the_commented_lines_of_local_are_right_too(tmp_path):

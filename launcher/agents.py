@@ -1,0 +1,374 @@
+"""The workers of all hosts of a job, through the agents there: one face to the loop of a start, like that of one agent here.
+
+What an `Agent` does for the ranks of one host, with the memory that they share and the stacks that they tell, this does by
+messages. Output is taken on credit: a host sends no more than was used here, so that one that writes much stops itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from syncvar.stacks import Frame, Thread, where
+from syncvar_launcher.agent import Ended, Event, Gone, Output, Spoke, Started
+from syncvar_launcher.environment import carried
+from syncvar_launcher.stacks import Asked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from syncvar_launcher.agent import Agent
+    from syncvar_launcher.fleet import Fleet, Site
+    from syncvar_launcher.job import Job
+    from syncvar_launcher.messages import Message
+
+__all__ = ["Agents"]
+
+_CLOSE_S = 10.0
+_GRANT = 1 << 18  # bytes that have been used before more are asked for
+_INPUT_NBYTES = 1 << 16
+_UNFED_MAX = 1 << 20
+_MOMENT_S = 0.3
+
+
+class Agents:
+    """The agents of one start.
+
+    Args:
+        fleet: The hosts.
+        job: What is started.
+        here: The agent of this machine, which has no workers: its guardian removes the private folder if this process is killed.
+        rendezvous: Where the ranks meet.
+        generation: The first that they may join.
+        restarts: How often they have been started again before.
+
+    Attributes:
+        workers: The ranks that have been started.
+        places: Where each rank that has told it stood when it was noted, in one line.
+        is_complete: All ranks share one memory.
+    """
+
+    def __init__(self, fleet: Fleet, job: Job, here: Agent, rendezvous: str, generation: int, restarts: int) -> None:
+        self._fleet = fleet
+        self._job = job
+        self._here = here
+        self._rendezvous = rendezvous
+        self._generation = generation
+        self._restarts = restarts
+        self.workers: dict[int, Site] = {}
+        self.places: dict[int, str] = {}
+        self.is_complete = len(fleet.sites) == 1 and job.config.transport != "zmq"
+        self._running: set[int] = set()
+        self._owed: dict[tuple[int, str], int] = {}
+        self._states: dict[int, tuple[str, float]] = {}
+        self._noted: set[int] = set()
+        self._asked = 0
+        self._late: list[Event] = []  # came while something else was waited for
+        self._stood: dict[int, list[Thread]] = {}
+        self._pids: dict[int, int] = {}
+        self._said: list[str] = []
+        self._input = -1
+        self._unfed = 0  # bytes of standard input that rank 0's pipe has not taken
+        self._is_closing = False
+
+    def begin(self) -> None:
+        """Start all ranks."""
+        chosen, config = self._job.options, self._job.config
+        first = 0
+        for index, site in enumerate(self._fleet.sites):
+            ranks = range(first, first + site.workers)
+            first += site.workers
+            binding = self._job.binding_of(index)
+            told = [
+                {
+                    "rank": rank,
+                    "environ": self._job.own_environment(rank, self._rendezvous, "", {}, self._generation, self._restarts),
+                    "cores": binding.cores[rank - ranks[0]],
+                    "has_input": rank == 0,
+                }
+                for rank in ranks
+            ]  # fmt: skip
+            why_not = "SYNCVAR_TRANSPORT=zmq asks for it" if config.transport == "zmq" else ""
+            why_not = why_not or ("there is one rank on this host" if site.workers == 1 else "")
+            start = {
+                "job": self._job.job_id, "generation": self._generation, "secret": self._fleet.secret, "ranks": told,
+                "arena_bytes": config.arena_bytes, "core_count": site.facts["core_count"], "why_no_arena": why_not,
+                "hands_over": not why_not, "start_method": chosen.start_method, "cwd": site.remote.host.cwd or str(chosen.cwd),
+                "kind_of_target": chosen.kind, "target": chosen.target, "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
+            }  # fmt: skip
+            self.workers |= dict.fromkeys(ranks, site)
+            self._running |= set(ranks)
+            site.remote.heard = time.monotonic()
+            site.remote.send("begin", start=start)
+        self._input = 0
+
+    def describe(self) -> tuple[str, str]:
+        """Return what serves, in few words and as a whole line."""
+        several = len(self._fleet.sites) > 1
+        within = "unix sockets" if self._job.config.transport == "zmq" else "shared memory"
+        between = f" on each host; encrypted tcp between {len(self._fleet.sites)} hosts" if several else ""
+        return f"{within}{between}", f"transport: {within}{between}"
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
+        """Return the descriptors to poll for reading, and let ranks whose output can be used write on."""
+        for (rank, stream), count in list(self._owed.items()):
+            if count >= _GRANT and takes(rank, stream):  # type: ignore[arg-type]
+                self._owed[rank, stream] = 0
+                self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
+        watched = [descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()]
+        return [*watched, self._input] if self._input >= 0 and self._unfed < _UNFED_MAX else watched
+
+    def unsent(self) -> list[int]:
+        """Return the descriptors to poll for writing."""
+        return [descriptor for site in self._fleet.sites for descriptor in site.remote.unsent()]
+
+    def readable(self, descriptor: int) -> Iterator[Event]:
+        """Handle a descriptor that poll reported."""
+        late, self._late = self._late, []
+        yield from late
+        if descriptor == self._input:
+            self._feed()
+            return
+        for site in self._fleet.sites:
+            site.remote.flush()
+            for message in site.remote.readable(descriptor):
+                yield from self._events(message, site)
+            if site.remote.why_gone:
+                yield from self._lose(site)
+
+    def look(self) -> None:
+        """Give a sign of life to all hosts, and look for theirs."""
+        now = time.monotonic()
+        for site in self._fleet.sites:
+            site.remote.send("beat")
+            silent_s = now - site.remote.heard
+            if silent_s > self._job.config.lost_after_s and not site.remote.why_gone:
+                site.remote.why_gone = f"nothing has come from it for {silent_s:.1f} s"
+                site.remote.kill()
+
+    def state(self, rank: int) -> str:
+        """Return the last known state letter of a worker's process, or an empty text when it has ended."""
+        return self._states.get(rank, ("", 0.0))[0] if rank in self._running else ""
+
+    def busy_s(self, rank: int) -> float:
+        """Return for how long a worker's process has used a core, in seconds, as far as it is known."""
+        return self._states.get(rank, ("", 0.0))[1]
+
+    def send(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to workers, and wake those that are stopped if it ends them."""
+        for site, own in self._by_site(ranks):
+            site.remote.send("signal", ranks=own, number=number)
+
+    def send_groups(self, number: int) -> None:
+        """Send a signal to the sessions of all workers that run."""
+        for site in self._fleet.sites:
+            site.remote.send("signal_groups", number=number)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill the whole sessions of workers, grandchildren included."""
+        for site, own in self._by_site(ranks):
+            site.remote.send("kill", ranks=own)
+
+    def stop(self) -> set[int]:
+        """Stop the sessions of all workers."""
+        for site in self._fleet.sites:
+            site.remote.send("stop")
+        return set()
+
+    def resume(self) -> None:
+        """Let those go on that `stop` has stopped."""
+        for site in self._fleet.sites:
+            site.remote.heard = time.monotonic()
+            site.remote.send("resume")
+
+    def abort(self, generation: int | None = None) -> None:
+        """Let every rank that waits in shared memory look up."""
+        for site in self._fleet.sites:
+            site.remote.send("abort", generation=generation)
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        said, self._said = self._said, []
+        return said
+
+    # -- where ranks stand --------------------------------------------------------------------------------------------
+
+    def note(self, ranks: Iterable[int]) -> None:
+        """Ask ranks where they stand; who has been asked before stood there when it mattered."""
+        new = [rank for rank in ranks if rank not in self._noted and rank in self._running]
+        self._noted |= set(new)
+        for site, own in self._by_site(new):
+            site.remote.send("note", ranks=own)
+
+    def await_noted(self, limit_s: float) -> None:
+        """Do nothing: an agent answers before it hands on the next signal."""
+
+    def read_noted(self) -> None:
+        """Do nothing: the answers have come by themselves."""
+
+    def ask(self, rank: int, *, all_threads: bool = False) -> Asked:
+        """Ask a rank where it stands; its answer comes a little later."""
+        if rank not in self._running:
+            return Asked(rank, -1)
+        self._asked += 1
+        self.workers[rank].remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
+        return Asked(rank, self._asked, "", all_threads)
+
+    def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
+        """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
+        if asked.start < 0:
+            return []
+        return self._stood.pop(asked.start, None) if is_last else self._stood.get(asked.start)
+
+    def place_now(self, rank: int) -> str:
+        """Ask a rank where it stands, and wait a moment for the answer; empty where there is none."""
+        asked = self.ask(rank)
+        if asked.start < 0:
+            return ""
+        site, until = self.workers[rank], time.monotonic() + _MOMENT_S
+        while (threads := self.answer(asked)) is None and (left := until - time.monotonic()) > 0 and not site.remote.why_gone:
+            poller = select.poll()
+            for descriptor in site.remote.descriptors():
+                poller.register(descriptor, select.POLLIN)
+            for descriptor, _ in poller.poll(left * 1000):
+                for message in site.remote.readable(descriptor):
+                    self._late += self._events(message, site)
+        return where(threads[0].frames, str(self._job.options.cwd)) if threads else ""
+
+    def pid(self, rank: int) -> int:
+        """Return the number of a rank's process on its host; -1 where it is not known."""
+        return self._pids.get(rank, -1)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> Iterator[Event]:
+        """Kill what is left, and hear what was written."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._input = -1
+        yield from self._here.close()
+        waiting = {id(site.remote): site for site in self._fleet.sites if not site.remote.why_gone}
+        for site in waiting.values():
+            for rank, own in self.workers.items():
+                if own is site:
+                    for stream in ("out", "err"):
+                        site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
+            site.remote.send("end")
+        until = time.monotonic() + _CLOSE_S
+        while waiting and (left := until - time.monotonic()) > 0:
+            poller = select.poll()
+            for site in waiting.values():
+                for descriptor in site.remote.descriptors():
+                    poller.register(descriptor, select.POLLIN)
+                for descriptor in site.remote.unsent():
+                    poller.register(descriptor, select.POLLOUT)
+            ready = [descriptor for descriptor, _ in poller.poll(left * 1000)]
+            for key, site in list(waiting.items()):
+                site.remote.flush()
+                for descriptor in ready:
+                    for message in site.remote.readable(descriptor):
+                        if message["kind"] == "closed":
+                            waiting.pop(key, None)
+                        yield from self._events(message, site)
+                if site.remote.why_gone:
+                    waiting.pop(key, None)
+        for site in waiting.values():
+            site.remote.why_gone = "its agent does not end"
+            site.remote.kill()
+        for site in self._fleet.sites:
+            if site.remote.why_gone:
+                yield from self._lose(site)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _by_site(self, ranks: Iterable[int]) -> list[tuple[Site, list[int]]]:
+        found: dict[int, tuple[Site, list[int]]] = {}
+        for rank in ranks:
+            if rank in self._running:
+                site = self.workers[rank]
+                found.setdefault(id(site), (site, []))[1].append(rank)
+        return list(found.values())
+
+    def _events(self, message: Message, site: Site) -> Iterator[Event]:
+        kind = message["kind"]
+        rank: Any = message.get("rank")
+        if rank is not None and self.workers.get(rank) is not site:
+            return  # no rank of this host
+        if kind == "output" and message["stream"] in ("out", "err"):
+            key = (rank, message["stream"])
+            self._owed[key] = self._owed.get(key, 0) + len(message["data"])
+            yield Output(rank, message["stream"], message["data"])
+        elif kind == "began":
+            for each, pid in message["pids"].items():
+                if self.workers.get(each) is site:
+                    self._pids[each] = int(pid)
+                    yield Started(each, int(pid))
+        elif kind == "spoke":
+            if all(isinstance(name, str) and isinstance(value, str | int) for name, value in message["record"].items()):
+                yield Spoke(rank, message["record"])
+        elif kind == "ended":
+            self._running.discard(rank)
+            yield Ended(rank, message["status"], message["beyond"])
+        elif kind == "states":
+            for each, (letter, busy_s, pid) in message["states"].items():
+                self._states[int(each)] = (str(letter), float(busy_s))
+                self._pids[int(each)] = int(pid)
+        elif kind == "stood":
+            self._stood[message["number"]] = [
+                Thread(str(ident), bool(is_main), tuple(Frame(str(file), int(line), str(name)) for file, line, name in frames))
+                for ident, is_main, frames in message["threads"]
+            ]
+        elif kind == "placed":
+            self.places |= {int(each): str(line) for each, line in message["places"].items() if self.workers.get(int(each)) is site}
+        elif kind == "record":
+            self._keep(message["name"], message["data"])
+        elif kind == "fed":
+            self._unfed -= message["count"]
+        elif kind == "said":
+            self._said.append(f"{site.name}: {message['sentence']}")
+        elif kind == "refused":
+            for each in [one for one, own in self.workers.items() if own is site and one in self._running]:
+                self._running.discard(each)
+                yield Gone(each, f"it cannot be started: {message['reason']}")
+
+    def _keep(self, name: str, data: bytes) -> None:
+        """Write a flight record that a rank has left on its host."""
+        from syncvar.runtime.recorder import write_record  # only a job that went wrong needs it
+        from syncvar.runtime.state import is_record
+
+        folder = self._job.records.folder
+        if folder is not None and is_record(name):
+            with contextlib.suppress(OSError):
+                write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
+
+    def _lose(self, site: Site) -> Iterator[Event]:
+        """Give up the ranks of a host that is gone."""
+        ranks = [rank for rank, own in self.workers.items() if own is site and rank in self._running]
+        if not ranks:
+            return
+        words = site.remote.words().splitlines()
+        status = site.remote.status()
+        ended = f"; its connection ended with {status}" if status is not None else ""
+        last = f" ({words[-1].strip()})" if words else ""
+        for rank in ranks:
+            self._running.discard(rank)
+            yield Gone(rank, f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}")
+
+    def _feed(self) -> None:
+        """Pass on what comes on the launcher's standard input to rank 0."""
+        try:
+            data = os.read(self._input, _INPUT_NBYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._unfed += len(data)
+        self.workers[0].remote.send("input", data=data)
+        if not data:
+            self._input = -1

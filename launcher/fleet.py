@@ -1,0 +1,344 @@
+"""The hosts of a job: logged in to at once, asked what they are, checked, given workers, and proven to reach each other.
+
+Nothing is started anywhere before every host has answered: whatever is wrong with any of them is told in one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.begin import command_of
+from syncvar.errors import HostUnreachable
+from syncvar.wire import KEY_BYTES, PROTOCOL_VERSION
+from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
+from syncvar_launcher.login import ssh_command, why_failed
+from syncvar_launcher.placement import Room, placed
+from syncvar_launcher.remote import RemoteHost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from syncvar_launcher.hostfile import Host
+    from syncvar_launcher.options import LaunchOptions
+
+__all__ = ["AGENT", "Fleet", "Site", "is_here"]
+
+AGENT = "syncvar_launcher.hostagent"
+_LOGINS_AT_ONCE = 16
+_LOGIN_S = 30.0
+_ANSWER_S = 15.0
+_REACH_S = 5.0
+_ADDRESSES_MAX = 4  # of each host that are tried
+
+
+class Site(NamedTuple):
+    """A host that has workers.
+
+    Args:
+        remote: The way to its agent.
+        name: For messages.
+        workers: How many it gets, at least 1.
+        address: Where its ranks listen for other hosts.
+        facts: What its agent said of it.
+    """
+
+    remote: RemoteHost
+    name: str
+    workers: int
+    address: str
+    facts: dict[str, Any]
+
+
+def is_here(host: Host, own: Sequence[Interface]) -> bool:
+    """Return whether a host is this machine, by its name or address: then no ssh is needed."""
+    if host.user or host.port:
+        return False
+    names = {"localhost", "ip6-localhost", socket.gethostname()}
+    if host.name in names:
+        return True
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.name)
+        return address.is_loopback or host.name in {one.address for one in own}
+    return False
+
+
+class Fleet:
+    """The hosts of one job.
+
+    Args:
+        options: What was asked for, with at least one host.
+        say: Shows a sentence.
+
+    Attributes:
+        sites: The hosts that have workers, in the order of their ranks.
+        address: Where the launcher listens.
+        secret: The job's.
+    """
+
+    def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._say = say
+        self.secret = os.urandom(KEY_BYTES)
+        self.sites: list[Site] = []
+        self.address = ""
+        self._remotes: list[RemoteHost] = []
+
+    def open(self) -> None:
+        """Log in everywhere, check, place the workers, and find addresses by which all reach each other.
+
+        Raises:
+            HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
+            ConfigError: There is no place for so many workers.
+        """
+        self._log_in()
+        self._check()
+        rooms = [Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots) for one in self._remotes]
+        workers = self._options.workers or None
+        sizes = placed(rooms, workers, self._options.map_by)
+        used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
+        for one, size in zip(self._remotes, sizes, strict=True):
+            if not size:
+                one.close()
+        self._remotes = [one for one, _ in used]
+        addresses = self._prove()
+        self.sites = [
+            Site(one, one.host.name, size, address, one.facts) for (one, size), address in zip(used, addresses, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Let all agents end. Idempotent."""
+        for one in self._remotes:
+            one.close()
+        self._remotes.clear()
+
+    def command(self, host: Host) -> list[str]:
+        """Return what leads to the agent of a host."""
+        if is_here(host, interfaces()) and not self._options.ssh_always:
+            return command_of(AGENT)
+        return ssh_command(self._options.ssh, host, self._options.ssh_port, self._options.remote_python or sys.executable)
+
+    def renew(self) -> None:
+        """Log in again where the agent of an earlier start is gone.
+
+        Raises:
+            HostUnreachable: It does not answer, or is another machine now.
+        """
+        gone = [place for place, one in enumerate(self.sites) if one.remote.why_gone]
+        for place in gone:
+            self.sites[place].remote.close()
+            self.sites[place] = self.sites[place]._replace(remote=self._start(self.sites[place].remote.host))
+        self._remotes = [one.remote for one in self.sites]
+        self._await_facts([self.sites[place].remote for place in gone])
+        self._check()
+        self.sites = [one._replace(facts=one.remote.facts) for one in self.sites]
+
+    # -- one after another ----------------------------------------------------------------------------------------
+
+    def _log_in(self) -> None:
+        waiting = deque(self._options.hosts)
+        under_way: list[RemoteHost] = []
+        while waiting or under_way:
+            while waiting and len(under_way) < _LOGINS_AT_ONCE:
+                one = self._start(waiting.popleft())
+                self._remotes.append(one)
+                under_way.append(one)
+            self._await(under_way, "facts", self._keep_facts, _LOGIN_S, is_one_enough=bool(waiting))
+            under_way = [one for one in under_way if not one.facts and not one.why_gone]
+        self._refuse_silent(self._remotes)
+
+    def _start(self, host: Host) -> RemoteHost:
+        try:
+            one = RemoteHost(host, self.command(host))
+        except OSError as error:
+            raise HostUnreachable(f"{self._options.ssh[0]} cannot be started: {error.strerror}; give --ssh") from error
+        options, runtime = self._options, self._options.runtime
+        one.send(
+            "ask", kind_of_target=options.kind, target=options.target, cwd=host.cwd or str(options.cwd),
+            beat_s=runtime.heartbeat_interval_s, lost_after_s=runtime.lost_after_s,
+        )  # fmt: skip
+        return one
+
+    @staticmethod
+    def _keep_facts(one: RemoteHost, message: dict[str, Any]) -> None:
+        one.facts = message["facts"]
+
+    def _await_facts(self, remotes: Sequence[RemoteHost]) -> None:
+        self._await(remotes, "facts", self._keep_facts, _LOGIN_S)
+        self._refuse_silent(remotes)
+
+    def _refuse_silent(self, remotes: Sequence[RemoteHost]) -> None:
+        silent = [one for one in remotes if not one.facts]
+        if silent:
+            self._refuse({one.host: self._why(one) for one in silent})
+
+    def _why(self, one: RemoteHost) -> str:
+        status = one.status() if one.why_gone else None
+        return why_failed(one.host, status, one.words(), self._options.remote_python or sys.executable)
+
+    def _refuse(self, reasons: dict[Host, str]) -> None:
+        count = len(reasons)
+        lines = [f"  {host.name} ({host.origin}): {why}" if host.origin else f"  {host.name}: {why}" for host, why in reasons.items()]
+        what = "1 host cannot be used" if count == 1 else f"{count} hosts cannot be used"
+        raise HostUnreachable(f"{what}; nothing was started:\n" + "\n".join(lines))
+
+    def _check(self) -> None:
+        """Refuse hosts on which the job could not run, and put those together that are one machine."""
+        own_python = ".".join(map(str, sys.version_info[:3]))
+        wrong: dict[Host, str] = {}
+        for one in self._remotes:
+            facts = one.facts
+            cwd = one.host.cwd or self._options.cwd
+            if facts["protocol"] != PROTOCOL_VERSION or facts["syncvar"] != _version():
+                wrong[one.host] = (
+                    f"it has syncvar {facts['syncvar']} (protocol {facts['protocol']}), and here is {_version()} (protocol "
+                    f"{PROTOCOL_VERSION}); install the same on all"
+                )
+            elif facts["byte_order"] != sys.byteorder:
+                wrong[one.host] = f"its numbers are {facts['byte_order']}-endian, and here they are {sys.byteorder}-endian"
+            elif facts["python"].split(".")[:2] != own_python.split(".")[:2]:
+                wrong[one.host] = f"it has Python {facts['python']}, and here is {own_python}; give python=PATH or --remote-python"
+            elif not facts["numpy"]:
+                wrong[one.host] = f"NumPy is not installed there; {one.host.python or self._options.remote_python or sys.executable} -m pip install numpy"
+            elif not facts["has_folder"]:
+                wrong[one.host] = f"there is no folder {cwd} there; give --cwd, or cwd= in the host file"
+            elif not facts["has_target"]:
+                wrong[one.host] = f"there is no script {self._options.target} in {cwd} there; copy it, or use a shared folder"
+        if wrong:
+            self._refuse(wrong)
+        first: dict[str, RemoteHost] = {}
+        for one in list(self._remotes):
+            known = first.setdefault(one.facts["machine"], one)
+            if known is one:
+                continue
+            slots = [each.host.slots or each.facts["core_count"] for each in (known, one)]
+            total = max(slots) if known.host.slots is None and one.host.slots is None else sum(slots)
+            known.host = known.host._replace(slots=total)
+            self._say(f"{one.host.name} and {known.host.name} are one machine: it counts once, with {total} slots")
+            one.close()
+            self._remotes.remove(one)
+
+    def _prove(self) -> list[str]:
+        """Return for each host an address at which all others reach it; set the launcher's own."""
+        candidates = [self._candidates(one) for one in self._remotes]
+        own = self._own_candidates()
+        token = os.urandom(KEY_BYTES)
+        listeners = Listeners(own, token)
+        ports: dict[int, list[int]] = {}
+        answers: dict[int, list[bool]] = {}
+        places = {id(one): place for place, one in enumerate(self._remotes)}
+        try:
+            for one, addresses in zip(self._remotes, candidates, strict=True):
+                one.send("listen", addresses=addresses, token=token)
+            self._await(self._remotes, "listening", lambda one, said: ports.update({places[id(one)]: said["ports"]}), _ANSWER_S)
+            self._refuse_unheard(ports)
+            targets = [*zip(own, listeners.ports, strict=True)]
+            for place, addresses in enumerate(candidates):
+                targets += zip(addresses, ports[place], strict=True)
+            for one in self._remotes:
+                one.send("reach", targets=targets, token=token, timeout_s=_REACH_S)
+            self._await(
+                self._remotes, "reached", lambda one, said: answers.update({places[id(one)]: said["answers"]}), _ANSWER_S, listeners=listeners,
+            )  # fmt: skip
+            self._refuse_unheard(answers)
+        finally:
+            listeners.close()
+        return self._chosen(own, candidates, answers)
+
+    def _chosen(self, own: Sequence[str], candidates: Sequence[Sequence[str]], answers: dict[int, list[bool]]) -> list[str]:
+        names = [one.host.name for one in self._remotes]
+        position = 0
+        found: list[str] = []
+        unreachable = []
+        for owner, addresses in enumerate([own, *candidates], -1):
+            chosen = ""
+            missing: dict[str, list[str]] = {}
+            for offset, address in enumerate(addresses):
+                blind = [names[other] for other, said in answers.items() if other != owner and not said[position + offset]]
+                if not blind:
+                    chosen = address
+                    break
+                missing[address] = blind
+            position += len(addresses)
+            found.append(chosen)
+            if not chosen:
+                who = names[owner] if owner >= 0 else "this machine"
+                tried = "; ".join(f"{address} not by {', '.join(blind)}" for address, blind in missing.items()) or "it has no address"
+                unreachable.append(f"  {who} is not reached by all others: {tried}")
+        if unreachable:
+            raise HostUnreachable(
+                "hosts do not reach each other; nothing was started. Open the ports above 1023 between them, or name the network by "
+                "--iface or addr=:\n" + "\n".join(unreachable)
+            )
+        self.address = found[0]
+        return found[1:]
+
+    def _candidates(self, one: RemoteHost) -> list[str]:
+        if one.host.addr is not None:
+            return [one.host.addr]
+        found = [Interface(str(name), str(address)) for name, address in one.facts["interfaces"] if ":" not in str(address)]
+        near = all(each.facts["launcher_at"] in ("", "127.0.0.1", "::1") for each in self._remotes)
+        reached_at = one.facts["reached_at"] or ("127.0.0.1" if near else None)
+        return allowed(found, self._options.iface, reached_at)[:_ADDRESSES_MAX]
+
+    def _own_candidates(self) -> list[str]:
+        seen = list(dict.fromkeys(one.facts["launcher_at"] for one in self._remotes if one.facts["launcher_at"]))
+        found = [one for one in interfaces() if ":" not in one.address]
+        first = seen[0] if seen and any(one.address == seen[0] for one in found) else ("127.0.0.1" if not seen else None)
+        return list(dict.fromkeys([*allowed(found, self._options.iface, first), *seen]))[: 2 * _ADDRESSES_MAX]
+
+    def _refuse_unheard(self, answers: dict[int, Any]) -> None:
+        silent = [one for place, one in enumerate(self._remotes) if place not in answers]
+        if silent:
+            self._refuse({one.host: self._why(one) for one in silent})
+
+    def _await(
+        self,
+        remotes: Sequence[RemoteHost],
+        kind: str,
+        take: Callable[[RemoteHost, dict[str, Any]], None],
+        limit_s: float,
+        *,
+        is_one_enough: bool = False,
+        listeners: Listeners | None = None,
+    ) -> None:
+        """Wait until each agent has said something, or is gone, or the time has passed."""
+        until = time.monotonic() + limit_s
+        missing = {id(one): one for one in remotes}
+        while missing and (left := until - time.monotonic()) > 0:
+            poller = select.poll()
+            for one in missing.values():
+                for descriptor in one.descriptors():
+                    poller.register(descriptor, select.POLLIN)
+                for descriptor in one.unsent():
+                    poller.register(descriptor, select.POLLOUT)
+            for descriptor in listeners.descriptors() if listeners else ():
+                poller.register(descriptor, select.POLLIN)
+            ready = [descriptor for descriptor, _ in poller.poll(left * 1000)]
+            for one in list(missing.values()):
+                one.flush()
+                for descriptor in ready:
+                    for message in one.readable(descriptor):
+                        if message["kind"] == kind:
+                            take(one, message)
+                            missing.pop(id(one), None)
+                if one.why_gone:
+                    missing.pop(id(one), None)
+            for descriptor in ready:
+                if listeners is not None:
+                    listeners.readable(descriptor)
+            if is_one_enough and len(missing) < len(remotes):
+                return
+
+
+def _version() -> str:
+    import syncvar
+
+    return syncvar.__version__

@@ -1,0 +1,99 @@
+"""How the launcher gets onto another host: the command line of ssh, and what its failure means.
+
+The remote command is fixed; what a job is made of travels on its standard input. The user's own policy for ssh stands:
+nothing here weakens the check of host keys, and nothing is forwarded.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar_launcher.hostfile import Host
+
+__all__ = ["SSH_OPTIONS", "remote_command", "ssh_command", "why_failed"]
+
+SSH_OPTIONS = (
+    "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes", "-o", "ForwardAgent=no",
+    "-o", "ForwardX11=no",
+)  # fmt: skip
+_AGENT = "from syncvar.begin import main; main()"
+_MODULE = "syncvar_launcher.hostagent"
+_SSH_FAILED = 255
+_NOT_FOUND = (126, 127)
+_LINES_SHOWN = 3
+
+_MEANINGS = (
+    (r"could not resolve|name or service not known|temporary failure in name", "its name is unknown", "check the spelling, or give addr="),
+    (r"connection refused", "nobody listens for ssh there", "start sshd, or give its port (port=N, --ssh-port)"),
+    (r"host key verification failed|no matching host key|host key is known", "its host key is not known, or has changed",
+     "compare the key with what the host's own administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts"),
+    (r"permission denied|too many authentication failures|no more authentication methods", "the login is refused",
+     "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key in ssh-agent"),
+    (r"timed out|no route to host|network is unreachable|host is down", "it cannot be reached", "check the network and `ssh {host} true`"),
+    (r"no module named '?syncvar", "syncvar is not installed for {python} there", "{python} -m pip install syncvar, on {host}"),
+    (r"no such file or directory|not found", "there is no {python} there", "give python=PATH in the host file, or --remote-python"),
+)  # fmt: skip
+
+
+def remote_command(python: str) -> str:
+    """Return what the remote shell runs; it holds nothing of the job.
+
+    Args:
+        python: The interpreter there.
+
+    Example:
+        >>> remote_command("/opt/my env/bin/python")
+        "exec '/opt/my env/bin/python' -P -c 'from syncvar.begin import main; main()' syncvar_launcher.hostagent"
+    """
+    return "exec " + shlex.join([python, "-P", "-c", _AGENT, _MODULE])
+
+
+def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -> list[str]:
+    """Return the command line of ssh for a host.
+
+    Args:
+        ssh: The program and its own options, such as ("ssh",).
+        host: Where to.
+        port: Its port where the host names none; None for ssh's own choice.
+        python: The interpreter there where the host names none.
+
+    Example:
+        >>> from syncvar_launcher.hostfile import Host
+        >>> ssh_command(("ssh",), Host("n1", user="ann", port=2222), None, "python3")[-5:-1]
+        ['-p', '2222', '--', 'ann@n1']
+    """
+    number = host.port or port
+    chosen = ["-p", str(number)] if number else []
+    return [*ssh, *SSH_OPTIONS, *chosen, "--", host.login(), remote_command(host.python or python)]
+
+
+def why_failed(host: Host, status: int | None, words: str, python: str) -> str:
+    """Return in a sentence why no agent answers on a host, and what to do.
+
+    Args:
+        host: Which one.
+        status: How ssh ended; None where it has not.
+        words: What it, or the remote shell, wrote on its standard error.
+        python: The interpreter that was to run there.
+
+    Example:
+        >>> from syncvar_launcher.hostfile import Host
+        >>> why_failed(Host("n1"), 255, "ssh: connect to host n1 port 22: Connection refused", "python3")
+        'nobody listens for ssh there; start sshd, or give its port (port=N, --ssh-port)'
+    """
+    if status is None:
+        return f"it does not answer in time; check the network and `ssh {host.login()} true`"
+    for pattern, what, remedy in _MEANINGS:
+        is_of_remote = "python" in what
+        if (status == _SSH_FAILED) is not is_of_remote and re.search(pattern, words, re.IGNORECASE):
+            return f"{what}; {remedy}".replace("{host}", host.login()).replace("{python}", host.python or python)
+    if status in _NOT_FOUND:
+        return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
+    last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
+    who = "ssh" if status == _SSH_FAILED else "the agent"
+    return f"{who} ended with {status}" + (f": {' | '.join(last)}" if last else ", and said nothing")

@@ -1,0 +1,235 @@
+"""What the launcher and the agent of another host say to each other: a length, then MessagePack. Bytes in, messages out.
+
+The agent greets with one line, so that what a login shell prints before it does no harm; after that nothing but messages
+may come. Each kind has its fields with their types; what does not fit is refused and ends the connection.
+
+Both ends trust each other as members of the job, not as parsers: lengths are checked before memory is taken, and nothing
+that comes is ever the name of code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgpack
+
+from syncvar.errors import WireError
+
+__all__ = ["GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "pack"]
+
+GREETING = b"syncvar-agent 1\n"
+MESSAGE_NBYTES_MAX = 16 << 20
+_BEFORE_GREETING_MAX = 64 << 10
+_LENGTH_NBYTES = 4
+
+Message = dict[str, Any]
+
+_KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    # the launcher says
+    "ask": {"kind_of_target": str, "target": str, "cwd": str, "beat_s": float, "lost_after_s": float},
+    "listen": {"addresses": list, "token": bytes},
+    "reach": {"targets": list, "token": bytes, "timeout_s": float},
+    "begin": {"start": dict},
+    "signal": {"ranks": list, "number": int},
+    "signal_groups": {"number": int},
+    "kill": {"ranks": list},
+    "note": {"ranks": list},
+    "inquire": {"number": int, "rank": int, "all_threads": bool},
+    "stop": {},
+    "resume": {},
+    "abort": {"generation": (int, type(None))},
+    "credit": {"rank": int, "stream": str, "count": int},
+    "input": {"data": bytes},
+    "end": {},
+    "beat": {},
+    # the agent says
+    "facts": {"facts": dict},
+    "listening": {"ports": list},
+    "reached": {"answers": list},
+    "refused": {"reason": str, "is_limit": bool},
+    "began": {"pids": dict},
+    "output": {"rank": int, "stream": str, "data": bytes},
+    "spoke": {"rank": int, "record": dict},
+    "ended": {"rank": int, "status": int, "beyond": str},
+    "states": {"states": dict},
+    "placed": {"places": dict},
+    "stood": {"number": int, "instead": str, "threads": list},
+    "record": {"name": str, "data": bytes},
+    "fed": {"count": int},
+    "said": {"sentence": str},
+    "closed": {},
+}
+
+
+def pack(kind: str, **fields: Any) -> bytes:
+    r"""Return a message as bytes.
+
+    Raises:
+        WireError: A field is missing, unknown or of another type, or the message is too long.
+
+    Example:
+        >>> pack("end")
+        b'\x00\x00\x00\n\x81\xa4kind\xa3end'
+    """
+    body: bytes = msgpack.packb({"kind": kind, **_checked(kind, fields)}, use_bin_type=True, unicode_errors="surrogateescape")
+    if len(body) > MESSAGE_NBYTES_MAX:
+        raise WireError(f"a message {kind!r} of {len(body)} bytes is above {MESSAGE_NBYTES_MAX}")
+    return len(body).to_bytes(_LENGTH_NBYTES, "big") + body
+
+
+class OneRank(NamedTuple):
+    """What one rank gets.
+
+    Args:
+        rank: Which one.
+        environ: Its own variables, beside those of all.
+        cores: The cores it may use, or None for all.
+        has_input: The launcher's standard input is its own.
+    """
+
+    rank: int
+    environ: dict[str, str]
+    cores: list[int] | None
+    has_input: bool
+
+
+class Order(NamedTuple):
+    """What the agent of a host is to start.
+
+    Args:
+        job: The job's identity.
+        generation: The first of the membership that its ranks may join.
+        secret: The job's.
+        kind_of_target: "script", "module" or "command".
+        target: What is run.
+        args: Its arguments.
+        cwd: Where it starts.
+        environ: Variables of all ranks, beside those of the login.
+        start_method: "spawn" or "fork".
+        ranks: Those of this host.
+        arena_bytes: The virtual size of the memory that they share.
+        core_count: How many cores they may use together.
+        why_no_arena: Why they share none; empty where they do.
+        hands_over: They will ask for it.
+    """
+
+    job: str
+    generation: int
+    secret: bytes
+    kind_of_target: str
+    target: str
+    args: list[str]
+    cwd: str
+    environ: dict[str, str]
+    start_method: str
+    ranks: list[OneRank]
+    arena_bytes: int
+    core_count: int
+    why_no_arena: str
+    hands_over: bool
+
+    @classmethod
+    def read(cls, fields: Message) -> Order:
+        """Return the order that a message holds.
+
+        Raises:
+            WireError: A field is missing, unknown or of another type.
+        """
+        ranks = fields.get("ranks")
+        if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
+            raise WireError("an order to start has other fields than it should")
+        order = cls(**{**fields, "ranks": [_one_rank(one) for one in ranks]})
+        texts = (order.job, order.kind_of_target, order.target, order.cwd, order.start_method, order.why_no_arena, *order.args)
+        numbers = (order.generation, order.arena_bytes, order.core_count)
+        if not all(isinstance(one, str) for one in texts) or not all(type(one) is int and one >= 0 for one in numbers):
+            raise WireError("an order to start has a field of another type")
+        if not isinstance(order.secret, bytes) or not _are_variables(order.environ):
+            raise WireError("an order to start has no secret, or variables that are none")
+        return order
+
+
+def _one_rank(fields: Any) -> OneRank:
+    if not isinstance(fields, dict) or fields.keys() != set(OneRank._fields):
+        raise WireError("a rank of an order to start has other fields than it should")
+    one = OneRank(**fields)
+    if type(one.rank) is not int or not _are_variables(one.environ) or not (one.cores is None or isinstance(one.cores, list)):
+        raise WireError("a rank of an order to start has a field of another type")
+    return one
+
+
+def _are_variables(environ: Any) -> bool:
+    return isinstance(environ, dict) and all(isinstance(one, str) and "\0" not in one for pair in environ.items() for one in pair)
+
+
+class Reader:
+    """Takes bytes as they come, and gives whole messages.
+
+    Args:
+        awaits_greeting: Something else may come before the greeting; it is kept in `before`.
+
+    Attributes:
+        before: What came before the greeting.
+    """
+
+    def __init__(self, *, awaits_greeting: bool = False) -> None:
+        self.before = b""
+        self.has_greeted = not awaits_greeting
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Return the messages that are complete now.
+
+        Raises:
+            WireError: What came is no message.
+        """
+        self._data += data
+        if not self.has_greeted:
+            found = self._data.find(GREETING)
+            if found < 0:
+                self.before = bytes(self._data)
+                if len(self._data) > _BEFORE_GREETING_MAX:
+                    raise WireError(f"more than {_BEFORE_GREETING_MAX} bytes came, and none of them is the agent's greeting")
+                return []
+            self.before = bytes(self._data[:found])
+            del self._data[: found + len(GREETING)]
+            self.has_greeted = True
+        messages = []
+        start = 0
+        while len(self._data) - start >= _LENGTH_NBYTES:
+            length = int.from_bytes(self._data[start : start + _LENGTH_NBYTES], "big")
+            if length > MESSAGE_NBYTES_MAX:
+                raise WireError(f"a message of {length} bytes is above {MESSAGE_NBYTES_MAX}")
+            end = start + _LENGTH_NBYTES + length
+            if len(self._data) < end:
+                break
+            messages.append(_parsed(bytes(self._data[start + _LENGTH_NBYTES : end])))
+            start = end
+        del self._data[:start]
+        return messages
+
+
+def _parsed(body: bytes) -> Message:
+    try:
+        found = msgpack.unpackb(
+            body, raw=False, strict_map_key=False, unicode_errors="surrogateescape", max_str_len=len(body),
+            max_bin_len=len(body), max_array_len=1 << 17, max_map_len=1 << 16, max_ext_len=0,
+        )  # fmt: skip
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"what came is no message: {type(error).__name__}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
+        raise WireError("what came is no message: it has no kind")
+    kind = found.pop("kind")
+    return {"kind": kind, **_checked(kind, found)}
+
+
+def _checked(kind: str, fields: Message) -> Message:
+    wanted = _KINDS.get(kind)
+    if wanted is None:
+        raise WireError(f"there is no message {kind[:40]!r}")
+    if fields.keys() != wanted.keys():
+        raise WireError(f"a message {kind!r} has the fields {', '.join(wanted)}, and others came")
+    for name, value in fields.items():
+        types = wanted[name] if isinstance(wanted[name], tuple) else (wanted[name],)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):  # type: ignore[operator]
+            raise WireError(f"{name} of a message {kind!r} is no {'/'.join(one.__name__ for one in types)}")  # type: ignore[union-attr]
+    return fields

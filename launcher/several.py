@@ -1,0 +1,77 @@
+"""A job on several hosts, from the command line to the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from syncvar.topology import rank_list
+from syncvar_launcher import output
+from syncvar_launcher.fleet import Fleet
+from syncvar_launcher.job import Job
+from syncvar_launcher.output import escape
+from syncvar_launcher.placement import Room, placed
+from syncvar_launcher.show import columns, settings_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from syncvar_launcher.options import LaunchOptions
+
+__all__ = ["dry_run", "launch"]
+
+
+def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
+    """Start a job on the hosts that were named; return the exit code.
+
+    Args:
+        chosen: The options, with at least one host.
+        arguments: The command line as it was given.
+
+    Raises:
+        HostUnreachable: Some hosts cannot be used.
+        ConfigError: The workers have no place there.
+    """
+    for sentence in chosen.notices:
+        _say(sentence)
+    with contextlib.closing(Fleet(chosen, _say)) as fleet:
+        fleet.open()
+        workers = sum(one.workers for one in fleet.sites)
+        output.shown_ranks(chosen.output, workers)
+        return Job(chosen._replace(workers=workers), arguments, os.environ, fleet).run()
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"syncvar-launch: {sentence}\n")
+    sys.stderr.flush()
+
+
+def dry_run(chosen: LaunchOptions) -> str:
+    """Return what a launch on these hosts would do, as text; nobody is asked and nothing is started."""
+    rows = [("host", "slots", "named in", "reached by")]
+    with contextlib.closing(Fleet(chosen, _say)) as fleet:
+        for host in chosen.hosts:
+            slots = "as many as cores" if host.slots is None else str(host.slots)
+            slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
+            rows.append((host.name, slots, host.origin, shlex.join(fleet.command(host))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    known = [Room(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts]
+    if all(one.slots is not None for one in chosen.hosts):
+        sizes = placed(known, chosen.workers or None, chosen.map_by)
+        lines += ["", *(f"{one.name}: {rank_list(range(first, first + size))}" for one, first, size in _spans(known, sizes))]
+    else:
+        lines += ["", f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores"]
+    lines += [f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else 'of the network by which ssh goes'}"]
+    return "".join(f"{escape(line)}\n" for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen))))
+
+
+def _spans(rooms: Sequence[Room], sizes: Sequence[int]) -> Iterator[tuple[Room, int, int]]:
+    first = 0
+    for one, size in zip(rooms, sizes, strict=True):
+        if size:
+            yield one, first, size
+        first += size

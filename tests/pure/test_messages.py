@@ -1,0 +1,100 @@
+"""Messages between the launcher and the agents of other hosts: whole, in pieces, and such as are none."""
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncvar.errors import WireError
+from syncvar_launcher.messages import GREETING, MESSAGE_NBYTES_MAX, OneRank, Order, Reader, pack
+
+ORDER = {
+    "job": "1a2b", "generation": 0, "secret": b"s" * 32, "kind_of_target": "script", "target": "train.py", "args": ["--lr", "0.1"],
+    "cwd": "/data", "environ": {"A": "1"}, "start_method": "spawn", "arena_bytes": 1 << 40, "core_count": 2, "why_no_arena": "",
+    "hands_over": True, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False}],
+}  # fmt: skip
+
+
+def test_messages_come_out_as_they_went_in_however_they_are_cut():
+    data = pack("output", rank=2, stream="out", data=b"\0\xff" * 10) + pack("end") + pack("abort", generation=None)
+    wanted = [
+        {"kind": "output", "rank": 2, "stream": "out", "data": b"\0\xff" * 10}, {"kind": "end"}, {"kind": "abort", "generation": None},
+    ]  # fmt: skip
+    assert Reader().feed(data) == wanted
+    reader = Reader()
+    assert [message for index in range(len(data)) for message in reader.feed(data[index : index + 1])] == wanted
+
+
+def test_what_a_login_shell_prints_first_does_no_harm():
+    reader = Reader(awaits_greeting=True)
+    assert reader.feed(b"Welcome to n1\nsyncvar-") == []
+    assert reader.before == b"Welcome to n1\nsyncvar-"
+    assert reader.feed(b"agent?\n" + GREETING + pack("closed")) == [{"kind": "closed"}]
+    assert reader.before == b"Welcome to n1\nsyncvar-agent?\n"
+    with pytest.raises(WireError, match="none of them is the agent's greeting"):
+        Reader(awaits_greeting=True).feed(b"x" * 100_000)
+
+
+def body(value):
+    data = msgpack.packb(value)
+    return len(data).to_bytes(4, "big") + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        body([1]),
+        body({"kind": "what"}),
+        body({"kind": 3}),
+        body({"kind": "end", "more": 1}),
+        body({"kind": "credit", "rank": 1, "stream": "out"}),
+        body({"kind": "credit", "rank": "1", "stream": "out", "count": 2}),
+        body({"kind": "credit", "rank": True, "stream": "out", "count": 2}),
+        (MESSAGE_NBYTES_MAX + 1).to_bytes(4, "big"),
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\2\x81\xa4",
+    ],
+)
+def test_what_is_no_message_is_refused(data):
+    with pytest.raises(WireError):
+        Reader().feed(data)
+
+
+def test_a_wrong_message_is_not_sent():
+    with pytest.raises(WireError, match="there is no message 'shout'"):
+        pack("shout")
+    with pytest.raises(WireError, match="rank of a message 'credit' is no int"):
+        pack("credit", rank="1", stream="out", count=1)
+    with pytest.raises(WireError, match="is above"):
+        pack("input", data=b"x" * (MESSAGE_NBYTES_MAX + 1))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_understood_or_refused(data):
+    reader = Reader()
+    try:
+        messages = reader.feed(len(data).to_bytes(4, "big") + data)
+    except WireError:
+        return
+    assert all(isinstance(one["kind"], str) for one in messages)
+
+
+def test_an_order_is_read():
+    order = Order.read(ORDER)
+    assert order.ranks == [OneRank(3, {"B": "2"}, [0, 1], False)]
+    assert order._replace(ranks=ORDER["ranks"])._asdict() == ORDER
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job": 1}, {"generation": -1}, {"generation": True}, {"secret": "text"}, {"args": ["a", 1]}, {"environ": {"A": 1}},
+        {"environ": {"A": "1\0"}}, {"ranks": None}, {"ranks": [3]}, {"ranks": [{"rank": 3}]}, {"more": 1},
+        {"ranks": [{"rank": "3", "environ": {}, "cores": None, "has_input": False}]},
+        {"ranks": [{"rank": 3, "environ": {}, "cores": "0", "has_input": False}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_order_that_is_none_is_refused(change):
+    with pytest.raises(WireError):
+        Order.read({**ORDER, **change})
