@@ -133,10 +133,10 @@ class Dataset(Taught):
         if _foreign:
             raise unexpected(Dataset.shuffle, _foreign)
         if buffer_size is not None:
-            order = ", and before repeat, which has no end" if self._source.is_endless else ""
             raise ConfigError(
                 f"shuffle has no buffer whose size could be {buffer_size!r:.100}: all elements of an epoch are shuffled; write "
-                f"dataset.shuffle(), or dataset.shuffle(seed=1) for another order{order}"
+                f"dataset.shuffle(), or dataset.shuffle(seed=1) for another order"
+                + ", and before repeat, which has no end" * self._source.is_endless
             )
         seed = integer_of("seed", seed, 0)
         self._refuse_batches("shuffle", "reorder", f"sv.data.from_arrays(x, batch_size={self._rows}, shuffle=True, seed={seed})")
