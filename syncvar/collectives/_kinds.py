@@ -23,20 +23,22 @@ __all__ = ["given_back", "in_kind", "is_foreign"]
 _REFUSALS = (TypeError, ValueError, BufferError, RuntimeError)
 
 
-def is_foreign(*values: Any) -> bool:
-    """Return whether an array of another library is among the values, or in one."""
-    return any(_holds(value) for value in values)
+def is_foreign(x: Any, out: Any = None) -> bool:
+    """Return whether a value or where its result goes is, or holds, an array of another library."""
+    return _holds(x) or (out is not None and _holds(out))
 
 
 def _holds(value: Any) -> bool:
     kind = type(value)
     if kind is np.ndarray or value is None:
         return False
+    if library_of(value) is not None:
+        return True
     if kind in (list, tuple):  # of numbers, as a rule: their types are few
         if all(one in _PLAIN for one in set(map(type, value))):
             return False
     elif not is_structure(value):
-        return library_of(value) is not None
+        return False
     return any(_holds(part) for part in parts_of(value))
 
 
@@ -51,12 +53,13 @@ def in_kind(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
         x: What the caller gave, or a rank.
         out: What the caller gave; what of it has been written to is the result, and comes back as the caller's own.
     """
+    places: dict[int, tuple[Any, Any]] = {}
     if out is None:
-        result, finish = call(_taken(x, {})), partial(given_back, x)
-    else:
-        places: dict[int, tuple[Any, Any]] = {}
-        result, finish = call(_taken(x, {}), out=_taken(out, places)), partial(_written, out, places)
-    return result.then(finish) if isinstance(result, Work) else finish(result)
+        result = call(_taken(x, places))
+        return result.then(partial(given_back, x)) if isinstance(result, Work) else given_back(x, result)
+    mine = _taken(x, {})
+    result = call(mine, out=_taken(out, places))
+    return result.then(partial(_written, out, places)) if isinstance(result, Work) else _written(out, places, result)
 
 
 def _taken(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:

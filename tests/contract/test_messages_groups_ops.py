@@ -490,3 +490,20 @@ def test_tags_that_are_not_used_any_more_are_let_go_and_can_be_used_again(ranks)
     for counts, kept, late in ranks(2, fn):
         assert max(counts) <= 140, counts
         assert (kept, late) == (7, [0, 1, 2])
+
+
+def test_an_op_is_the_same_however_it_is_written(ranks):
+    """A member of ReduceOp, or its name in any case; also where ranks write it differently, and in structures."""
+    calls = [
+        sv.all_reduce, sv.reduce, sv.reduce_scatter, sv.scan, sv.exscan, lambda x, op: sv.all_reduce({"a": x, "b": 1}, op),
+        lambda x, op: sv.reduce([x, x], op), lambda x, op: sv.all_reduce(x, op, weight=2.0), lambda x, op: sv.all_reduce(x, op, reproducible=True),
+        lambda x, op: sv.all_reduce_shards({sv.rank(): x}, op), lambda x, op: sv.MirroredStrategy().reduce(op, x, axis=None),
+    ]  # fmt: skip
+
+    def fn():
+        for call in calls:
+            for turn in range(3):
+                call(np.arange(4.0), [sv.ReduceOp.MEAN, "mean", "MEAN"][(sv.rank() + turn) % 3])
+        return float(sv.all_reduce(1.0, op=sv.ReduceOp.MEAN))
+
+    assert ranks(2, fn) == [1.0, 1.0]
