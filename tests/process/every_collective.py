@@ -1,51 +1,29 @@
 """Every collective with every count that could be a corner, checked with == against NumPy; run as a rank by test_width.py.
 
-All ranks' inputs are made on every rank, so that the expectation needs no communication. The numbers are small
-integers: sums and products of eight of them are exact in every dtype used.
+What ranks bring and what calls must give are those of `syncvar test`: made on every rank, so that the expectation needs no
+communication, and small integers, which every dtype holds exactly.
 """
 
-import functools
 import sys
 
 import numpy as np
 
 import syncvar as sv
+from syncvar.cli.contributions import Case, combined, cut, part
 
 RANK, SIZE = sv.rank(), sv.world_size()
 COUNTS = sorted({0, 1, max(0, SIZE - 1), SIZE, SIZE + 1, 10_007})
 DTYPES = ["float32", "float64", "int32", "uint8", "complex64", "float16", "bfloat16", "bool"]
-FOLD = {
-    "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
 checks = 0
 
 
-def dtype_of(name):
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
-
-
-def part(rank, count, dtype, op="sum"):
-    """What a rank brings: 0 to 2 (1 or 2 for products), by place and rank."""
-    values = (np.arange(count) * 7 + rank * 3) % (2 if op == "prod" else 3) + (op == "prod")
-    return values.astype(dtype)
-
-
 def ops_of(dtype):
-    if dtype.kind == "c":
+    kind = np.dtype(dtype).kind if dtype != "bfloat16" else "V"
+    if kind == "c":
         return ["sum", "prod"]
-    if dtype.kind == "b":
+    if kind == "b":
         return ["min", "max", "and", "or", "xor"]
-    return ["sum", "prod", "min", "max", *(["and", "or", "xor"] if dtype.kind in "iu" else [])]
-
-
-def folded(parts, op):
-    wide = [p.astype(np.float32) if p.dtype.itemsize == 2 and p.dtype.kind in "fV" else p for p in parts]
-    return functools.reduce(FOLD[op], wide).astype(parts[0].dtype)
+    return ["sum", "prod", "min", "max", *(["and", "or", "xor"] if kind in "iu" else [])]
 
 
 def same(got, wanted, *about):
@@ -56,16 +34,10 @@ def same(got, wanted, *about):
         raise SystemExit(f"rank {RANK} of {SIZE}: {about}: got {got!r:.200}, wanted {wanted!r:.200}")
 
 
-def pieces(count):
-    base, longer = divmod(count, SIZE)
-    sizes = [base + (rank < longer) for rank in range(SIZE)]
-    return np.cumsum([0, *sizes])
-
-
 def combining(count, dtype, op, root):
-    parts = [part(rank, count, dtype, op) for rank in range(SIZE)]
-    mine, total = parts[RANK], folded(parts, op)
-    about = (op, dtype.name, count)
+    case = Case(RANK, SIZE, (count,), dtype, op)
+    mine, total = part(case, RANK), combined(case, range(SIZE))
+    about = (op, dtype, count)
     same(sv.all_reduce(mine, op), total, "all_reduce", *about)
     into = np.empty_like(mine)
     assert sv.all_reduce(mine, op, out=into) is into
@@ -77,21 +49,23 @@ def combining(count, dtype, op, root):
         same(got, total, "reduce", *about)
     else:
         assert got is None
-    bounds = pieces(count)
-    same(sv.reduce_scatter(mine, op), total[bounds[RANK] : bounds[RANK + 1]], "reduce_scatter", *about)
-    same(sv.scan(mine, op), folded(parts[: RANK + 1], op), "scan", *about)
+    same(sv.reduce_scatter(mine, op), cut(total, SIZE)[RANK], "reduce_scatter", *about)
+    same(sv.scan(mine, op), combined(case, range(RANK + 1)), "scan", *about)
     if RANK:
-        same(sv.exscan(mine, op), folded(parts[:RANK], op), "exscan", *about)
+        same(sv.exscan(mine, op), combined(case, range(RANK)), "exscan", *about)
     else:
         assert sv.exscan(mine, op).shape == mine.shape
 
 
 def moving(count, dtype, root):
-    parts = [part(rank, count, dtype) for rank in range(SIZE)]
-    about = (dtype.name, count)
+    def of(rank, length):
+        return part(Case(RANK, SIZE, (length,), dtype), rank)
+
+    parts = [of(rank, count) for rank in range(SIZE)]
+    about = (dtype, count)
     same(sv.broadcast(parts[root] if root == RANK else None, root=root), parts[root], "broadcast", *about)
     same(sv.all_gather(parts[RANK]), np.concatenate(parts), "all_gather", *about)
-    uneven = [part(rank, (count + rank) % (count + 2), dtype) for rank in range(SIZE)]
+    uneven = [of(rank, (count + rank) % (count + 2)) for rank in range(SIZE)]
     same(sv.all_gather(uneven[RANK]), np.concatenate(uneven), "all_gather uneven", *about)
     got = sv.gather(uneven[RANK], root=root)
     if root == RANK:
@@ -99,10 +73,8 @@ def moving(count, dtype, root):
     else:
         assert got is None
     same(sv.scatter(uneven if root == RANK else None, root=root), uneven[RANK], "scatter", *about)
-    bounds = pieces(count)
-    cut = parts[root][bounds[RANK] : bounds[RANK + 1]]
-    same(sv.scatter(parts[root] if root == RANK else None, root=root), cut, "scatter cut", *about)
-    outgoing = [[part(s * SIZE + d, (count + s + 2 * d) % (count + 3), dtype) for d in range(SIZE)] for s in range(SIZE)]
+    same(sv.scatter(parts[root] if root == RANK else None, root=root), cut(parts[root], SIZE)[RANK], "scatter cut", *about)
+    outgoing = [[of(s * SIZE + d, (count + s + 2 * d) % (count + 3)) for d in range(SIZE)] for s in range(SIZE)]
     for source, got in enumerate(sv.all_to_all(outgoing[RANK])):
         same(got, outgoing[source][RANK], "all_to_all", source, *about)
     if SIZE > 1:
@@ -163,10 +135,9 @@ def odd():
 def main():
     few = "--few" in sys.argv
     for index, count in enumerate(COUNTS):
-        for number, name in enumerate(DTYPES):
+        for number, dtype in enumerate(DTYPES):
             if few and SIZE > 4 and (index + number) % 2:  # every count and every dtype, half of the pairs
                 continue
-            dtype = dtype_of(name)
             root = (index + number) % SIZE
             ops = ops_of(dtype)
             all_ops = not few or (count == SIZE + 1 and (number + SIZE) % 2 == 0)  # `--few`: of every other dtype, by size
