@@ -507,6 +507,7 @@ class Generation:
             elapsed_s=(self.watch.now() if cause.at is None else cause.at) - self.began,
             traceback=self._traceback(cause),
             last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
+            stands_above="SYNCVAR_OUTCOME_FILE" not in self.job.environ and self.forwarder.stands_above(cause.rank),
         )
 
     def _traceback(self, cause: Cause) -> str:

@@ -149,6 +149,7 @@ class OutputForwarder:
         log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if it is missing.
         ranks: Ranks whose files are made at once, so that none of an earlier job stays; others follow with their
             first byte.
+        is_one: Both sinks lead to the same place, where who reads sees the lines of both in their order.
 
     Attributes:
         broken: Nobody reads the standard output any more.
@@ -178,8 +179,11 @@ class OutputForwarder:
         clock: Callable[[], float] | None = None,
         log_dir: Path | None = None,
         ranks: tuple[int, ...] = (),
+        is_one: bool = False,
     ) -> None:
         self.broken = False
+        self._is_one = is_one
+        self._recent: deque[tuple[int, Stream]] = deque(maxlen=TAIL_LINES)  # whose lines went to the sinks last
         self._sinks: dict[Stream, Sink] = {"out": stdout, "err": stderr}
         self._dead: set[Stream] = set()
         self._shown = shown
@@ -271,6 +275,14 @@ class OutputForwarder:
                 lines.append(source.pending[:_TAIL_NBYTES])
         return tuple(escape(_SEQUENCES.sub("", _decode(line))) for line in lines[-TAIL_LINES:])
 
+    def stands_above(self, rank: int) -> bool:
+        """Return whether what `last_lines` returns is what was shown last, where `say` goes on."""
+        lines = self._tails.get(rank, ())
+        recent = [one for one in self._recent if self._is_one or one[1] == "err"][-len(lines) :]
+        is_all = len(recent) == len(lines) > 0 and all(who == rank for who, _ in recent)
+        is_seen = self._is_one or all(stream == "err" for stream, _, _ in lines)
+        return is_all and is_seen and not any(source.pending for source in self._sources.values() if source.rank == rank)
+
     def begin(self, mark: str) -> None:
         """Begin anew: the ranks have ended, and are started again with the same names.
 
@@ -287,6 +299,7 @@ class OutputForwarder:
                 self._logs.open(source.rank, source.stream, f"{start}=== {mark} ===\n".encode())
         self._tails.clear()
         self._concealed.clear()
+        self._recent.clear()
 
     def say(self, text: str) -> None:
         """Write text of the launcher itself, such as the failure block, to the standard error.
@@ -294,6 +307,7 @@ class OutputForwarder:
         Args:
             text: Whole lines; they are written as they are, at once.
         """
+        self._recent.append((-1, "err"))
         self._write("err", self._head(None, "err") + text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
@@ -382,6 +396,8 @@ class OutputForwarder:
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
             lines.pop()  # progress is replaced by what follows it
         lines.append((source.stream, text[:_TAIL_NBYTES], progress))
+        if live:
+            self._recent.append((source.rank, source.stream))
         return self._prefix(source, sink) + _safe(text, sink.is_terminal) + end if live else b""
 
     def _prefix(self, source: _Source, sink: Sink) -> bytes:

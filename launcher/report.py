@@ -54,6 +54,7 @@ class Failure(NamedTuple):
         elapsed_s: Time since the start of the job, or None.
         traceback: The traceback of its exception; empty where there was none.
         last_lines: The last lines that it wrote, shown where there is no traceback.
+        stands_above: These lines have just been shown.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Failure(NamedTuple):
     elapsed_s: float | None = None
     traceback: str = ""
     last_lines: Sequence[str] = ()
+    stands_above: bool = False
 
 
 class Raised(NamedTuple):
@@ -235,6 +237,8 @@ def _evidence(failure: Failure, alike: Sequence[Raised], is_whole: bool) -> list
     else:
         return []
     who = f" of rank {failure.rank}" if failure.rank >= 0 else ""
+    if failure.stands_above:
+        return [f"evidence: {title}{who}, above"]
     return [f"evidence: {title}{who}", *_shown(lines)]
 
 

@@ -170,4 +170,5 @@ def _forwarder(chosen: LaunchOptions, outlets: Outlets) -> OutputForwarder:
         clock=time.time if chosen.timestamps else None,
         log_dir=chosen.log_dir,
         ranks=tuple(range(chosen.workers)),
+        is_one=os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())),
     )

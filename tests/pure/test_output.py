@@ -207,6 +207,30 @@ def test_what_is_told_elsewhere_is_kept_from_the_sinks_and_not_from_files(tmp_pa
     forwarder.finish()
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+def test_whether_the_last_lines_of_a_rank_stand_above(is_one):
+    _, _, forwarder = pair(is_one=is_one)
+    assert not forwarder.stands_above(1), "it wrote nothing"
+    forwarder.feed(0, "err", b"a\n", 0)
+    forwarder.feed(1, "err", b"b\nc\n", 0)
+    assert forwarder.stands_above(1)
+    assert not forwarder.stands_above(0)
+    forwarder.feed(0, "out", b"d\n", 0)
+    assert forwarder.stands_above(1) is not is_one, "what goes elsewhere stands elsewhere"
+    forwarder.feed(1, "err", b"e\n" * 50, 0)
+    assert forwarder.stands_above(1)
+    forwarder.feed(1, "out", b"f\n", 0)
+    assert forwarder.stands_above(1) is is_one, "its last line went elsewhere"
+    forwarder.feed(1, "err", b"without end", 0)
+    assert not forwarder.stands_above(1)
+    forwarder.finish()
+    forwarder.say("words\n")
+    assert not forwarder.stands_above(1)
+    _, _, forwarder = pair(is_one=is_one, shown=frozenset([0]))
+    forwarder.feed(1, "err", b"b\n", 0)
+    assert not forwarder.stands_above(1), "nobody has seen it"
+
+
 def test_say_clears_an_unfinished_line():
     out, err, forwarder = pair(terminal=True)
     forwarder.feed(0, "out", b"50%\r", 0)

@@ -49,6 +49,11 @@ def test_block_shows_the_last_lines_where_there_is_no_traceback():
     assert "  line 9\n" not in text
 
 
+def test_lines_that_stand_above_are_not_repeated():
+    text = failure_block(Failure(rank=0, status=3, last_lines=["a", "b"], stands_above=True))
+    assert text == "syncvar: rank 0 exited with status 3\nevidence: last 2 lines of rank 0, above\n"
+
+
 def test_block_names_the_whole_output_and_does_not_repeat_options():
     text = failure_block(Failure(rank=1, status=3), arguments=["--debug", "0", "a.py"], log_dir="logs")
     assert text == (
