@@ -117,6 +117,7 @@ class Job:
             host_directory=directory,
             host_address=self._address_of(host),
             restarts=restarts,
+            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats else "",
         )
         return {**self._settings(host), **torch, **chosen.env, **contract.to_mapping()}
 

@@ -91,6 +91,7 @@ class LaunchOptions(NamedTuple):
         log_dir: The folder for one file for each rank and stream, absolute, or None.
         output: Whose lines are shown while the job runs: "all", "first", "failed", "none" or ranks such as "0,3-5".
         events: The file to which what happens is appended, absolute, or None.
+        stats: Show totals of all calls at the end: as a table, or as JSON in a file, absolute.
         timestamps: Put the local time before each line.
         color: "auto", "always" or "never"; ask `color_on`.
         timeout_s: The time limit of the whole job, in seconds; infinite for none.
@@ -129,6 +130,7 @@ class LaunchOptions(NamedTuple):
     log_dir: Path | None
     output: str
     events: Path | None
+    stats: bool | Path
     timestamps: bool
     color: str
     timeout_s: float
@@ -214,6 +216,10 @@ _OPTIONS = (
     ),
     _Option("log_dir", ("--log-dir",), _OUTPUT, "write one file for each rank and stream", "folder", "DIR"),
     _Option("events", ("--events",), _OUTPUT, "append what happens to the job as JSON lines", "folder", "FILE"),
+    _Option(
+        "stats", ("--stats",), _OUTPUT, "totals of all calls at the end, as a table or JSON", "stats", "yes|FILE", None,
+        shown="--stats[=FILE]",
+    ),
     _Option("timestamps", ("--timestamps",), _OUTPUT, "put the local time before each line", "switch", default=False),
     _Option("color", ("--color",), _OUTPUT, "colour the prefixes", "choice", "WHEN", "auto", ("auto", "always", "never")),
     _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
@@ -399,6 +405,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         log_dir=base / values["log_dir"] if values["log_dir"] is not None else None,
         output=values["output"],
         events=base / values["events"] if values["events"] is not None else None,
+        stats=base / values["stats"] if isinstance(values["stats"], str) else bool(values["stats"]),
         timestamps=values["timestamps"],
         color=values["color"],
         timeout_s=values["timeout"],
@@ -515,6 +522,8 @@ def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[s
                 parser.error(f"{name} takes no value")
             given.append(name)
             continue
+        if option.kind == "stats" and not equals:
+            equals, value = "=", "yes"
         if not equals:
             if position == len(argv):
                 parser.error(f"{name} needs a value: {name} {option.metavar}")
@@ -562,6 +571,11 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
         if value not in option.choices:
             raise ConfigError(f"must be one of {', '.join(option.choices)}, not {value!r}{nearest(str(value), option.choices)}")
         return value
+    if kind == "stats":
+        word = _WORDS.get(value.lower()) if is_text else value
+        if not isinstance(word, bool) and (not isinstance(value, str) or not value or "\0" in value):
+            raise ConfigError(f"must be yes, no or a path, not {value!r}")
+        return word if isinstance(word, bool) else value
     if kind == "output":
         if not isinstance(value, str) or not (value in output.MODES or value[:1].isdigit()):
             raise ConfigError(

@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import syncvar
 from syncvar_launcher import exits
@@ -20,6 +21,7 @@ from syncvar_launcher.report import Failure, failure_block
 from syncvar_launcher.restarting import Restarting
 from syncvar_launcher.sharing import why_no_arena
 from syncvar_launcher.signals import forwarded
+from syncvar_launcher.totals import merged, read_totals, table
 from syncvar_launcher.watch import Watch
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
     job.records.remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
     number, had_met = 0, False
+    totals: dict[int, list[dict[str, Any]]] = {}
     with Watch(job.environ, forwarded(chosen.forward_signals)) as watch:
         began = watch.now()
         while True:
@@ -73,6 +76,8 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                 stack.callback(directory.remove)
                 generation = Generation(job, forwarder, events, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
                 outcome = generation.run()
+                if chosen.stats:
+                    totals = read_totals(directory.path)
             code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
             decision = restarting.after(generation.ending(outcome))
             generation.tell(outcome, is_last=not decision.restarts)
@@ -100,6 +105,8 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
         for line in restarting.summary():
             forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
         forwarder.finish()
+        if chosen.stats:
+            _tell_totals(chosen, totals, forwarder)
         if code:
             outlets.patience_s = min(outlets.patience_s, patience_s(job.config))
         await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.timeout_s)
@@ -110,6 +117,20 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
     return code
+
+
+def _tell_totals(chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]], forwarder: OutputForwarder) -> None:
+    """Show the totals of the last start, or write them to a file."""
+    rows, missing = merged(totals), [rank for rank in range(chosen.workers) if rank not in totals]
+    if not isinstance(chosen.stats, Path):
+        forwarder.say(table(rows, missing))
+        return
+    import json
+
+    try:
+        chosen.stats.write_text(json.dumps({"workers": chosen.workers, "missing": missing, "rows": rows}, indent=1) + "\n")
+    except OSError as error:
+        forwarder.say(f"syncvar: cannot write {chosen.stats} of --stats: {error.strerror}\n")
 
 
 def _culprit(generation: Generation, outcome: Outcome) -> dict[str, object]:

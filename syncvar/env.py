@@ -36,6 +36,7 @@ _TEXTS = {
     "flight_dir": "FLIGHT_DIR",
     "host_directory": "HOST_DIRECTORY",
     "host_address": "HOST_ADDRESS",
+    "stats_dir": "STATS_DIR",
 }
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -58,6 +59,7 @@ class RankEnvironment(NamedTuple):
         flight_dir: Folder for the flight record of a worker that fails; empty for none.
         host_directory: Private folder of this host's sockets; empty for that of the rendezvous.
         host_address: Where this host listens for the others, for instance "10.0.0.7"; empty for a job of one host.
+        stats_dir: Folder for the totals of a worker's calls (`--stats`); empty for none.
         restarts: How often the job's ranks have been started again before (`--max-restarts`), 0 at first.
     """
 
@@ -76,6 +78,7 @@ class RankEnvironment(NamedTuple):
     host_directory: str = ""
     host_address: str = ""
     restarts: int = 0
+    stats_dir: str = ""
 
     @property
     def socket_directory(self) -> str:

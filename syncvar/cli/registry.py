@@ -15,20 +15,13 @@ from syncvar.cli.contributions import Case, combined, cut, part
 from syncvar.config import nearest
 from syncvar.errors import ConfigError
 from syncvar.runtime.kernels import OPS, identity, reduction
+from syncvar.topology.rates import BUS_FACTORS
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 __all__ = ["BUS_FACTORS", "COLLECTIVES", "Collective", "available", "dtypes", "find", "has_result_like_input", "ops_of"]
-
-BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
-    "2(n-1)/n": lambda size: 2 * (size - 1) / size,
-    "(n-1)/n": lambda size: (size - 1) / size,
-    "1": lambda _: 1.0,
-}
-"""What turns size / time into the rate at the bottleneck, by its formula; n is the number of ranks."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:

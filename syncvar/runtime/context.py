@@ -108,6 +108,7 @@ class Context:
             host=environment.host if environment else "localhost",
             folder=environment.flight_dir if environment else "",
             trace=config.trace,
+            stats=environment.stats_dir if environment else "",
         )
         self.arena: Arena | None = None if isinstance(arena, str) else arena
         self.without_arena = arena if isinstance(arena, str) else ""

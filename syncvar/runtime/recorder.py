@@ -24,8 +24,9 @@ from syncvar.runtime.sites import call_site, main_stack
 from syncvar.stacks import where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from syncvar.runtime.totals import Totals
     from syncvar.stacks import Frame
 
 __all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "record_name", "write_record"]
@@ -135,6 +136,7 @@ class Recorder:
         host: Name of this host.
         folder: Where the record goes when something has gone wrong; empty for nowhere.
         trace: Where it goes at the end in any case; empty for nowhere.
+        stats: Where the totals of all calls go at the end; empty for nowhere, then nothing is counted.
 
     Attributes:
         is_due: The generation broke, and the record has not been written since.
@@ -153,9 +155,17 @@ class Recorder:
         host: str = "",
         folder: str = "",
         trace: str = "",
+        stats: str = "",
     ) -> None:
         self._ring: collections.deque[Any] = collections.deque(maxlen=RING)
-        self.add = self._ring.append
+        self.add: Callable[[Any], None] = self._ring.append
+        self._stats = stats
+        self._totals: Totals | None = None
+        if stats:
+            from syncvar.runtime.totals import Totals
+
+            self._totals = Totals(self._ring.append)
+            self.add = self._totals.add
         self._who = {"rank": rank, "world_size": world_size, "generation": generation, "job": job, "host": host}
         self._folder = folder
         self._trace = trace
@@ -205,9 +215,18 @@ class Recorder:
             self._write(self._folder, self._broken_by or reason, _ENDED, stack)
 
     def closed(self) -> None:
-        """Write the record where a trace of every run is asked for."""
+        """Write the record where a trace of every run is asked for, and the totals where these are."""
+        if self._totals is not None and os.getpid() == self._process:
+            self._write_totals(self._totals)
         if self._trace:
             self._write(self._trace, "the run is over", self._written)
+
+    def _write_totals(self, totals: Totals) -> None:
+        import json
+
+        text = json.dumps({"rank": self._who["rank"], "rows": totals.rows()})
+        with contextlib.suppress(OSError):  # the launcher says who has told nothing
+            write_record(self._stats, f"stats-{self._who['rank']}.{self._who['generation']}.json", text)
 
     # -- readers --------------------------------------------------------------------------------------------------
 

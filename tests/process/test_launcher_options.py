@@ -350,3 +350,30 @@ def test_a_plain_python_program_is_a_world_of_one_or_more(launch, workers):
     job = launch("import syncvar as sv; print(sv.rank(), sv.world_size(), int(sv.all_reduce(5)))", workers=workers)
     assert job.wait() == 0, str(job)
     assert job.lines(0) == [f"0 {workers} {5 * workers}"], str(job)
+
+
+CALLS = """
+import numpy as np, syncvar as sv
+for _ in range(3000):
+    sv.all_reduce(np.ones(1))
+for _ in range(5):
+    sv.all_reduce(np.ones(1 << 12), "max")
+    sv.barrier()
+"""
+
+
+def test_totals_of_all_calls(launch, tmp_path):
+    job = launch(CALLS, options=["--stats"])
+    assert job.wait() == 0, str(job)
+    rows = {line.split()[0]: line.split() for line in job.report.splitlines() if line.startswith("  ")}
+    assert rows["all_reduce(sum)"][1:8] == ["<=", "16", "B", "0,", "1", "3000", "23.4"], str(job)
+    assert rows["all_reduce(max)"][1:8] == ["<=", "64", "KiB", "0,", "1", "5", "160"], str(job)
+    hosts = launch(CALLS, options=[f"--stats={tmp_path / 'totals.json'}", "--fake-hosts", "2"])
+    assert hosts.wait() == 0, str(hosts)
+    told = json.loads((tmp_path / "totals.json").read_text())
+    assert (told["workers"], told["missing"]) == (2, [])
+    by_call = {row["call"]: row for row in told["rows"]}
+    assert by_call["all_reduce(sum)"]["calls"] == 3000
+    assert by_call["all_reduce(max)"]["nbytes"] == 5 * 8 << 12
+    assert by_call["all_reduce(max)"]["busbw"] == by_call["all_reduce(max)"]["algbw"] > 0, "the factor of two ranks is 1"
+    assert by_call["barrier"]["algbw"] is None

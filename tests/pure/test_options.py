@@ -531,3 +531,11 @@ def test_signals_are_passed_on_by_name_or_number():
     assert forwarded(run("-m", "x").forward_signals) == (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
     assert forwarded("usr1, SIGUSR2,10,SIGQUIT,40") == (10, 12, 3, 40)
     assert forwarded("none") == ()
+
+
+def test_totals_are_asked_for_as_a_table_or_a_file(folder, capsys):
+    assert "must be yes, no or a path, not ''" in usage_error(capsys, "--stats=", "-m", "x")
+    for argv, stats in (([], False), (["--stats"], True), (["--stats=out.json"], folder / "out.json"), (["--stats", "--stats=no"], False)):
+        assert run(*argv, "train.py", cwd=folder).stats == stats
+    assert run("-m", "x", environ={"SYNCVAR_LAUNCH_STATS": "1"}).stats is True
+    assert run("--config", str(configuration(folder, '[launch]\nstats = "a.json"\n')), "-m", "x").stats == Path("/a.json")
