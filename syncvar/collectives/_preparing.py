@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator
     from syncvar.runtime.shortcut import Said, Shortcut
 
-__all__ = ["Leaves", "form_of", "key_of", "prepare", "prepare_as", "reduction_shortcut", "shortcut_of"]
+__all__ = ["Leaves", "form_of", "key_of", "plain_array", "prepare", "prepare_as", "reduction_shortcut", "shortcut_of"]
 
 _NUMBERS = frozenset((float, int, bool, complex))
 _NUMBERS_MAX = 64  # of a list: finding out that it holds numbers takes longer than the call, from some length on
@@ -55,21 +55,30 @@ class Leaves(NamedTuple):
         return made if names is list else tuple(made)
 
 
-def form_of(x: Any) -> NDArray[Any] | Leaves | None:
-    """Return the array that `as_array` makes of a value, or its leaves; None where the long way has to look at it."""
+def plain_array(x: Any) -> NDArray[Any] | None:
+    """Return the array that `as_array` makes of an array, a number or a short list of numbers; None of anything else."""
     kind = type(x)
     if kind is np.ndarray:
         return x  # type: ignore[no-any-return]
-    if kind in _NUMBERS or isinstance(x, np.generic):
-        return _array(x)
+    is_list = (kind is list or kind is tuple) and len(x) <= _NUMBERS_MAX and _NUMBERS.issuperset(map(type, x))
+    if not is_list and kind not in _NUMBERS and not isinstance(x, np.generic):
+        return None
+    try:
+        return np.asarray(x)
+    except (ValueError, TypeError, OverflowError):  # the long way tells the others
+        return None
+
+
+def form_of(x: Any) -> NDArray[Any] | Leaves | None:
+    """Return the plain array of a value, or its leaves; None where the long way has to look at it."""
+    array = plain_array(x)
+    if array is not None:
+        return array
+    kind = type(x)
     if kind is dict:
         return _leaves(tuple(sorted(x)), x) if len(x) <= _LEAVES_MAX and set(map(type, x)) == {str} else None
-    if kind is list or kind is tuple:
-        if len(x) <= _NUMBERS_MAX and _NUMBERS.issuperset(map(type, x)):
-            return _array(x)
-        if len(x) <= _LEAVES_MAX and np.ndarray in map(type, x):
-            return _leaves(kind, x)
-    return None
+    is_sequence = (kind is list or kind is tuple) and len(x) <= _LEAVES_MAX
+    return _leaves(kind, x) if is_sequence and np.ndarray in map(type, x) else None
 
 
 def _is_prepared(communicator: Communicator, name: str, *arrays: NDArray[Any]) -> bool:
@@ -78,18 +87,11 @@ def _is_prepared(communicator: Communicator, name: str, *arrays: NDArray[Any]) -
     return name in OPS and name not in _LOCATING and not is_forced and all(array.dtype.isnative for array in arrays)
 
 
-def _array(x: Any) -> NDArray[Any] | None:
-    try:
-        return np.asarray(x)
-    except (ValueError, TypeError, OverflowError):  # the long way tells the others
-        return None
-
-
 def _leaves(names: Any, x: Any) -> Leaves | None:
     arrays = []
     for item in x if names is type(x) else map(x.__getitem__, names):
-        made = form_of(item)
-        if type(made) is not np.ndarray:
+        made = plain_array(item)
+        if made is None:
             return None
         arrays.append(made)
     return Leaves(names, arrays)

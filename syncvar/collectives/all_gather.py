@@ -22,6 +22,7 @@ from syncvar.collectives._arguments import (
 from syncvar.collectives._headers import array_record, exchange, require_same
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import by_shortcut, detail_of, fitting, landed, landing, moved, moves
+from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
 from syncvar.loading import unexpected
@@ -87,9 +88,12 @@ def all_gather(
     if _foreign:
         raise unexpected(all_gather, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(x) is np.ndarray and type(axis) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
-    if is_plain and axis in (0, -x.ndim) and x.ndim:
-        result = by_shortcut(communicator, ("all_gather", axis, x.dtype, x.shape), x, out, timeout, _prepare, axis)
+    is_plain = type(axis) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
+    array = plain_array(x) if is_plain else None
+    if array is not None and not array.ndim:
+        array = array.reshape(1)
+    if array is not None and axis in (0, -array.ndim):
+        result = by_shortcut(communicator, ("all_gather", axis, array.dtype, array.shape), array, out, timeout, _prepare, axis)
         if result is not None:
             return result
     if is_foreign(x, out):

@@ -30,6 +30,7 @@ from syncvar.collectives._moving import (
     moved,
     moves,
 )
+from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.loading import unexpected
@@ -95,9 +96,10 @@ def broadcast(
     if _foreign:
         raise unexpected(broadcast, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(x) is np.ndarray and type(root) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
-    if is_plain:
-        result = by_shortcut(communicator, ("broadcast", root, x.dtype, x.shape), x, out, timeout, _prepare, root)
+    is_plain = type(root) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
+    array = plain_array(x) if is_plain else None
+    if array is not None:
+        result = by_shortcut(communicator, ("broadcast", root, array.dtype, array.shape), array, out, timeout, _prepare, root)
         if result is not None:
             return result
     if is_foreign(x, out):

@@ -173,6 +173,9 @@ class CallBook:
             blocks = self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
             if blocks and blocks[-1].epoch_end == last:
                 last = blocks.pop().last
+            if not self._doomed:
+                blocks.append(_Passed(members, last, epoch_end))
+                return False
             overlapping = [
                 old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
             ]

@@ -56,6 +56,8 @@ def values():
         "a dict": lambda: sv.all_reduce({"loss": 0.5, "acc": np.ones(2)}, "mean"),
         "all_reduce in time": lambda: sv.all_reduce(ONES, timeout=20.0),
         "a long all_reduce in time": lambda: sv.all_reduce(np.ones(300_000), timeout=20),
+        "broadcast of a number": lambda: sv.broadcast(7, root=1),
+        "all_gather of a number": lambda: sv.all_gather(7.0),
         "barrier in time": lambda: sv.barrier(timeout=20.0),
         "broadcast in time": lambda: sv.broadcast(ONES, timeout=20.0),
         "all_gather in time": lambda: sv.all_gather(ONES, timeout=20.0),
