@@ -159,8 +159,8 @@ class RuntimeConfig(_Settings):
     )
     check_every: int = _knob(
         "runs",
-        "in one of so many runs all copies of variables that are kept equal are compared, each before its first write there and "
-        "all at the end; outside runs before one of so many writes; 0 for never",
+        "every variable that is kept equal is compared once in so many runs (outside runs: steps, as the variable written most often "
+        "counts them), a MiB of them, or one larger variable, at a time; 0 for never",
         0, default=100, is_shared=True,
     )  # fmt: skip
     check_finite: str = _knob(

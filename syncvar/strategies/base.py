@@ -83,15 +83,17 @@ class Strategy(Taught):
 
     @property
     def check_every(self) -> int:
-        """In every so many runs, all copies that are kept equal are compared by digests of all their bytes; 0 for never.
+        """In so many runs all copies of every variable that is kept equal are compared once, by digests of all bytes; 0 for never.
 
-        May be set, to the same on every replica. `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). In such a run
-        a variable is compared before it is first written, and all are at the end; outside runs all are compared before
-        every so manieth write. Where copies differ, the write or `run` raises MismatchError on every replica. What differs
-        and is covered up by a write before the next comparison (by `assign`, or because a sum is rounded) is not found:
-        1 compares before every first write of a run.
+        May be set, to the same on every replica. `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). A model of up
+        to a MiB is compared in the runs whose number it divides, a larger one a MiB at a time, in one run after another. There
+        a variable is compared before it is first written, and at the end. Outside runs steps count: as many as the variable
+        that is written most often has had writes; what is due is compared before that write. Where copies differ, the write or
+        `run` raises MismatchError on every replica. What differs and is covered up by a write before the next comparison (by
+        `assign`, or because a sum is rounded) is not found: 1 compares before every first write of a run.
 
-        Cost: 0.1 to 0.2 ns for each byte of all variables, and two small exchanges; that divided by check_every for each run.
+        Cost: 0.2 to 0.4 ns for each byte of all variables in so many runs (100 MiB: 20 to 40 ms in 100), and three small
+            exchanges in each run where something is due; below 2 % of a step of training at the default.
 
         Raises:
             ConfigError: It is set to anything but a whole number of at least 0.

@@ -35,15 +35,14 @@ def catch_up(owner: Owner, roster: Roster, calls: int) -> None:
     communicator = owner.communicator
     variables = roster.living()  # so they live until this has ended
     counts = {name: [one._writes, one._added] for name, one in variables.items()}  # noqa: SLF001  (their other half)
-    mine = [calls, sum(writes for writes, _ in counts.values()), roster.runs, roster.writes, counts]
+    mine = [calls, sum(writes for writes, _ in counts.values()), roster.runs, counts]
     everyone = gather_objects(communicator, _WHAT, lambda: mine, owner.timeout)
     ages = [tuple(one[:2]) for one in everyone]
     if all(age == ages[0] for age in ages):
         return
     newest = ages.index(max(ages))
-    _, _, runs, writes, theirs = everyone[newest]
-    roster.runs, roster.writes = runs, writes
-    shared = [(name, one) for name, one in variables.items() if all(name in told[4] for told in everyone)]
+    _, _, roster.runs, theirs = everyone[newest]
+    shared = [(name, one) for name, one in variables.items() if all(name in told[3] for told in everyone)]
     for part in _batches(shared):
         together = np.concatenate([_bytes_of(one) for _, one in part])
 

@@ -22,6 +22,7 @@ __all__ = ["BLOCK_BYTES", "block_bytes", "block_count", "block_digests", "combin
 
 BLOCK_BYTES = 1 << 16
 _WORDS = BLOCK_BYTES // 8
+_MASK = (1 << 64) - 1
 
 
 @lru_cache(maxsize=1)
@@ -72,16 +73,16 @@ def block_digests(array: NDArray[Any]) -> NDArray[np.uint64]:
         False
     """
     factors = _factors()
-    found = np.empty(block_count(array.nbytes), np.uint64)
+    flat: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+    words = flat[: flat.size & ~7].view(np.uint64)
+    found = np.empty(block_count(flat.size), np.uint64)
     for block in range(found.size):
-        part = block_bytes(array, block)
-        count, rest = divmod(part.size, 8)
-        digest = np.dot(part[: count * 8].view(np.uint64), factors[:count])
-        if rest:
-            last = np.zeros(8, np.uint8)
-            last[:rest] = part[count * 8 :]
-            digest = np.add(digest, np.multiply(last.view(np.uint64), factors[count]), dtype=np.uint64)[0]
-        found[block] = digest
+        part = words[block * _WORDS : (block + 1) * _WORDS]
+        found[block] = np.dot(part, factors[: part.size])
+    rest = flat.size & 7
+    if rest:
+        last = int.from_bytes(flat[-rest:].tobytes(), "little") * int(factors[words.size % _WORDS])
+        found[-1] = (int(found[-1]) + last) & _MASK
     return found
 
 

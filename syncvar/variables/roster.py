@@ -4,9 +4,11 @@ At the end of every few runs (`pace.period`), and outside every scope at every 6
 agree by one small all-reduce on what they have counted of AUTO's variables, and `pace` decides from the same numbers
 everywhere; so all change at the same point of the program.
 
-In every run whose number `check_every` divides the `checker` compares all copies of all variables: of each one before it is
-first written in that run, because a write may cover a difference up or take it to all, and of all at the run's end. Outside
-runs it compares before every `check_every`-th write. For the comparison of all the replicas first agree which variables
+In each `check_every` runs the `checker` compares all copies of every variable in one: before the variable is first written
+there, because a write may cover a difference up or take it to all, and at that run's end. A model of more than a MiB is
+compared a MiB at a time, each in another run (its lot), so that no step takes much longer than others; a smaller one in the
+runs whose number `check_every` divides. Outside runs a step is counted by the variable that is written most often, and what
+is due is compared before that variable's write. For the comparison of all the replicas first agree which variables
 still exist on all of them (garbage is collected at different times). What is gone is told to all when another variable is
 made, too, so that a loop of temporaries leaves nothing.
 
@@ -43,13 +45,10 @@ __all__ = ["WRITES_PER_DECISION", "Entry", "Roster"]
 
 WRITES_PER_DECISION = 64
 _NEVER = 1 << 62
+_LOT_BYTES = 1 << 20  # 0.1 to 0.2 ms, and as much again at the end of a run
 _TOLD_MAX = 16  # names of variables that are gone, at each creation of another one
 _WHAT = "counts of AUTO's variables, and which still exist"
 _log = logging.getLogger("syncvar")
-
-
-def _is_due(number: int, check_every: int) -> bool:
-    return check_every > 0 and number % check_every == 0
 
 
 class Entry:
@@ -59,16 +58,19 @@ class Entry:
         name: Its name.
         number: In the order of creation.
         nbytes: Of its value.
+        lot: It is compared so many runs before a run whose number `check_every` divides.
         good: Where the program was when its copies were last equal: "run 7".
         is_auto: AUTO may defer it.
     """
 
-    __slots__ = ("counted", "good", "is_auto", "is_pinned", "is_told", "name", "nbytes", "number", "reference")
+    __slots__ = ("counted", "good", "is_auto", "is_pinned", "is_told", "lot", "name", "nbytes", "number", "reference", "writes")
 
-    def __init__(self, name: str, number: int, nbytes: int, good: str, *, is_auto: bool) -> None:
+    def __init__(self, name: str, number: int, nbytes: int, lot: int, good: str, *, is_auto: bool) -> None:
         self.name = name
         self.number = number
         self.nbytes = nbytes
+        self.lot = lot
+        self.writes = 0  # outside runs
         self.is_auto = is_auto
         self.is_pinned = False
         self.is_told = False  # that its copies differ: the next write, which may mend it, is made without another look
@@ -107,7 +109,11 @@ class Roster:
         self._is_running = False
         self._is_paused = False
         self._deferred: list[Variable] = []  # while it is paused
-        self.writes = 0  # that were made outside runs
+        self.writes = 0  # outside runs, of the variable that was written most often
+        self._laid = 0  # bytes of all variables that were ever made
+        self._lots: dict[int, list[Entry]] = {}  # what is compared together, by the remainder of the number of its runs
+        self._lots_are_of = 0  # this check_every; 0 when they have to be made
+        self._due: set[int] = set()  # in this run
         self._compared: set[int] = set()  # in this run, before a write
         self._config = owner.context.config
         self._replay: dict[Point, list[tuple[str, str]]] | None = None
@@ -128,7 +134,9 @@ class Roster:
             self._expect(self.runs + self._costs.runs)
         self._numbers += 1
         good = f"write {self.writes}" if self.owner.is_default and not self.runs else f"run {self.runs}"
-        self.entries[name] = Entry(name, self._numbers, nbytes, good, is_auto=is_auto)
+        self.entries[name] = Entry(name, self._numbers, nbytes, self._laid // _LOT_BYTES, good, is_auto=is_auto)
+        self._laid += nbytes
+        self._lots_are_of = 0
 
     def attach(self, variable: Variable) -> Entry | None:
         """Connect a name with its variable."""
@@ -147,6 +155,7 @@ class Roster:
         """Forget variables that are gone on a replica; all replicas do it at the same point."""
         for name in names:
             self.entries.pop(name, None)
+        self._lots_are_of = 0
 
     def pinned(self, entry: Entry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
         """Take note that a variable is not AUTO's to decide, or is so again, and what was counted until then."""
@@ -199,7 +208,8 @@ class Roster:
     def begin_run(self, check_every: int) -> None:
         """Be in a run, which has been counted."""
         self._is_running = True
-        self.is_watching = _is_due(self.runs, check_every)
+        self._due = {entry.number for entry in self._due_at(self.runs, check_every)}
+        self.is_watching = bool(self._due)
         self._compared.clear()
 
     def leave_run(self) -> None:
@@ -218,30 +228,33 @@ class Roster:
         """
         if self._is_paused:
             return
-        owner = self.owner
-        is_due = self._is_running
-        if not is_due and owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
-            self.writes += 1
-            every = owner.check_every
-            is_due = every > 0 and self.writes % every == 0 and bool(self.entries)
-        if not is_due:
-            for one in variables:
-                if one._entry is not None:  # noqa: SLF001  (its other half)
-                    one._entry.is_told = False  # noqa: SLF001
-            return
-        found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001
+        found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001  (its other half)
         mended = {entry.number for entry, _ in found if entry.is_told}  # perhaps, by this write
-        for entry, _ in found:
-            entry.is_told = False
+        if mended:
+            for entry, _ in found:
+                entry.is_told = False
         if self._is_running:
-            pairs = [(entry, one) for entry, one in found if entry.number not in self._compared | mended]
-            if pairs:
-                shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3]) + (", …" if len(pairs) > 3 else "")
-                before = f" before {shown} {'are' if len(pairs) > 1 else 'is'} written"
-                compare(owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before)
-                self._compared.update(entry.number for entry, _ in pairs)
-        else:
-            self._agree(Point("write", self.writes), is_decision=False, is_check=True, mended=mended)
+            self._before_write_in_run([(entry, one) for entry, one in found if entry.number in self._due - self._compared - mended])
+            return
+        owner, step = self.owner, self.writes
+        if not owner.check_cross_writes:  # some writes outside runs send nothing then, and this must not
+            return
+        for entry, _ in found:
+            entry.writes = made = entry.writes + 1
+            if made > step:
+                step = made
+        if step > self.writes:
+            self.writes = step
+            due = self._due_at(step, owner.check_every)
+            if due:
+                self._agree(Point("write", step), is_decision=False, checked={entry.number for entry in due}, mended=mended)
+
+    def _before_write_in_run(self, pairs: list[tuple[Entry, Variable]]) -> None:
+        if pairs:
+            shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3]) + (", …" if len(pairs) > 3 else "")
+            before = f" before {shown} {'are' if len(pairs) > 1 else 'is'} written"
+            compare(self.owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before)
+            self._compared.update(entry.number for entry, _ in pairs)
 
     def end_run(self, check_every: int) -> None:
         """Decide and compare, if it is time; called by all replicas at the end of a run, when nothing waits.
@@ -253,14 +266,14 @@ class Roster:
             return
         run = self.runs
         point = Point("run", run)
-        is_check = _is_due(run, check_every) and bool(self.entries)
+        checked = {entry.number for entry in self._due_at(run, check_every)}
         is_decision = run >= self._decision
         if is_decision and self._config.auto_replay:
             self._follow(point)
             is_decision = False
         is_decision = is_decision and self._decides
-        if is_decision or is_check:
-            self._agree(point, is_decision=is_decision, is_check=is_check)
+        if is_decision or checked:
+            self._agree(point, is_decision=is_decision, checked=checked)
 
     def after_write(self, variable: Variable, increments: int) -> None:
         """Decide, if it is time, after an increment outside every scope."""
@@ -273,12 +286,25 @@ class Roster:
         if self._config.auto_replay:
             self._follow(point)
         else:
-            self._agree(point, is_decision=True, is_check=False)
+            self._agree(point, is_decision=True)
 
     # -- what they agree on ---------------------------------------------------------------------------------------
 
-    def _agree(self, point: Point, *, is_decision: bool, is_check: bool, mended: Container[int] = ()) -> None:
-        asked = [one for one in self.entries.values() if is_check or one.is_open]
+    def _due_at(self, number: int, check_every: int) -> list[Entry]:
+        """Return what is compared in the run, or at the step outside runs, of this number; the same on all replicas."""
+        if check_every <= 0:
+            return []
+        if self._lots_are_of != check_every:
+            self._lots_are_of = check_every
+            self._lots.clear()
+            for entry in self.entries.values():
+                self._lots.setdefault(-entry.lot % check_every, []).append(entry)
+        return self._lots.get(number % check_every, [])
+
+    def _agree(
+        self, point: Point, *, is_decision: bool, checked: Container[int] = frozenset(), mended: Container[int] = frozenset()
+    ) -> None:
+        asked = [one for one in self.entries.values() if one.number in checked or (is_decision and one.is_open)]
         variables = [one.variable() for one in asked]  # so they live until this has ended
         pairs = list(zip(asked, variables, strict=True))
         autos = [pair for pair in pairs if pair[0].is_open] if is_decision else []
@@ -306,13 +332,12 @@ class Roster:
             self._sends = sends
             rows = largest[1 + len(asked) :]
             self._decide(point, autos, list(zip(rows[0::2], rows[1::2], strict=True)), largest[0], gone)
-        if is_check:
-            found = [
-                (one, variable)
-                for one, variable in pairs
-                if variable is not None and one.name not in gone and one.number not in mended
-            ]
-            compare(self.owner, found, f"{point.at} {point.step}")
+        found = [
+            (one, variable)
+            for one, variable in pairs
+            if variable is not None and one.number in checked and one.name not in gone and one.number not in mended
+        ]
+        compare(self.owner, found, f"{point.at} {point.step}")
 
     def _largest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the elementwise maximum of all replicas."""

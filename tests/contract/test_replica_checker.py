@@ -1,5 +1,6 @@
 """The replica checker: one flipped bit is found, named and placed; nothing else is ever found."""
 
+import contextlib
 import gc
 import re
 
@@ -10,6 +11,7 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
+from syncvar.variables.checker import compare
 from syncvar.variables.digests import BLOCK_BYTES
 
 
@@ -209,6 +211,84 @@ def test_outside_runs_all_copies_are_compared_before_every_so_manieth_write(rank
         "20000 of the flat array. They parted after write 8 and not later than write 12"
     )
     assert ranks(3, fn) == [([(12, words)], [1 + 3.0 * 19] * 3)] * 3
+
+
+def model_of(strategy):
+    """Return variables of 3 MiB together, the largest of more than one, and what steps them all."""
+    sizes = [300_000, *[100_000] * 4, 7, 90_000]
+    with strategy.scope() if not strategy.is_default else contextlib.nullcontext():
+        made = [sv.Variable(np.ones(size, np.float32), name=f"w{number}", aggregation="SUM") for number, size in enumerate(sizes)]
+    optimizer = sv.optimizers.SGD(0.5)
+    optimizer.build(made)
+    gradients = [np.full(v.shape, 0.25, np.float32) for v in made]
+    return made, lambda: optimizer.apply_gradients(zip(gradients, made, strict=True))
+
+
+@pytest.mark.parametrize("way", ["run", "spmd", "spmd, one by one"])
+def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it_in_one(ranks, way, monkeypatch):
+    compared = {}
+
+    def noted(owner, pairs, now, **words):
+        compared.setdefault(sv.rank(), []).append((now, [(entry.name, entry.nbytes) for entry, _ in pairs], bool(words)))
+        return compare(owner, pairs, now, **words)
+
+    monkeypatch.setattr("syncvar.variables.roster.compare", noted)
+
+    def fn():
+        strategy = sv.MirroredStrategy() if way == "run" else sv.get_strategy()
+        assert strategy.check_every == 100
+        made, step = model_of(strategy)
+        ones = [np.ones(v.shape, np.float32) for v in made]
+        if way == "spmd, one by one":
+
+            def step():
+                for v, x in zip(made, ones, strict=True):
+                    v.assign_add(x)
+
+        roster = strategy.roster
+        for number in range(1, 201):  # where nothing is compared, nothing need be written
+            if any(entry.lot == -number % 100 for entry in roster.entries.values()):
+                strategy.run(step) if way == "run" else step()
+            elif way == "run":
+                strategy.run(lambda: None)
+            else:
+                for entry in roster.entries.values():
+                    entry.writes += 1
+                roster.writes += 1
+        return [v.name for v in made]
+
+    names = ranks(2, fn)[0]
+    for rank in range(2):
+        for before in (True, False) if way == "run" else (False,):
+            for block in range(2):
+                steps = [step for step in compared[rank] if step[2] == before and step[1] and (int(step[0].split()[1]) - 1) // 100 == block]
+                seen = [name for step in steps for name, _ in step[1] if name in names]
+                assert sorted(seen) == sorted(names)
+                assert max(sum(nbytes for _, nbytes in step[1]) for step in steps) <= 1_200_004
+                assert len({step[0] for step in steps}) >= 3
+
+
+@pytest.mark.parametrize("way", ["run", "spmd"])
+def test_by_default_a_flip_in_a_large_variable_is_found_within_a_hundred_steps(ranks, way):
+    def fn():
+        strategy = sv.MirroredStrategy() if way == "run" else sv.get_strategy()
+        assert strategy.check_every == 100
+        made, step = model_of(strategy)
+        for number in range(1, 101):
+            if number == 5 and sv.rank() == 1:
+                flip(made[0], 123_456, 20)
+            try:
+                strategy.run(step) if way == "run" else step()
+            except sv.MismatchError as error:
+                return number, str(error)
+        return None
+
+    what = "run" if way == "run" else "write"
+    for number, text in ranks(2, fn):
+        assert number <= 100
+        assert "copies of variable 'w0' are not the same on all replicas: rank 1 differs" in text
+        assert "elements 123456 to 123456 of the flat array" in text
+        assert f"They parted after {what} 0 and not later than {what} {number}." in text
 
 
 def test_no_false_alarm_over_thousands_of_random_steps(ranks):

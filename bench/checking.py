@@ -1,0 +1,123 @@
+"""What the replica checker costs at its default, on models of 1, 16 and 100 MiB: `python bench/checking.py`.
+
+Two workers make steps of SGD on ResNet-50's 161 variables, scaled to a size: in `strategy.run`, outside runs, and outside
+runs with a write of each variable by itself. There is no computation but the step itself, so that a training program's
+share is smaller. Processor time inside the comparisons is told as a share of that of the rest, so that the machine's load, which
+slows both, matters less. Also printed: the most that comparing took in one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from math import prod
+from pathlib import Path
+from time import thread_time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import syncvar as sv
+from syncvar.variables.roster import Roster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SIZES = Path(__file__).parent / "sizes" / "resnet50.toml"
+_MIB = 1 << 20
+_WAYS = ("run", "spmd", "spmd, one by one")
+
+
+class Spent:
+    """The time inside the comparisons of one process."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def watch(self, name: str) -> None:
+        """Take the time of a method of the roster."""
+        method = getattr(Roster, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = thread_time()
+            try:
+                return method(*arguments, **options)
+            finally:
+                self.now += thread_time() - begin
+
+        setattr(Roster, name, timed)
+
+
+def step_of(way: str, mib: int) -> Callable[[], None]:
+    """Return one step of a model."""
+    shapes = [tuple(one["shape"]) for one in tomllib.loads(_SIZES.read_text(encoding="utf-8"))["tensors"]]
+    scale = mib * _MIB / 4 / sum(map(prod, shapes))
+    counts = [max(1, round(prod(shape) * scale)) for shape in shapes]
+    strategy = sv.MirroredStrategy() if way == "run" else sv.get_strategy()
+    mode = {"aggregation": "SUM", "synchronization": "ON_WRITE"}
+    if way == "run":
+        with strategy.scope():
+            made = [sv.Variable(np.zeros(count, np.float32), **mode) for count in counts]
+    else:
+        made = [sv.Variable(np.zeros(count, np.float32), **mode) for count in counts]
+    gradients = [np.full(v.shape, 1e-3, np.float32) for v in made]
+    optimizer = sv.optimizers.SGD(0.01)
+    optimizer.build(made)
+
+    def step() -> None:
+        optimizer.apply_gradients(zip(gradients, made, strict=True))
+
+    def one_by_one() -> None:
+        for v, gradient in zip(made, gradients, strict=True):
+            v.assign_add(gradient)
+
+    def in_run() -> None:
+        strategy.run(step)
+
+    return {"run": in_run, "spmd": step, "spmd, one by one": one_by_one}[way]
+
+
+def work(mib: int, way: str, steps: int) -> None:
+    """Measure, as one of two workers; rank 0 prints."""
+    spent = Spent()
+    spent.watch("before_write")
+    spent.watch("end_run")
+    step = step_of(way, mib)
+    for _ in range(10):
+        step()
+    whole = longest = checking = 0.0
+    for _ in range(steps):
+        spent.now = 0.0
+        begin = thread_time()
+        step()
+        whole += thread_time() - begin
+        checking += spent.now
+        longest = max(longest, spent.now)
+    if sv.rank() == 0:
+        share = checking / (whole - checking) * 100
+        print(f"{mib:4} MiB  {way:17} {whole / steps * 1e3:8.2f} ms a step  comparing {share:5.2f} %  at most {longest * 1e3:6.2f} ms in one step")
+
+
+def main() -> int:
+    """Run the workers, or work as one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="a multiple of 100 [200]")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 100], metavar="MIB")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    chosen: Any = parser.parse_args()
+    if chosen.worker:
+        work(chosen.sizes[0], chosen.worker, chosen.steps)
+        return 0
+    line = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", "--bind", "auto"]
+    worst = 0
+    for mib in chosen.sizes:
+        for way in _WAYS:
+            given = ["--worker", way, "--steps", str(chosen.steps), "--sizes", str(mib)]
+            worst = max(worst, subprocess.run([*line, __file__, *given], check=False).returncode)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
