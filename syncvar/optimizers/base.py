@@ -474,8 +474,9 @@ class Optimizer(Taught, Rule):
                     f"an earlier call of this step was refused, so the step is left out: {refused}"
                 )
             return
-        if refused is None and owner.roster is not None and owner.roster.is_watching:
-            owner.roster.before_write([variable for part in plan.parts for variable in part.changed])
+        roster = owner.roster
+        if refused is None and roster is not None and roster.is_watching and roster.counts((plan.shared or plan.apart)[0].parts[0].variable):
+            roster.before_write([variable for part in plan.parts for variable in part.changed])
         weighted = call.weight is not None
         if weighted and plan.shared:
             plan.shared[0].whole[-1] = self._weight_here(call)

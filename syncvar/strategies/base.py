@@ -92,8 +92,8 @@ class Strategy(Taught):
         `run` raises MismatchError on every replica. What differs and is covered up by a write before the next comparison (by
         `assign`, or because a sum is rounded) is not found: 1 compares before every first write of a run.
 
-        Cost: 0.2 to 0.4 ns for each byte of all variables in so many runs (100 MiB: 20 to 40 ms in 100), and three small
-            exchanges in each run where something is due; below 2 % of a step of training at the default.
+        Cost: 0.2 to 0.4 ns for each byte of all variables in so many runs (100 MiB: 20 to 40 ms in 100), half of it outside runs,
+            and two or three small exchanges in each run where something is due; below 2 % of a step of training at the default.
 
         Raises:
             ConfigError: It is set to anything but a whole number of at least 0.

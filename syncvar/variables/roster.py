@@ -107,6 +107,7 @@ class Roster:
         self._bar = Bar()
         self.is_watching = True  # the next write may have to be compared first: outside runs, and in some
         self._is_running = False
+        self._looks = False  # at every write: in a run, and where a difference has been told
         self._is_paused = False
         self._deferred: list[Variable] = []  # while it is paused
         self.writes = 0  # outside runs, of the variable that was written most often
@@ -114,6 +115,7 @@ class Roster:
         self._lots: dict[int, list[Entry]] = {}  # what is compared together, by the remainder of the number of its runs
         self._lots_are_of = 0  # this check_every; 0 when they have to be made
         self._due: set[int] = set()  # in this run
+        self._outside: list[Entry] = []  # due before this write outside runs
         self._compared: set[int] = set()  # in this run, before a write
         self._config = owner.context.config
         self._replay: dict[Point, list[tuple[str, str]]] | None = None
@@ -207,7 +209,7 @@ class Roster:
 
     def begin_run(self, check_every: int) -> None:
         """Be in a run, which has been counted."""
-        self._is_running = True
+        self._is_running = self._looks = True
         self._due = {entry.number for entry in self._due_at(self.runs, check_every)}
         self.is_watching = bool(self._due)
         self._compared.clear()
@@ -215,7 +217,19 @@ class Roster:
     def leave_run(self) -> None:
         """Be outside runs again."""
         self._is_running = False
-        self.is_watching = True
+        self.is_watching = self._looks = True
+
+    def counts(self, variable: Variable) -> bool:
+        """Count a write (of several variables together by the first), and return whether `before_write` has to be called."""
+        entry = variable._entry  # noqa: SLF001  (its other half)
+        if entry is None or self._is_paused:
+            return self._looks and not self._is_paused
+        entry.writes += 1
+        if entry.writes > self.writes and not self._is_running:
+            self.writes = entry.writes
+            self._outside = self._due_at(self.writes, self.owner.check_every)
+            return bool(self._outside) or self._looks
+        return self._looks
 
     def before_write(self, variables: Iterable[Variable]) -> None:
         """Compare copies, if it is time, before they are written; called by all replicas, for all in one call.
@@ -226,28 +240,17 @@ class Roster:
         Raises:
             MismatchError: Copies of a variable differ; nothing has been written.
         """
-        if self._is_paused:
-            return
         found = [(one._entry, one) for one in variables if one._entry is not None]  # noqa: SLF001  (its other half)
         mended = {entry.number for entry, _ in found if entry.is_told}  # perhaps, by this write
-        if mended:
-            for entry, _ in found:
-                entry.is_told = False
+        for entry, _ in found:
+            entry.is_told = False
         if self._is_running:
             self._before_write_in_run([(entry, one) for entry, one in found if entry.number in self._due - self._compared - mended])
             return
-        owner, step = self.owner, self.writes
-        if not owner.check_cross_writes:  # some writes outside runs send nothing then, and this must not
-            return
-        for entry, _ in found:
-            entry.writes = made = entry.writes + 1
-            if made > step:
-                step = made
-        if step > self.writes:
-            self.writes = step
-            due = self._due_at(step, owner.check_every)
-            if due:
-                self._agree(Point("write", step), is_decision=False, checked={entry.number for entry in due}, mended=mended)
+        due, self._outside = self._outside, []
+        if due and self.owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
+            self._agree(Point("write", self.writes), is_decision=False, checked={entry.number for entry in due}, mended=mended)
+        self._looks = any(entry.is_told for entry in self.entries.values())
 
     def _before_write_in_run(self, pairs: list[tuple[Entry, Variable]]) -> None:
         if pairs:
@@ -337,6 +340,7 @@ class Roster:
             for one, variable in pairs
             if variable is not None and one.number in checked and one.name not in gone and one.number not in mended
         ]
+        self._looks = True  # unless nothing is told
         compare(self.owner, found, f"{point.at} {point.step}")
 
     def _largest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:

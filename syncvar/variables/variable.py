@@ -633,7 +633,7 @@ class Variable(Taught, ArrayProtocol):
     def _watch(self) -> None:
         """Let the copies be compared before a write, if it is time."""
         roster = self._owner.roster
-        if roster is not None and roster.is_watching and self._entry is not None:
+        if roster is not None and roster.is_watching and roster.counts(self):
             roster.before_write((self,))
 
     def _operand(self, operation: Operation, x: Any, *, reduced: bool) -> NDArray[Any]:
