@@ -71,7 +71,7 @@ def run(
     Args:
         fn: Function to call; it may use everything of syncvar.
         workers: How many ranks.
-        args: Positional arguments: None, bool, int, float, complex, str, bytes, list, tuple, dict and NumPy arrays.
+        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates, lists, sets, dicts, arrays, tensors).
         kwargs: Keyword arguments of the same kinds.
         timeout: Seconds allowed for the whole job; None for no limit.
 

@@ -149,9 +149,8 @@ def _plain_array(value: Any, place: str) -> Any:
         return msgpack.ExtType(_ARRAY, _array_bytes(value, place))
     library = library_of(value)
     if library is None or not library.name:
-        remedy = "" if library is None else ": write np.from_dlpack(x)"
         raise ConfigError(
-            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel{remedy}; objects may be "
+            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel{_remedy(value)}; objects may be "
             f"None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, dates and times, "
             f"NumPy arrays, and tensors of PyTorch and JAX (nothing is pickled)"
         )
@@ -160,6 +159,15 @@ def _plain_array(value: Any, place: str) -> Any:
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise ConfigError(f"{place} of type {type(value).__name__} cannot travel: {error}") from None
     return msgpack.ExtType(_TENSOR, bytes([NAMED.index(library)]) + _array_bytes(array, place))
+
+
+def _remedy(value: Any) -> str:
+    """Return what to write instead of a value that cannot travel, if that is known."""
+    if library_of(value) is not None:
+        return ": write np.from_dlpack(x)"
+    if isinstance(value, tuple):
+        return ": write tuple(x)"
+    return ": write dataclasses.asdict(x)" if hasattr(type(value), "__dataclass_fields__") else ""
 
 
 def _array_bytes(value: NDArray[Any], place: str) -> bytes:

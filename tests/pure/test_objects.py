@@ -7,6 +7,8 @@ import random
 import tracemalloc
 import zoneinfo
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import ml_dtypes
 import msgpack
@@ -107,6 +109,16 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+@dataclass
+class Point:
+    x: int
+
+
 class Day(dt.date):
     pass
 
@@ -132,6 +144,8 @@ class Name(str):
         ([dt.timezone(dt.timedelta(0), "\ud800")], r"value\[0\]"),
         ([dt.time(1, tzinfo=dt.timezone(dt.timedelta(0), "\ud800"))], r"value\[0\]"),
         ([Day(2020, 1, 1)], r"value\[0\]"),
+        ([Pair(1, 2)], r"value\[0\].*cannot travel: write tuple\(x\);"),
+        ([Point(1)], r"value\[0\].*cannot travel: write dataclasses\.asdict\(x\);"),
         ([OrderedDict(a={1: [object()]})], r"value\[0\]\['a'\]\[1\]\[0\]"),
         ([decimal.Decimal(1)], r"value\[0\]"),
         ([np.array(["text"])], r"value\[0\]"),
