@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore_glob = ["*/conftest.py"]  # two modules of one name cannot both be searched for doctests, and have none
+
 MARK = "SYNCVAR_TEST_MARK"
 SETTLE_S = 2.0
 AGAIN_S = 20.0

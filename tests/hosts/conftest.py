@@ -7,7 +7,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "process"))  # for `launching
 
 from testbed import Hosts, why_none  # noqa: E402
 
-collect_ignore = ["conftest.py"]  # it has no doctests, and another folder has a module of this name
 _WHY = pytest.StashKey()
 
 
