@@ -79,7 +79,9 @@ if probe.RANK == 1:
     probe.note("inject")
     if "busy" in sys.argv:
         sum(itertools.repeat(1))  # for ever, in C
-    ctypes.PyDLL(None).sleep(60)  # with Python's lock
+    mutex = ctypes.create_string_buffer(64)
+    while not ctypes.PyDLL(None).pthread_mutex_lock(mutex):  # with Python's lock; the second time for ever, and no signal ends it
+        pass
 probe.note("enter")
 try:
     sv.all_reduce([1.0, 2.0])
