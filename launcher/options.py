@@ -225,7 +225,7 @@ _OPTIONS = (
     _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
     _Option("timeout", ("--timeout",), _LIMITS, "end the whole job after S seconds", "limit", "S", math.inf),
     _Option(
-        "forward_signals", ("--forward-signals",), _LIMITS, "pass these on to all ranks", "signals", "LIST", signals.DEFAULT,
+        "forward_signals", ("--forward-signals",), _LIMITS, "to ranks too; unhandled USR1 kills", "signals", "LIST", signals.DEFAULT,
     ),
     _Option("max_restarts", ("--max-restarts",), _LIMITS, "start all again when one fails", "restarts", "K", 0),
     _Option(
@@ -761,8 +761,6 @@ def help_text() -> str:
                 f"  {'--hostfile FILE, -H a:2,b:2':<27} workers on several hosts; see --help-hosts",
                 "  Forked, they begin sooner with NumPy imported: set BLAS variables by --env.",
             ]
-        if group == _LIMITS:
-            lines += ["  A rank that has no handler for USR1 is ended by it, and so is the job."]
         if group == _RUN:
             lines += [f"  {'-h, --help, --version':<27}show this help, or the version"]
     lines += [
