@@ -109,6 +109,7 @@ class Enrolled:
         place = rolls.member_rank
         left[place >> 6] = np.uint64(1) << np.uint64(place & 63)
         work: Work = rolls.perform(_ROLL, lambda: self._request(rolls, left, "sv.uneven: its own loop has ended"), timeout, async_op=True)
+        work._operation.report_at = float("inf")  # noqa: SLF001  (it may wait long, and the end of the block tells whom this rank waits for)
         return work
 
     def abandon(self, reason: str) -> None:
