@@ -130,8 +130,9 @@ def all_reduce(
                 return result
     if is_foreign(x, out):
         call = partial(
-            all_reduce, op=op, group=group, async_op=async_op, timeout=timeout, reproducible=reproducible, prescale=prescale, postscale=postscale, weight=weight, algorithm=algorithm
-        )
+            all_reduce, op=op, group=group, async_op=async_op, timeout=timeout, reproducible=reproducible,
+            prescale=prescale, postscale=postscale, weight=weight, algorithm=algorithm,
+        )  # fmt: skip
         return in_kind(call, x, out)
     result = communicator.perform(
         "all_reduce",

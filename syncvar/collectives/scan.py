@@ -118,7 +118,9 @@ def _prefix(
 ) -> Any:
     communicator = communicator_of(group)
     if is_foreign(x, out):
-        call = partial(scan if name == "scan" else exscan, op=op, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
+        call = partial(
+            scan if name == "scan" else exscan, op=op, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
+        )
         return in_kind(call, x, out)
 
     def check() -> Request:

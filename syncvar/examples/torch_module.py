@@ -3,9 +3,9 @@
     pip install 'syncvar[torch]'
     syncvar-launch --workers 4 -m syncvar.examples.torch_module [FOLDER]
 
-Three lines make the program of one process one of many: the parameters of all workers become rank 0's, each worker takes its part
-of a batch, and the gradients are averaged where they lie before each step. With a FOLDER, module and optimizer are restored from
-there and saved to it, on any number of workers.
+Three lines make the program of one process one of many: the parameters of all workers become rank 0's, each worker takes
+its part of a batch, and the gradients are averaged where they lie before each step. With a FOLDER, module and optimizer
+are restored from there and saved to it, on any number of workers.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class ArrayProtocol(NDArrayOperatorsMixin):
                 f"NumPy's DLPack does not know {value.dtype}: write np.asarray(v), or "
                 f"torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
             )
-        made = value.copy()
-        return made.__dlpack__(stream=stream) if max_version is None else made.__dlpack__(max_version=max_version, dl_device=dl_device)
+        options = {"stream": stream} if max_version is None else {"max_version": max_version, "dl_device": dl_device}
+        return value.copy().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return the number of DLPack for the memory of the CPU."""

@@ -1,8 +1,8 @@
 """Arrays of other libraries: taken as NumPy arrays on the same memory, and given back as what they were.
 
-PyTorch's tensors go by its own two functions (about 1 us each), others by DLPack and the array API's namespaces (about 5 us). No
-such library is imported here to take an array: the array is the proof that it has been. One is imported where an array of it
-comes from another process.
+PyTorch's tensors go by its own two functions (about 1 us each), others by DLPack and the array API's namespaces (about
+5 us). No such library is imported here to take an array: the array is the proof that it has been. One is imported where
+an array of it comes from another process.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ def library_of(value: Any) -> Library | None:
 
 @lru_cache(maxsize=256)
 def _library_of(kind: Any) -> Library | None:
-    if not hasattr(kind, "__dlpack__") or any(base.__module__.partition(".")[0] in ("numpy", "syncvar") for base in kind.__mro__):
+    homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if not hasattr(kind, "__dlpack__") or homes & {"numpy", "syncvar"}:
         return None
     if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__):
         return _TORCH
-    if any(base.__module__.partition(".")[0] in ("jax", "jaxlib") for base in kind.__mro__):
+    if homes & {"jax", "jaxlib"}:
         return _JAX
     return _ANY if hasattr(kind, "__array_namespace__") else _ANY._replace(give=None)
 
@@ -145,7 +146,8 @@ def _imported(name: str) -> Any:
         try:
             found = importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(f"there are tensors of {name.partition('.')[0]} in it, which cannot be imported here: {error}") from error
+            library = name.partition(".")[0]
+            raise ConfigError(f"there are tensors of {library} in it, which cannot be imported here: {error}") from error
     return found
 
 
