@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "drop_passing"]
 
 _BUSY_SHARE = 0.2  # of a core
-_STACKS_S = 0.1  # for ranks to say where they stand, before they are told to end; a handler that runs answers in microseconds
+_STACKS_S = 0.25  # for ranks to say where they stand, before they are told to end; those that run Python take microseconds
 
 
 class Generation:

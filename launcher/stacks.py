@@ -1,8 +1,8 @@
 """The Python stacks of the ranks of one start: asked for by a signal, read from the files in which they answer.
 
-Asking takes no time, and a rank that cannot run Python answers too; see `syncvar.stacks`. A signal is sent only to a
-process that has said in its file that it listens, that handles the signal, and that still has the file open: to any
-other it would mean something else, or its end.
+Asking takes no time, and a rank that cannot run Python answers too, by its fault handler; see `syncvar.stacks`. A signal is
+sent only to a process that has said in its file that it listens, that handles the signal, and that still has the file open:
+to any other it would mean something else, or its end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from syncvar.stacks import ALL_THREADS, MAIN_THREAD, STOPPED, Thread, dumps_of, stack_path, where
+from syncvar.stacks import (
+    ALL_THREADS,
+    END,
+    MAIN_THREAD,
+    STOPPED,
+    WITHOUT_PYTHON,
+    Thread,
+    dumps_of,
+    stack_path,
+    where,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,10 +34,13 @@ __all__ = ["Asked", "Stacks"]
 
 _LARGE = 1 << 20  # bytes of a file, after which it begins anew
 _PAUSE_S = 0.001
-_MOMENT_S = 0.1
+_MOMENT_S = 0.25
+_INSIST_S = 0.05  # after which a rank that has not answered may be in a call that does not return
+_INSIST_TICKS = 5  # of processor time that it has used meanwhile, if it does not sleep
 
 
-class Asked(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Asked:
     """A request to one rank.
 
     Args:
@@ -34,12 +48,18 @@ class Asked(NamedTuple):
         start: Where its answer begins in its file; -1 where it was not asked.
         instead: Why it was not asked, in words; empty where it was.
         all_threads: All its threads are to be told, not the main thread alone.
+        at: When it was asked, monotonic seconds.
+        ticks: Processor time of its main thread by then.
+        insisted: Its fault handler has been asked as well.
     """
 
     rank: int
     start: int
     instead: str = ""
     all_threads: bool = False
+    at: float = 0.0
+    ticks: int = 0
+    insisted: bool = False
 
 
 class Stacks:
@@ -107,29 +127,43 @@ class Stacks:
         start = _size_if_held(pid, path) if _has(status, "SigCgt", number) else -1
         if start < 0:
             return Asked(rank, -1, "it shows no stack: its script has not begun, or has taken the means away")
-        if not _has(status, "SigPnd", number):  # else it has not looked since it was asked the last time
-            # Twice: the second stack begins when the first is complete, for a handler is not interrupted by its own signal.
-            self._agent.send([rank, rank], number)
-        return Asked(rank, start, "", all_threads)
+        asked = Asked(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
+        self._agent.send([rank], number)
+        return asked
 
-    def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
-        """Return what a rank has answered; None where it has not (yet), empty where it was not asked.
-
-        Args:
-            asked: Which request.
-            is_last: Take what there is, if the main thread is in it: nobody will ask again.
-        """
+    def answer(self, asked: Asked) -> list[Thread] | None:
+        """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
         if asked.start < 0:
             return []
-        threads = self._threads(asked)
         worker = self._agent.workers[asked.rank]
-        if not asked.all_threads:
-            is_whole = len(threads) > 1 or (worker.status is not None and len(threads) == 1)
-            return threads[:1] if is_whole else None
-        again = [place for place, thread in enumerate(threads) if place and thread.ident == threads[0].ident]
-        if again:
-            return threads[: again[0]]
-        return threads if is_last and any(thread.is_main for thread in threads) else None
+        text = self._text(asked)
+        answer, is_whole, _ = text.partition(f"{END}\n")
+        threads = dumps_of(answer)
+        if not is_whole and worker.status is None:
+            # The second stack of the fault handler begins when the first is complete.
+            is_whole = "whole" if len(threads) > 1 else ""
+            if not is_whole:
+                self._insist(asked, worker.process.pid)
+        if asked.all_threads and any(thread.ident for thread in threads):
+            threads = [thread for thread in threads if thread.ident]
+        else:
+            threads = threads[:1]
+        return threads if threads and (is_whole or worker.status is not None) else None
+
+    def _insist(self, asked: Asked, pid: int) -> None:
+        """Ask the fault handler of a rank that does not come to answer, once it is sure to be in a call that does not return.
+
+        It sleeps though it has been sent a signal, or it has computed for a while without a step of the program.
+        """
+        if asked.insisted or time.monotonic() - asked.at < _INSIST_S:
+            return
+        state, ticks = _main_thread(pid)
+        if state in ("S", "D") or ticks - asked.ticks >= _INSIST_TICKS:
+            asked.insisted = True
+            status = _status(pid)
+            if _has(status, "SigCgt", WITHOUT_PYTHON) and not _has(status, "SigPnd", WITHOUT_PYTHON):
+                # Twice: a handler is not interrupted by its own signal.
+                self._agent.send([asked.rank, asked.rank], WITHOUT_PYTHON)
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process; -1 where it has none yet."""
@@ -141,12 +175,20 @@ class Stacks:
         threads = self.answer(asked)
         return asked.instead if not threads else where(threads[0].frames, self._folder)
 
-    def _threads(self, asked: Asked) -> list[Thread]:
+    def _text(self, asked: Asked) -> str:
         path = stack_path(self._directory(asked.rank), asked.rank)
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(asked.start)
-            return dumps_of(file.read().decode("utf-8", "replace"))
-        return []
+            return file.read().decode("utf-8", "replace")
+        return ""
+
+
+def _main_thread(pid: int) -> tuple[str, int]:
+    """Return the state of a process's main thread, and how many clock ticks it has used a core."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return fields[0], int(fields[11]) + int(fields[12])
+    return "", 0
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -65,15 +65,15 @@ def work() -> None:
     adopt(word)
     process = os.getpid()
     faulthandler.enable()
-    directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
-    if word.is_open and directory:
-        with contextlib.suppress(OSError):  # then it cannot be asked where it stands
-            stacks.listen(stacks.stack_path(directory, int(os.environ["SYNCVAR_RANK"])))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+        directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
+        if word.is_open and directory:
+            with contextlib.suppress(OSError):  # then it cannot be asked where it stands
+                stacks.listen(stacks.stack_path(directory, int(os.environ["SYNCVAR_RANK"])))
     atexit.register(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
         _run(sys.argv[1:])

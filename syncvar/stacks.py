@@ -1,20 +1,28 @@
 """Where a program stands: Python stacks, asked for from outside, read, and told in one line.
 
-A worker that syncvar-launch has started answers two real-time signals by writing the stack of its main thread, or those
-of all threads, to a file in the job's private folder. The interpreter's own `faulthandler` does that within the signal's
-handler, without running any Python: a rank that stands in a call which never returns to the interpreter answers too.
+A worker that syncvar-launch has started answers three real-time signals, in a file in the job's private folder. To the first
+two it writes the stack of its main thread, or those of all threads, at the next place between two steps of the program, as
+every handler of Python's runs. A rank that stands in a call which does not return to the interpreter never comes there; it
+is sent the third, to which the interpreter's own `faulthandler` writes the main thread's stack within the signal's handler,
+without running any Python. That may only be done then: while a thread begins or ends calls, the fault handler may follow a
+pointer that is not set yet, and end the process.
 
 Real-time signals, because SIGUSR1 and SIGUSR2 belong to the program, SIGTERM and SIGINT mean something, and those which
 come twice are delivered twice. Numbers in the middle, because libraries take theirs from either end. A script must not
-take these two for itself; where it has given one another handler, or closed the file, nothing is asked any more.
+take these three for itself; where it ignores them, or has closed the file, nothing is asked any more.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
+import gc
 import os
 import re
 import signal
+import sys
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,17 +30,20 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 __all__ = [
-    "ALL_THREADS", "MAIN_THREAD", "STOPPED", "Frame", "Thread", "doing", "dumps_of", "frames_before", "frames_of", "listen", "shown",
+    "ALL_THREADS", "END", "MAIN_THREAD", "STOPPED", "WITHOUT_PYTHON", "Frame", "Thread", "doing", "dumps_of", "frames_before", "frames_of", "listen", "shown",
     "stack_path", "where",
 ]  # fmt: skip
 
 MAIN_THREAD = signal.SIGRTMIN + 15
 ALL_THREADS = signal.SIGRTMIN + 16
+WITHOUT_PYTHON = signal.SIGRTMIN + 17
+END = "End of stacks"  # the last line of an answer that Python has written
 
 STOPPED = "its process is stopped (state T)"
 
 _COMPUTES = "not waiting in any call"  # the coordinator's words
 _CALLERS = 3
+_FRAMES_MAX = 100  # of a thread, as the fault handler tells them
 _HEADER = re.compile(r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+))|Thread (?P<other>0x[0-9a-f]+))[^\n]* \(most recent call first\):")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
@@ -83,12 +94,49 @@ def stack_path(directory: str, rank: int) -> str:
 
 
 def listen(path: str) -> None:
-    """Answer the two signals from now on, in a file whose first line is the number of its descriptor here."""
+    """Answer the signals from now on, in a file whose first line is the number of its descriptor here; in the main thread."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)  # stays open: the handlers write to it
-    faulthandler.register(MAIN_THREAD, descriptor, all_threads=False)
-    faulthandler.register(ALL_THREADS, descriptor, all_threads=True)
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):  # it runs anywhere in the program, which must not see it
+            os.write(descriptor, _dump(frame, all_threads=number == ALL_THREADS))
+
+    for number in (MAIN_THREAD, ALL_THREADS):
+        signal.signal(number, answer)
+        signal.siginterrupt(number, False)  # noqa: FBT003  (system calls of libraries go on)
+    faulthandler.register(WITHOUT_PYTHON, descriptor, all_threads=False)
+    atexit.register(_be_deaf)  # the interpreter's end would give the signals back their default, which is to end the process
     os.write(descriptor, b"%d\n" % descriptor)
+
+
+def _be_deaf() -> None:
+    for number in (MAIN_THREAD, ALL_THREADS):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:
+    """Return stacks as the fault handler writes them."""
+    if not all_threads:
+        lines = ["Stack (most recent call first):", *_lines(frame)]
+    else:
+        lines, main = [], threading.get_ident()
+        collects = gc.isenabled()
+        gc.disable()  # see `syncvar.runtime.sites._innermost`
+        try:
+            found = sys._current_frames()  # noqa: SLF001
+        finally:
+            if collects:
+                gc.enable()
+        for ident in sorted(found, key=main.__eq__):
+            who = "Current thread" if ident == main else "Thread"
+            lines += [f"{who} 0x{ident:016x} (most recent call first):", *_lines(frame if ident == main else found[ident])]
+    return "\n".join([*lines, END, ""]).encode("ascii", "backslashreplace")
+
+
+def _lines(frame: FrameType | None) -> list[str]:
+    told = [f'  File "{one.file}", line {one.line or "???"} in {one.name}' for one in frames_of(frame)[:_FRAMES_MAX]]
+    return [line.replace("\n", "?") for line in told]
 
 
 def frames_of(frame: FrameType | None) -> list[Frame]:

@@ -4,11 +4,15 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from launching import await_true
 
 from syncvar.cli import main
+from syncvar.parent import libc
+from syncvar.stacks import ALL_THREADS, END, MAIN_THREAD
 
 ENDLESS = {
     "SYNCVAR_SUSPECT_AFTER_S": "100", "SYNCVAR_LOST_AFTER_S": "100", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100",
@@ -155,7 +159,7 @@ def test_ranks_tell_where_they_are_whatever_they_do(launch, stacks):
     check_stall(job)
     # What the program does with signals goes on working.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(job.pids()[2], number)
+        libc.tgkill(job.pids()[2], job.pids()[2], number)  # to the main thread: no other wakes Python's sleep
     job.await_events("own handler", rank=2)
     await_true(lambda: "script.py" in (job.folder / "own.txt").read_text(), what="its own fault handler has written")
     # A second job, newer, which is no Python.
@@ -231,6 +235,47 @@ def test_a_process_of_another_user_is_named(stacks, monkeypatch):
     assert code == 2
     assert f"process {os.getpid()} belongs to user " in errors
     assert "only its own user can ask" in errors
+
+
+CALLS = """
+import json, re, sys, threading
+from syncvar import stacks
+
+stacks.listen(sys.argv[1])
+
+
+def deep(depth):
+    return deep(depth - 1) + 1 if depth else sum(number for number in range(5))
+
+
+def work():
+    while True:  # into Python from C, and out again, all the time
+        deep(30)
+        sorted(range(20), key=lambda number: -number)
+        re.sub("a", lambda _: "b", "banana")
+        json.loads(json.dumps({"a": [1, 2, {"b": 3}]}))
+        exec("x = 1")
+
+
+threading.Thread(target=work, daemon=True).start()
+work()
+"""
+
+
+@pytest.mark.parametrize("times", [200, pytest.param(4_000, marks=pytest.mark.slow)])
+def test_a_program_survives_that_is_asked_very_often(tmp_path, times):
+    answers = tmp_path / "answers"
+    with subprocess.Popen([sys.executable, "-c", CALLS, str(answers)]) as program:
+        try:
+            await_true(lambda: answers.exists() and answers.read_bytes().endswith(b"\n"), what="it listens")
+            for number in range(times):
+                end = answers.stat().st_size
+                os.kill(program.pid, (MAIN_THREAD, ALL_THREADS)[number % 2])
+                await_true(lambda: answers.stat().st_size > end or program.poll() is not None)  # noqa: B023
+                assert program.poll() is None, f"it ended with {program.poll()} after {number} questions"
+        finally:
+            program.kill()
+    assert answers.read_text().count(f"{END}\n") == times
 
 
 @pytest.mark.slow
