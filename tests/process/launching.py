@@ -106,6 +106,12 @@ def free_ports(count=1):
     raise AssertionError("no port is free")
 
 
+def line_of(text, comment):
+    """Return the number of the line of a script that ends with a comment."""
+    (number,) = [number for number, line in enumerate(text.split("\n"), 1) if line.endswith(comment)]
+    return number
+
+
 class Job:
     """One launched job.
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from fault_table import bound_s
-from launching import check_bound, last_exception
+from launching import check_bound, last_exception, line_of
 
 import syncvar.bootstrap
 
@@ -79,9 +79,9 @@ if probe.RANK == 1:
     probe.note("inject")
     if "busy" in sys.argv:
         sum(itertools.repeat(1))  # for ever, in C
-    mutex = ctypes.create_string_buffer(64)
-    while not ctypes.PyDLL(None).pthread_mutex_lock(mutex):  # with Python's lock; the second time for ever, and no signal ends it
-        pass
+    lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+    lock(mutex)  # for ever, with Python's lock; a sleep would end when the rank is asked where it is
 probe.note("enter")
 try:
     sv.all_reduce([1.0, 2.0])
@@ -102,7 +102,8 @@ def test_f10_a_rank_that_holds_pythons_lock(launch, how):
     check_bound(f"F10-{how}", last - min(event["at"] for event in job.events("enter")), bound_s("F10"))
     said = [line for line in job.report.split("\n") if line.startswith("syncvar: rank 1: no Python thread answers since")]
     assert len(said) == 1, str(job)
-    assert f"CPU {how} (state {'R' if how == 'busy' else 'S'})" in said[0], str(job)
+    place = line_of(HOLDING, "for ever, in C" if how == "busy" else "asked where it is")
+    assert said[0].endswith(f"CPU {how} (state {'R' if how == 'busy' else 'S'}), in user code, script.py:{place}"), str(job)
     assert "no Python thread answers" in job.report.split("others:")[1], f"in the block too\n{job}"
 
 

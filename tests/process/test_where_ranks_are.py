@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import await_true
+from launching import await_true, line_of
 
 from syncvar.cli import main
 from syncvar.parent import libc
@@ -72,12 +72,6 @@ probe.note("ready")
 probe.gate("hang")  # all have left the barrier
 hang(probe.RANK)
 """
-
-
-def line_of(text, comment):
-    """Return the number of the line of a script that ends with a comment."""
-    (number,) = [number for number, line in enumerate(text.split("\n"), 1) if line.endswith(f"# {comment}")]
-    return number
 
 
 def places():
