@@ -139,7 +139,7 @@ class Inquiries:
         one.until = now + _PATIENCE_S
 
     def _told(self, rank: int, asked: Asked) -> dict[str, Any]:
-        threads = self._stacks.answer(asked)
+        threads = self._stacks.answer(asked, is_last=True)
         return {
             "rank": rank,
             "pid": self._stacks.pid(rank),

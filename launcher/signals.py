@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from syncvar.errors import ConfigError
-from syncvar.stacks import ALL_THREADS, MAIN_THREAD
+from syncvar.stacks import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
 from syncvar_launcher.exits import signal_name
 
 __all__ = ["DEFAULT", "forwarded"]
@@ -25,7 +25,7 @@ _NOT_PASSED_ON: dict[int, str] = {
     signal.SIGTSTP: "it stops the launcher, which stops all ranks",
     signal.SIGTTIN: "it stops who reads from a terminal in the background",
     signal.SIGTTOU: "it stops who writes to a terminal in the background",
-    **dict.fromkeys((MAIN_THREAD, ALL_THREADS), "a rank writes its Python stack when it gets it"),
+    **dict.fromkeys((MAIN_THREAD, ALL_THREADS, WITHOUT_PYTHON), "a rank writes its Python stack when it gets it"),
     **dict.fromkeys((signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS), _FAULT),
 }
 

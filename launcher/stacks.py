@@ -131,8 +131,13 @@ class Stacks:
         self._agent.send([rank], number)
         return asked
 
-    def answer(self, asked: Asked) -> list[Thread] | None:
-        """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
+    def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
+        """Return what a rank has answered; None where it has not (yet), empty where it was not asked.
+
+        Args:
+            asked: Which request.
+            is_last: Nobody will ask for it again, which matters to ranks of other hosts alone (`Agents.answer`).
+        """
         if asked.start < 0:
             return []
         worker = self._agent.workers[asked.rank]
