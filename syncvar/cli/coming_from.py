@@ -209,7 +209,7 @@ TASKS = (
         _NONE, "loss.backward(); optimizer.step()", "sv.optimizers.Adam(1e-3).apply_gradients(zip(grads, weights))",
         (
             (_TF, "The mean of the replicas' gradients is taken, not the sum: do not divide the loss by their number."),
-            ((*_HVD, *_TORCH), "Gradients are NumPy arrays, torch's (.numpy(), no copy) or JAX's; the mean, as there."),
+            ((*_HVD, *_TORCH), "Gradients are NumPy arrays or tensors, taken as they are; the mean, as there."),
         ),
     ),
     Task(
