@@ -77,16 +77,16 @@ class Agents:
     def begin(self) -> None:
         """Start all ranks."""
         chosen, config = self._job.options, self._job.config
+        bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]  # refuses before anything is started
         first = 0
         for index, site in enumerate(self._fleet.sites):
             ranks = range(first, first + site.workers)
             first += site.workers
-            binding = self._job.binding_of(index)
             told = [
                 {
                     "rank": rank,
                     "environ": self._job.own_environment(rank, self._rendezvous, "", {}, self._generation, self._restarts),
-                    "cores": binding.cores[rank - ranks[0]],
+                    "cores": bindings[index].cores[rank - ranks[0]],
                     "has_input": rank == 0,
                 }
                 for rank in ranks

@@ -29,7 +29,7 @@ from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.forking import ForkServer, ServerEnded
 from syncvar_launcher.inquiries import ANSWER_S
-from syncvar_launcher.limits import OF_LIMITS, cannot_start
+from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, cannot_start
 from syncvar_launcher.messages import GREETING, Message, Order, Reader, pack
 from syncvar_launcher.options import core_count, usable_cores
 from syncvar_launcher.sharing import Sharing
@@ -121,8 +121,11 @@ class HostAgent:
                 if self._listeners is not None:
                     self._listeners.readable(descriptor)
                 if start is not None and start is self._start:
-                    for event in start.readable(descriptor):
-                        self._tell(event)
+                    try:
+                        for event in start.readable(descriptor):
+                            self._tell(event)
+                    except ConfigError as error:  # the workers cannot be forked
+                        self._refuse(error)
             self._look(time.monotonic())
             self._flush()
         return 0
@@ -131,7 +134,6 @@ class HostAgent:
         """Kill what runs, and let go of everything. Idempotent."""
         start, self._start = self._start, None
         if start is not None:
-            start.finish()
             start.close()
         if self._listeners is not None:
             self._listeners.close()
@@ -179,9 +181,11 @@ class HostAgent:
             self._start = _Start(Order.read(message["start"]))
         except WireError:
             raise
-        except (ConfigError, SyncvarError, OSError) as error:
-            is_limit = isinstance(error, OSError) and error.errno in OF_LIMITS
-            self._send("refused", reason=str(error), is_limit=is_limit)
+        except (SyncvarError, OSError) as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        self._send("refused", reason=str(error), is_limit=isinstance(error, LimitTooLow) or getattr(error, "errno", 0) in OF_LIMITS)
 
     def _signal(self, message: Message) -> None:
         if self._start is not None:
@@ -301,22 +305,23 @@ class _Start:
         self.asked: dict[int, tuple[Asked, float]] = {}
         self._input = self._input_end = -1
         self._unfed = bytearray()
-        self._has_all = False
+        self._has_all = self._is_finished = False
         self._stack = contextlib.ExitStack()
         try:
             directory = JobDirectory(os.environ)
             self._stack.callback(directory.remove)
             self._folder = directory.path
-            self.sharing = Sharing(
-                order.job, order.arena_bytes, [len(order.ranks)], [order.core_count], [directory.path],
-                why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over,
-            )  # fmt: skip
-            self._stack.callback(self.sharing.close)
             self._server: ForkServer | None = None
             if order.start_method == "fork":
                 self._server = ForkServer(self._command(), self._base(), Path(order.cwd))
                 self._stack.callback(self._server.close)
             self.agent = Agent(directory.path, directory.lock, self._server)
+            self._stack.callback(self.finish)
+            self.sharing = Sharing(
+                order.job, order.arena_bytes, [len(order.ranks)], [order.core_count], [directory.path],
+                why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over,
+            )  # fmt: skip
+            self._stack.callback(self.sharing.close)
             self._stacks = Stacks(
                 self.agent, lambda _: str(directory.path), order.cwd, is_command=order.kind_of_target == "command"
             )
@@ -406,7 +411,10 @@ class _Start:
         self._stopped.clear()
 
     def finish(self) -> list[Event]:
-        """Kill what is left, and return what was written."""
+        """Kill what is left, and return what was written; nothing the second time."""
+        if self._is_finished:
+            return []
+        self._is_finished = True
         events = list(self.agent.close())
         for descriptor in (self._input, self._input_end):
             if descriptor >= 0:

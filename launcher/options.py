@@ -357,13 +357,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
             )
         runtime = _debugged(runtime, origin)
 
-    try:
-        if not hosts:
+    if hosts and values["fake_hosts"] > 1:
+        raise ConfigError("--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out")
+    if hosts and values["torch_env"]:
+        raise ConfigError("--torch-env sets a port that is free on this machine, and the ranks are elsewhere; write --env MASTER_ADDR=... instead")
+    if not hosts:
+        try:
             divided(values["workers"], values["fake_hosts"])
-        elif values["fake_hosts"] > 1:
-            raise ConfigError("real hosts are named by --hostfile or -H; leave one of them out")
-    except ConfigError as error:
-        raise ConfigError(f"--fake-hosts {values['fake_hosts']}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"--fake-hosts {values['fake_hosts']}: {error}") from None
 
     folder = base / values["cwd"] if values["cwd"] is not None else base
     if not folder.is_dir():

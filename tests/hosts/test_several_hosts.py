@@ -103,6 +103,7 @@ def test_all_hosts_that_cannot_be_used_are_told_at_once_and_nothing_is_started(h
         (("--remote-python", "/no/python"), "there is no /no/python there; give python=PATH"),
         (("--remote-python", "/usr/bin/python3"), "syncvar is not installed for /usr/bin/python3 there; /usr/bin/python3 -m pip install"),
         (("--workers", "9"), "9 workers have no place: the hosts have 2 slots"),
+        (("--cores-per-worker", "999"), "1 worker with 999 cores each need 999 cores, but this host lets us use"),
         (("--iface", "wlan7"), "is not reached by all others: it has no address"),
         (("--ssh", "/no/ssh"), "/no/ssh cannot be started"),
         (("--ssh-port", "2222"), "nobody listens for ssh there"),
@@ -114,6 +115,12 @@ def test_what_does_not_fit_is_refused_with_its_remedy(hosts, tmp_path, options, 
     assert job.wait(60) in (69, 78), job
     assert words in job.err, job
     assert not job.events("began")
+
+
+def test_a_program_that_cannot_be_started_there_is_told(hosts, tmp_path):
+    job = Job(tmp_path, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)), target=["--no-python", "/no/such/program"])
+    assert job.wait(60) == 70, job
+    assert "it cannot be started: a worker cannot be started: /no/such/program: No such file or directory" in job.err
 
 
 def test_an_unknown_host_key_is_refused_and_explained(hosts, tmp_path):
