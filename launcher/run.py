@@ -54,6 +54,7 @@ def _run(arguments: list[str]) -> int:
     from pathlib import Path
 
     from syncvar.config import doubtful_variables
+    from syncvar.topology import is_meant_alone, started_with_others
     from syncvar_launcher import options
     from syncvar_launcher.job import Job
     from syncvar_launcher.limits import check_limits
@@ -66,6 +67,12 @@ def _run(arguments: list[str]) -> int:
     chosen = options.parse(arguments, os.environ, here)
     if chosen.hosts:
         from syncvar_launcher import several  # one host needs nothing of it
+    seen = None if is_meant_alone(os.environ) else started_with_others(os.environ)
+    if seen is not None:
+        sys.stderr.write(
+            f"syncvar-launch: {seen[0]}, and each starts a job of its own beside the others; where one job is meant, start "
+            f"syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are meant)\n"
+        )
     if chosen.dry_run:
         sys.stdout.write(several.dry_run(chosen) if chosen.hosts else Job(chosen, arguments, os.environ).dry_run())
         return 0

@@ -85,8 +85,9 @@ WORDS = (
     _word("sv", "psum", "write sv.all_reduce(x)"),
     _word("sv", "bcast Bcast Ibcast broadcast_ broadcast_async",
           "write sv.broadcast(x, root=0), or sv.broadcast_object(o) for plain data"),
-    _word("sv", "broadcast_parameters broadcast_variables broadcast_global_variables broadcast_optimizer_state",
-          "write sv.broadcast(x, root=0) for a dict or list of arrays; variables made with sv.Variable begin equal"),
+    _word("sv", "broadcast_parameters broadcast_variables broadcast_global_variables",
+          "write model.load_state_dict(sv.broadcast(model.state_dict(), root=0)); variables made with sv.Variable begin equal"),
+    _word("sv", "broadcast_optimizer_state", "write opt.load_state_dict(sv.broadcast_object(opt.state_dict(), root=0)), for an optimizer `opt` of PyTorch"),
     _word("sv", "broadcast_object_list", "write sv.broadcast_object(o)"),
     _word("sv", "Reduce Ireduce", "write sv.reduce(x, root=0)"),
     _word("sv", "allgather Allgather Allgatherv Iallgather all_gather_into_tensor all_gather_single",
@@ -150,12 +151,14 @@ WORDS = (
           "there are no models or gradients here: bring gradients of torch, JAX or your own to sv.optimizers"),
     _word("sv", "Dataset AUTOTUNE", "write sv.data.from_arrays(x, batch_size=32) or sv.data.from_generator(fn)"),
     _word("sv", "DataLoader DistributedSampler TensorDataset",
-          "write strategy.experimental_distribute_dataset(sv.data.from_arrays(x, batch_size=32, shuffle=True))"),
+          "write strategy.experimental_distribute_dataset(sv.data.from_arrays(x, batch_size=32, shuffle=True)), or use PyTorch's "
+          "DataLoader with DistributedSampler(dataset, sv.world_size(), sv.rank())"),
     _word("sv", "DistributedOptimizer DistributedGradientTape DistributedTrainStep",
           'write sv.optimizers.SGD(0.1).apply_gradients(pairs), or grads = sv.all_reduce(grads, "mean") before the '
           "step of your own optimizer"),
     _word("sv", "DistributedDataParallel DDP FullyShardedDataParallel",
-          'write grads = sv.all_reduce(grads, "mean") after the backward pass, a list of them in one call'),
+          'write model.load_state_dict(sv.broadcast(model.state_dict(), root=0)) once, and sv.all_reduce(grads, "mean", out=grads) '
+          "after each backward pass, a list of them in one call"),
     _word("sv", "elastic",
           "syncvar-launch --max-restarts 3 starts all workers again; sv.CheckpointManager goes on from the newest "
           "checkpoint"),
@@ -250,7 +253,7 @@ WORDS = (
     _word("keyword", "postscale_factor", "write postscale="),
     _word("keyword", "timeout_s timeout_seconds", "write timeout=30.0, in seconds"),
     _word("keyword", "name", "leave it out: calls are told apart by their order, which is the same on all ranks"),
-    _word("run()", "np nprocs num_proc num_processes nproc", "write workers="),
+    _word("run()", "np nprocs num_proc num_processes nproc num_workers", "write workers="),
     # Ops.
     _word("op", "product", 'write "prod"'),
     _word("op", "land band", 'write "and"'),

@@ -230,7 +230,7 @@ def doing(position: str, place: str) -> str:
     """
     if place == STOPPED:
         return f"{position.partition('; ')[0]}; {STOPPED}"  # which is why no thread answers
-    if not place or position.startswith("waiting in "):
+    if not place or position.startswith(("waiting in ", "finished")):
         return position
     return place + position.removeprefix(_COMPUTES) if position.startswith(_COMPUTES) else f"{position}; {place}"
 

@@ -323,7 +323,7 @@ class Checkpoint:
 def _path_or_error(path: Any) -> tuple[str, Exception | None]:
     """Return a path, or why it is none, for the other ranks to be told."""
     try:
-        return checked_path(path), None
+        return checked_path(path, "checkpoint.save('folder/name'), or, to begin with nothing, manager.restore_latest()"), None
     except ConfigError as error:
         return "", error
 

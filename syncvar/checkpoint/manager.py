@@ -105,10 +105,17 @@ class CheckpointManager(Taught):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        try:
+            if error[0] is None:  # all ranks leave here together, and a save that nobody has waited for is worth its files
+                self._checkpoint._finish_pending()  # noqa: SLF001
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Give back the directory's lock, and SIGTERM. A save that is pending stays to be waited for. Idempotent."""
+        """Give back the directory's lock, and SIGTERM. Idempotent.
+
+        A save that is pending stays to be waited for; the end of a `with` block that no exception leaves commits it first.
+        """
         if self._lock is not None:
             self._lock.release()
         self._notice.close()

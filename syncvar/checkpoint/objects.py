@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator
 
 __all__ = ["KEEP", "Leaf", "PlainLeaf", "VariableLeaf", "checked_object", "communicator_of_leaves", "is_nested", "leaf_of", "outside"]
+
+_log = logging.getLogger("syncvar")
 
 KEEP = object()  # staged: this replica keeps what it has
 
@@ -179,6 +182,11 @@ class PlainLeaf:
         _require_kind(self.key, entry, self._kind, f"a {self._kind}")
         stored = entry.choose(self.key, communicator.member_rank, communicator.size, policy, own=True)
         if stored is None:
+            _log.warning(
+                "%r differed between the %d ranks that saved it, and rank %d keeps its own: restore_policy='cycle' gives it one of theirs, "
+                "'error' refuses; state that is to be equal (buffers of a model) is made equal before it is saved",
+                self.key, entry.replicas, communicator.member_rank,
+            )  # fmt: skip
             return KEEP
         if stored.dtype != "uint8" or len(stored.shape) != 1:
             raise CheckpointError(f"{self.key!r}: the checkpoint has {stored.words}, where the bytes of a state should be")

@@ -124,6 +124,11 @@ TASKS = (
         "dist.all_gather(parts, x)", "sv.all_gather(x)", (((), "Lengths along the axis may differ between ranks."),),
     ),
     Task(
+        "a row from each rank, a row to each rank", "-", "-", "comm.Allgather(x, table), comm.Scatter(table, x)",
+        "dist.all_gather_into_tensor(table, x)", "sv.all_gather(x[None]), sv.scatter(list(np.atleast_2d(x)))",
+        (((), "Pieces are joined along the first axis that is there: x[None] makes one for the ranks, a list gives each its item."),),
+    ),
+    Task(
         "reduce to one", _NONE, _NONE, "comm.Reduce(x, out, root=0)", "dist.reduce(x, dst=0)", "sv.reduce(x, root=0)",
     ),
     Task(

@@ -168,7 +168,7 @@ def _head(records: Sequence[Record]) -> list[str]:
     lost = _lost(records)
     how: dict[str, list[int]] = {}
     for rank in missing:
-        how.setdefault(lost[rank].words if rank in lost else "killed before there was time for it, or never joined", []).append(rank)
+        how.setdefault(lost[rank].words if rank in lost else "killed before there was time for it, never joined, or ended before anything went wrong", []).append(rank)
     lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in how.items()]
     boots = {record.boot: record.host for record in records}
     if len(boots) > 1:

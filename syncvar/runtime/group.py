@@ -87,7 +87,8 @@ class Work(Taught):
         """Wait for the result.
 
         Args:
-            timeout: Seconds from now; None leaves the deadline that the call was given.
+            timeout: Seconds from now; None leaves the deadline that the call was given. When they have passed the call has failed, as
+                one that meets its deadline, and the group is broken: to look without ending it, ask `done`.
 
         Raises:
             SyncvarError: What the collective itself would have raised.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from syncvar.env import RankEnvironment
 
-__all__ = ["Told", "is_meant_alone", "told_elsewhere", "why_not_alone"]
+__all__ = ["Told", "is_meant_alone", "started_with_others", "told_elsewhere", "why_not_alone"]
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCH_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -147,7 +147,33 @@ def why_not_alone(environ: Mapping[str, str]) -> str:
             f"{_OWN_SIZE}={own} is set and SYNCVAR_RANK is not: syncvar-launch has not started this process. Start it with "
             f"syncvar-launch --workers {own} script.py; or set {_OWN_SIZE}=1 where it is alone on purpose"
         )
-    undecided = ""
+    seen = started_with_others(environ)
+    if seen is not None:
+        return _refusal(*seen)
+    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:  # RANK alone is set by many programs
+        missing = " and ".join(name for name in _TORCH if name not in environ)
+        return (
+            f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun sets them, and {missing or 'the rest'} not: set MASTER_ADDR and MASTER_PORT "
+            f"to where rank 0 can be reached, the same for all {size}. Where each is alone on purpose, set {_OWN_SIZE}=1, or call "
+            f"sv.init(alone=True)"
+        )
+    return ""
+
+
+def started_with_others(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return that a launcher which is not joined has started several of this process, or cannot say that it has started one.
+
+    Args:
+        environ: The environment.
+
+    Returns:
+        What is seen, in words, and the number of processes as text; None where nothing is.
+
+    Raises:
+        ConfigError: A number of processes is none.
+    """
+    undecided: tuple[str, str] | None = None
     for one in _LAUNCHERS:
         if one is _SLURM and not _is_in_step(environ):
             continue
@@ -156,13 +182,13 @@ def why_not_alone(environ: Mapping[str, str]) -> str:
             if size > 1:
                 is_all = name in one.sizes
                 here = "" if is_all else " on this host"
-                return _refusal(f"{name}={size}: {one.name} has started {size} processes{here}", str(size) if is_all else "N")
+                return f"{name}={size}: {one.name} has started {size} processes{here}", str(size) if is_all else "N"
             if size == 1 and name in one.sizes:
-                return ""
+                return None
         if one.rank in environ:
             rank = _whole(environ, one.rank)
             said = "has started more processes than this one" if rank else "may have started more processes than this one"
-            undecided = undecided or _refusal(f"{one.rank}={rank}: {one.name} {said}", "N")
+            undecided = undecided or (f"{one.rank}={rank}: {one.name} {said}", "N")
             if rank:
                 return undecided
     return undecided

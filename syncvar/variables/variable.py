@@ -17,7 +17,7 @@ from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
-from syncvar.variables.places import context_here, context_of, current_owner
+from syncvar.variables.places import context_here, context_of, current_owner, places
 from syncvar.variables.policy import (
     OWN_VALUES,
     Action,
@@ -722,8 +722,14 @@ class Variable(Taught, ArrayProtocol):
                 "give the variable an aggregation that combines (it has NONE): "
                 "aggregation=sv.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
             )
+        elif owner.is_default and places(owner.context):
+            hint += (
+                "make the variable under `with strategy.scope():`. It belongs to the default strategy, and is written in another "
+                "strategy's run as outside of it"
+            )
         else:
-            hint += f"write inside strategy.run, where aggregation {self._aggregation.name} takes each replica's own value"
+            taken = "replica 0's" if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA else "each replica's own"
+            hint += f"write inside strategy.run, where aggregation {self._aggregation.name} takes {taken} value"
 
         def check() -> Any:
             return request(action, owner.communicator, mine(), what, hint, reproducible=owner.reproducible)

@@ -734,3 +734,38 @@ def test_all_ranks_stop_at_the_same_step(tmp_path):
         return None
 
     assert world(3, fn) == [8] * 3, "the first call that is a multiple of check_every"
+
+
+def test_the_end_of_a_block_commits_a_save_that_nobody_has_waited_for(tmp_path):
+    def rank():
+        checkpoint = sv.Checkpoint(v=sv.Variable(np.arange(3.0)), step=7)
+        with sv.CheckpointManager(checkpoint, tmp_path) as manager:
+            manager.save(7, async_op=True)
+        with sv.CheckpointManager(checkpoint, tmp_path) as manager:
+            return manager.latest is not None and manager.restore_latest() is not None
+
+    assert run_ranks(2, rank) == [True, True]
+
+
+def test_state_that_differed_between_ranks_is_told_when_another_number_restores_it(tmp_path, caplog):
+    class Model:
+        def __init__(self, seen):
+            self.seen = seen
+
+        def state_dict(self):
+            return {"weights": np.ones(2), "seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    run_ranks(2, lambda: sv.Checkpoint(model=Model(sv.rank())).save(tmp_path / "a"))
+
+    def restore():
+        model = Model(-1)
+        sv.Checkpoint(model=model).restore(tmp_path / "a")
+        return model.seen
+
+    assert run_ranks(3, restore) == [0, 1, -1]
+    told = [record.getMessage() for record in caplog.records if "keeps its own" in record.getMessage()]
+    assert told == [next(iter(told))]
+    assert "'model' differed between the 2 ranks that saved it, and rank 2 keeps its own: restore_policy='cycle'" in told[0]

@@ -377,3 +377,9 @@ def test_totals_of_all_calls(launch, tmp_path):
     assert by_call["all_reduce(max)"]["nbytes"] == 5 * 8 << 12
     assert by_call["all_reduce(max)"]["busbw"] == by_call["all_reduce(max)"]["algbw"] > 0, "the factor of two ranks is 1"
     assert by_call["barrier"]["algbw"] is None
+
+
+def test_a_launcher_that_another_launcher_has_started_several_times_says_so(launch):
+    job = launch("print('ran')", workers=1, env={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+    assert job.wait() == 0, job
+    assert "mpirun of Open MPI has started 2 processes, and each starts a job of its own" in job.err

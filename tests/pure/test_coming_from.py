@@ -26,7 +26,7 @@ def test_a_spelling_runs(spelling, tmp_path):
     names = {
         "sv": sv, "strategy": strategy, "w": w, "ckpt": ckpt, "path": tmp_path / "saved",
         "x": np.ones(4, np.float32), "grads": [np.ones(4, np.float32)], "weights": [w],
-        "step": lambda x: x + 1, "fn": lambda: None,
+        "step": lambda x: x + 1, "fn": lambda: None, "np": np,
     }  # fmt: skip
     result = eval(compile(ast.parse(spelling, mode="eval"), spelling, "eval"), names)
     if spelling.startswith("sv.all_reduce(grads"):

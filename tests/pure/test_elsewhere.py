@@ -195,3 +195,11 @@ def test_a_size_of_our_own_without_a_rank_is_no_world_of_one():
 def test_a_size_that_is_no_number_is_named():
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE must be a non-negative integer, not 'many'"):
         why_not_alone({"OMPI_COMM_WORLD_SIZE": "many"})
+
+
+def test_a_size_above_1_without_an_address_is_no_world_of_one():
+    for given in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}):
+        assert "set MASTER_ADDR and MASTER_PORT" in why_not_alone(given)
+    for given in ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "first", "WORLD_SIZE": "2"}):
+        assert why_not_alone(given) == ""
+    assert why_not_alone({"RANK": "0", "WORLD_SIZE": "2", "SYNCVAR_WORLD_SIZE": "1"}) == ""
