@@ -220,12 +220,15 @@ class Roster:
         self.is_watching = self._looks = True
 
     def counts(self, variable: Variable) -> bool:
-        """Count a write (of several variables together by the first), and return whether `before_write` has to be called."""
+        """Count a write outside runs (of several variables together by the first); return whether `before_write` has to be called.
+
+        A write in a run is not counted: by an exception some replicas may make fewer of them than others, and go on.
+        """
         entry = variable._entry  # noqa: SLF001  (its other half)
-        if entry is None or self._is_paused:
+        if entry is None or self._is_paused or self._is_running:
             return self._looks and not self._is_paused
         entry.writes += 1
-        if entry.writes > self.writes and not self._is_running:
+        if entry.writes > self.writes:
             self.writes = entry.writes
             self._outside = self._due_at(self.writes, self.owner.check_every)
             return bool(self._outside) or self._looks

@@ -224,6 +224,30 @@ def model_of(strategy):
     return made, lambda: optimizer.apply_gradients(zip(gradients, made, strict=True))
 
 
+def test_a_run_that_an_exception_has_left_does_not_move_the_comparisons_outside_runs(ranks):
+    def fn():
+        strategy = sv.MultiWorkerMirroredStrategy()
+        strategy.check_every = 2
+        with strategy.scope():
+            v = sv.Variable(0.0, aggregation="SUM", name="v")
+
+        def step(number):
+            v.assign_add(1.0)
+            if number == 2 and sv.rank() == 0:
+                raise ValueError("bad batch")
+            v.assign_add(1.0)
+
+        for number in range(1, 4):  # the second is due
+            with contextlib.suppress(ValueError, sv.MismatchError):
+                strategy.run(step, (number,))
+        with strategy.scope():
+            for value in range(5):
+                v.assign(float(value))
+        return float(v)
+
+    assert ranks(2, fn) == [4.0, 4.0]
+
+
 @pytest.mark.parametrize("way", ["run", "spmd", "spmd, one by one"])
 def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it_in_one(ranks, way, monkeypatch):
     compared = {}
