@@ -66,10 +66,11 @@ class Started(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """A worker is out of reach for good, with its whole host."""
+    """A worker is out of reach for good, with its whole host, or cannot be started there; with the exit code that this stands for."""
 
     rank: int
     reason: str
+    code: int = 70
 
 
 Event = Output | Spoke | Started | Ended | Gone

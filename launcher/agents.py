@@ -7,14 +7,20 @@ messages. Output is taken on credit: a host sends no more than was used here, so
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import select
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
+from syncvar.errors import WireError
 from syncvar.stacks import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spoke, Started
 from syncvar_launcher.environment import carried
+from syncvar_launcher.exits import CONFIGURATION, INTERNAL, LIMITS
+from syncvar_launcher.messages import FIRST_CREDIT
+from syncvar_launcher.output import escape
 from syncvar_launcher.stacks import Asked
 
 if TYPE_CHECKING:
@@ -32,6 +38,8 @@ _GRANT = 1 << 18  # bytes that have been used before more are asked for
 _INPUT_NBYTES = 1 << 16
 _UNFED_MAX = 1 << 20
 _MOMENT_S = 0.3
+_BEYOND = 1 << 18  # one read more than there was credit for
+_WORDS_SHOWN = 10
 
 
 class Agents:
@@ -63,6 +71,9 @@ class Agents:
         self.is_complete = len(fleet.sites) == 1 and job.config.transport != "zmq"
         self._running: set[int] = set()
         self._owed: dict[tuple[int, str], int] = {}
+        self._allowed: dict[tuple[int, str], int] = {}
+        self._received: dict[tuple[int, str], int] = {}
+        self._unanswered: dict[int, Site] = {}
         self._states: dict[int, tuple[str, float]] = {}
         self._noted: set[int] = set()
         self._asked = 0
@@ -96,7 +107,7 @@ class Agents:
             start = {
                 "job": self._job.job_id, "generation": self._generation, "secret": self._fleet.secret, "ranks": told,
                 "arena_bytes": config.arena_bytes, "core_count": site.facts["core_count"], "why_no_arena": why_not,
-                "hands_over": not why_not, "start_method": chosen.start_method, "cwd": site.remote.host.cwd or str(chosen.cwd),
+                "hands_over": not why_not, "is_clear": chosen.env_clear, "start_method": chosen.start_method, "cwd": site.remote.host.cwd or str(chosen.cwd),
                 "kind_of_target": chosen.kind, "target": chosen.target, "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
             }  # fmt: skip
             self.workers |= dict.fromkeys(ranks, site)
@@ -119,9 +130,10 @@ class Agents:
         for (rank, stream), count in list(self._owed.items()):
             if count >= _GRANT and takes(rank, stream):  # type: ignore[arg-type]
                 self._owed[rank, stream] = 0
+                self._allowed[rank, stream] = self._allowed.get((rank, stream), FIRST_CREDIT) + count
                 self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
         watched = [descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()]
-        return [*watched, self._input] if self._input >= 0 and self._unfed < _UNFED_MAX else watched
+        return [*watched, self._input] if self._input >= 0 and self._unfed < _UNFED_MAX and _may_read(self._input) else watched
 
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
@@ -137,7 +149,7 @@ class Agents:
         for site in self._fleet.sites:
             site.remote.flush()
             for message in site.remote.readable(descriptor):
-                yield from self._events(message, site)
+                yield from self._understood(message, site)
             if site.remote.why_gone:
                 yield from self._lose(site)
 
@@ -216,6 +228,7 @@ class Agents:
         if rank not in self._running:
             return Asked(rank, -1)
         self._asked += 1
+        self._unanswered[self._asked] = self.workers[rank]
         self.workers[rank].remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
         return Asked(rank, self._asked, "", all_threads)
 
@@ -237,7 +250,7 @@ class Agents:
                 poller.register(descriptor, select.POLLIN)
             for descriptor, _ in poller.poll(left * 1000):
                 for message in site.remote.readable(descriptor):
-                    self._late += self._events(message, site)
+                    self._late += self._understood(message, site)
         return where(threads[0].frames, str(self._job.options.cwd)) if threads else ""
 
     def pid(self, rank: int) -> int:
@@ -259,28 +272,34 @@ class Agents:
                 if own is site:
                     for stream in ("out", "err"):
                         site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
+                        self._allowed[rank, stream] = 1 << 60
             site.remote.send("end")
-        until = time.monotonic() + _CLOSE_S
-        while waiting and (left := until - time.monotonic()) > 0:
+        idle_s = dict.fromkeys(waiting, 0.0)  # waited for each without hearing of it; what the reader of our output takes does not count
+        while waiting:
             poller = select.poll()
             for site in waiting.values():
                 for descriptor in site.remote.descriptors():
                     poller.register(descriptor, select.POLLIN)
                 for descriptor in site.remote.unsent():
                     poller.register(descriptor, select.POLLOUT)
-            ready = [descriptor for descriptor, _ in poller.poll(left * 1000)]
+            began = time.monotonic()
+            ready = [descriptor for descriptor, _ in poller.poll(1000.0)]
+            waited_s = time.monotonic() - began
             for key, site in list(waiting.items()):
                 site.remote.flush()
+                idle_s[key] += waited_s
                 for descriptor in ready:
                     for message in site.remote.readable(descriptor):
+                        idle_s[key] = 0.0
                         if message["kind"] == "closed":
                             waiting.pop(key, None)
-                        yield from self._events(message, site)
+                        yield from self._understood(message, site)
                 if site.remote.why_gone:
                     waiting.pop(key, None)
-        for site in waiting.values():
-            site.remote.why_gone = "its agent does not end"
-            site.remote.kill()
+                elif idle_s[key] > _CLOSE_S and key in waiting:
+                    self._said.append(f"{site.name}: its agent does not end; what its ranks wrote last may be missing")
+                    site.remote.give_up()
+                    waiting.pop(key)
         for site in self._fleet.sites:
             if site.remote.why_gone:
                 yield from self._lose(site)
@@ -295,6 +314,14 @@ class Agents:
                 found.setdefault(id(site), (site, []))[1].append(rank)
         return list(found.values())
 
+    def _understood(self, message: Message, site: Site) -> list[Event]:
+        """Return what a message means; what means nothing ends the way to its agent."""
+        try:
+            return list(self._events(message, site))
+        except (WireError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            site.remote.refuse(f"{message['kind']}: {error}")
+            return []
+
     def _events(self, message: Message, site: Site) -> Iterator[Event]:
         kind = message["kind"]
         rank: Any = message.get("rank")
@@ -303,6 +330,9 @@ class Agents:
         if kind == "output" and message["stream"] in ("out", "err"):
             key = (rank, message["stream"])
             self._owed[key] = self._owed.get(key, 0) + len(message["data"])
+            self._received[key] = self._received.get(key, 0) + len(message["data"])
+            if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
+                raise WireError("it sends more output than it was asked for")
             yield Output(rank, message["stream"], message["data"])
         elif kind == "began":
             for each, pid in message["pids"].items():
@@ -310,40 +340,48 @@ class Agents:
                     self._pids[each] = int(pid)
                     yield Started(each, int(pid))
         elif kind == "spoke":
-            if all(isinstance(name, str) and isinstance(value, str | int) for name, value in message["record"].items()):
-                yield Spoke(rank, message["record"])
+            record = message["record"]
+            if all(isinstance(name, str) and isinstance(value, str | int) for name, value in record.items()):
+                if record.get("event") == "failed" and not record.keys() >= {"error", "message", "traceback", "exit_code"}:
+                    raise WireError("a failure without its words")
+                yield Spoke(rank, record)
         elif kind == "ended":
             self._running.discard(rank)
             yield Ended(rank, message["status"], message["beyond"])
         elif kind == "states":
             for each, (letter, busy_s, pid) in message["states"].items():
-                self._states[int(each)] = (str(letter), float(busy_s))
-                self._pids[int(each)] = int(pid)
-        elif kind == "stood":
+                if self.workers.get(each) is site:
+                    self._states[each] = (str(letter)[:1], float(busy_s))
+                    self._pids[each] = int(pid)
+        elif kind == "stood" and self._unanswered.pop(message["number"], None) is site:
             self._stood[message["number"]] = [
                 Thread(str(ident), bool(is_main), tuple(Frame(str(file), int(line), str(name)) for file, line, name in frames))
                 for ident, is_main, frames in message["threads"]
             ]
         elif kind == "placed":
-            self.places |= {int(each): str(line) for each, line in message["places"].items() if self.workers.get(int(each)) is site}
+            self.places |= {int(each): escape(str(line)) for each, line in message["places"].items() if self.workers.get(int(each)) is site}
         elif kind == "record":
-            self._keep(message["name"], message["data"])
+            self._keep(message["name"], message["data"], site)
         elif kind == "fed":
-            self._unfed -= message["count"]
+            self._unfed = max(0, self._unfed - max(0, message["count"]))
         elif kind == "said":
-            self._said.append(f"{site.name}: {message['sentence']}")
+            self._said.append(escape(f"{site.name}: {message['sentence']}"))
         elif kind == "refused":
+            self._said += [escape(f"{site.name}: {line}") for line in site.remote.words().splitlines()[-_WORDS_SHOWN:]]
+            code = message["code"] if message["code"] in (LIMITS, CONFIGURATION) else INTERNAL
             for each in [one for one, own in self.workers.items() if own is site and one in self._running]:
                 self._running.discard(each)
-                yield Gone(each, f"it cannot be started: {message['reason']}")
+                yield Gone(each, escape(f"it cannot be started: {message['reason']}"), code)
 
-    def _keep(self, name: str, data: bytes) -> None:
+    def _keep(self, name: str, data: bytes, site: Site) -> None:
         """Write a flight record that a rank has left on its host."""
         from syncvar.runtime.recorder import write_record  # only a job that went wrong needs it
         from syncvar.runtime.state import is_record
 
         folder = self._job.records.folder
-        if folder is not None and is_record(name):
+        found = re.match(r"flight-rank(\d+)\.", name)
+        is_own = found is not None and self.workers.get(int(found[1])) is site
+        if folder is not None and is_own and is_record(name):
             with contextlib.suppress(OSError):
                 write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
 
@@ -353,12 +391,12 @@ class Agents:
         if not ranks:
             return
         words = site.remote.words().splitlines()
-        status = site.remote.status()
+        status = site.remote.status(0.2)
         ended = f"; its connection ended with {status}" if status is not None else ""
         last = f" ({words[-1].strip()})" if words else ""
         for rank in ranks:
             self._running.discard(rank)
-            yield Gone(rank, f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}")
+            yield Gone(rank, escape(f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}"))
 
     def _feed(self) -> None:
         """Pass on what comes on the launcher's standard input to rank 0."""
@@ -366,9 +404,19 @@ class Agents:
             data = os.read(self._input, _INPUT_NBYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EIO and os.isatty(self._input):  # the shell has the terminal again
+                return
             data = b""
         self._unfed += len(data)
         self.workers[0].remote.send("input", data=data)
         if not data:
             self._input = -1
+
+
+def _may_read(descriptor: int) -> bool:
+    """Return whether reading is ours to do: a terminal belongs to whom the shell has in its foreground."""
+    try:
+        return not os.isatty(descriptor) or os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:
+        return False

@@ -16,10 +16,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.begin import command_of
-from syncvar.errors import HostUnreachable
+from syncvar.errors import HostUnreachable, WireError
 from syncvar.wire import KEY_BYTES, PROTOCOL_VERSION
 from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
-from syncvar_launcher.login import ssh_command, why_failed
+from syncvar_launcher.environment import inherited
+from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
+from syncvar_launcher.login import local_command, ssh_command, why_failed
+from syncvar_launcher.messages import checked_facts, checked_list
+from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
 from syncvar_launcher.remote import RemoteHost
 
@@ -116,13 +120,16 @@ class Fleet:
     def close(self) -> None:
         """Let all agents end. Idempotent."""
         for one in self._remotes:
+            one.end_input()
+        for one in self._remotes:
             one.close()
         self._remotes.clear()
 
     def command(self, host: Host) -> list[str]:
         """Return what leads to the agent of a host."""
         if is_here(host, interfaces()) and not self._options.ssh_always:
-            return command_of(AGENT)
+            python = host.python or self._options.remote_python
+            return command_of(AGENT) if python is None else local_command(python)
         return ssh_command(self._options.ssh, host, self._options.ssh_port, self._options.remote_python or sys.executable)
 
     def renew(self) -> None:
@@ -131,6 +138,8 @@ class Fleet:
         Raises:
             HostUnreachable: It does not answer, or is another machine now.
         """
+        for one in self.sites:
+            one.remote.drain()  # nobody has looked since the last start ended
         gone = [place for place, one in enumerate(self.sites) if one.remote.why_gone]
         for place in gone:
             self.sites[place].remote.close()
@@ -138,6 +147,10 @@ class Fleet:
         self._remotes = [one.remote for one in self.sites]
         self._await_facts([self.sites[place].remote for place in gone])
         self._check()
+        for one in self.sites:
+            listed = [address for _, address in one.remote.facts["interfaces"]]
+            if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
+                self._refuse({one.remote.host: f"it is another machine now, without the address {one.address}; start the job again"})
         self.sites = [one._replace(facts=one.remote.facts) for one in self.sites]
 
     # -- one after another ----------------------------------------------------------------------------------------
@@ -150,14 +163,21 @@ class Fleet:
                 one = self._start(waiting.popleft())
                 self._remotes.append(one)
                 under_way.append(one)
-            self._await(under_way, "facts", self._keep_facts, _LOGIN_S, is_one_enough=bool(waiting))
+            left_s = min(one.began for one in under_way) + _LOGIN_S - time.monotonic()
+            self._await(under_way, "facts", self._keep_facts, max(0.0, left_s), is_one_enough=bool(waiting))
+            for one in under_way:
+                if not one.facts and time.monotonic() - one.began >= _LOGIN_S:
+                    one.give_up()
             under_way = [one for one in under_way if not one.facts and not one.why_gone]
         self._refuse_silent(self._remotes)
 
     def _start(self, host: Host) -> RemoteHost:
         try:
-            one = RemoteHost(host, self.command(host))
+            is_local = self._options.ssh_always is False and is_here(host, interfaces())
+            one = RemoteHost(host, self.command(host), inherited(os.environ, is_clear=True) if is_local else None)
         except OSError as error:
+            if error.errno in OF_LIMITS:
+                raise LimitTooLow(f"a limit of the system is too low to log in to {len(self._options.hosts)} hosts: {error.strerror}") from error
             raise HostUnreachable(f"{self._options.ssh[0]} cannot be started: {error.strerror}; give --ssh") from error
         options, runtime = self._options, self._options.runtime
         one.send(
@@ -168,7 +188,7 @@ class Fleet:
 
     @staticmethod
     def _keep_facts(one: RemoteHost, message: dict[str, Any]) -> None:
-        one.facts = message["facts"]
+        one.facts = checked_facts(message["facts"])
 
     def _await_facts(self, remotes: Sequence[RemoteHost]) -> None:
         self._await(remotes, "facts", self._keep_facts, _LOGIN_S)
@@ -180,12 +200,12 @@ class Fleet:
             self._refuse({one.host: self._why(one) for one in silent})
 
     def _why(self, one: RemoteHost) -> str:
-        status = one.status() if one.why_gone else None
+        status = one.status() if one.why_gone and not one.is_late else None
         return why_failed(one.host, status, one.words(), self._options.remote_python or sys.executable)
 
     def _refuse(self, reasons: dict[Host, str]) -> None:
         count = len(reasons)
-        lines = [f"  {host.name} ({host.origin}): {why}" if host.origin else f"  {host.name}: {why}" for host, why in reasons.items()]
+        lines = [escape(f"  {host.name} ({host.origin}): {why}" if host.origin else f"  {host.name}: {why}") for host, why in reasons.items()]
         what = "1 host cannot be used" if count == 1 else f"{count} hosts cannot be used"
         raise HostUnreachable(f"{what}; nothing was started:\n" + "\n".join(lines))
 
@@ -237,16 +257,23 @@ class Fleet:
         try:
             for one, addresses in zip(self._remotes, candidates, strict=True):
                 one.send("listen", addresses=addresses, token=token)
-            self._await(self._remotes, "listening", lambda one, said: ports.update({places[id(one)]: said["ports"]}), _ANSWER_S)
+            counts = {id(one): len(addresses) for one, addresses in zip(self._remotes, candidates, strict=True)}
+
+            def keep_ports(one: RemoteHost, said: dict[str, Any]) -> None:
+                ports[places[id(one)]] = checked_list(said["ports"], int, counts[id(one)])
+
+            self._await(self._remotes, "listening", keep_ports, _ANSWER_S)
             self._refuse_unheard(ports)
             targets = [*zip(own, listeners.ports, strict=True)]
             for place, addresses in enumerate(candidates):
                 targets += zip(addresses, ports[place], strict=True)
             for one in self._remotes:
                 one.send("reach", targets=targets, token=token, timeout_s=_REACH_S)
-            self._await(
-                self._remotes, "reached", lambda one, said: answers.update({places[id(one)]: said["answers"]}), _ANSWER_S, listeners=listeners,
-            )  # fmt: skip
+
+            def keep_answers(one: RemoteHost, said: dict[str, Any]) -> None:
+                answers[places[id(one)]] = checked_list(said["answers"], bool, len(targets))
+
+            self._await(self._remotes, "reached", keep_answers, _ANSWER_S, listeners=listeners)
             self._refuse_unheard(answers)
         finally:
             listeners.close()
@@ -286,13 +313,17 @@ class Fleet:
         found = [Interface(str(name), str(address)) for name, address in one.facts["interfaces"] if ":" not in str(address)]
         near = all(each.facts["launcher_at"] in ("", "127.0.0.1", "::1") for each in self._remotes)
         reached_at = one.facts["reached_at"] or ("127.0.0.1" if near else None)
+        if reached_at is not None and ":" in reached_at:  # ssh went over IPv6, and links do not yet
+            reached_at = None
         return allowed(found, self._options.iface, reached_at)[:_ADDRESSES_MAX]
 
     def _own_candidates(self) -> list[str]:
-        seen = list(dict.fromkeys(one.facts["launcher_at"] for one in self._remotes if one.facts["launcher_at"]))
+        seen = list(dict.fromkeys(at for one in self._remotes if (at := one.facts["launcher_at"]) and ":" not in at))
         found = [one for one in interfaces() if ":" not in one.address]
-        first = seen[0] if seen and any(one.address == seen[0] for one in found) else ("127.0.0.1" if not seen else None)
-        return list(dict.fromkeys([*allowed(found, self._options.iface, first), *seen]))[: 2 * _ADDRESSES_MAX]
+        all_here = all(not one.facts["launcher_at"] for one in self._remotes)
+        first = seen[0] if seen and any(one.address == seen[0] for one in found) else ("127.0.0.1" if all_here else None)
+        more = seen if self._options.iface is None else []
+        return list(dict.fromkeys([*allowed(found, self._options.iface, first), *more]))[: 2 * _ADDRESSES_MAX]
 
     def _refuse_unheard(self, answers: dict[int, Any]) -> None:
         silent = [one for place, one in enumerate(self._remotes) if place not in answers]
@@ -327,7 +358,10 @@ class Fleet:
                 for descriptor in ready:
                     for message in one.readable(descriptor):
                         if message["kind"] == kind:
-                            take(one, message)
+                            try:
+                                take(one, message)
+                            except WireError as error:
+                                one.refuse(str(error))
                             missing.pop(id(one), None)
                 if one.why_gone:
                     missing.pop(id(one), None)

@@ -146,7 +146,6 @@ class Generation:
         """Make what the ranks of other hosts need: a place to meet; their agents make the rest."""
         from syncvar.transports.curve import link_keys
 
-        fleet.renew()
         self.store = Store(
             f"tcp://{fleet.address}:*", self.options.workers, job.job_id, job.config, self.number, link_keys(fleet.secret)
         )
@@ -328,7 +327,7 @@ class Generation:
             self.events.add("rank_start", rank=event.rank, host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
         elif isinstance(event, Gone):
             self.events.add("rank_end", rank=event.rank, pid=self.stacks.pid(event.rank), exit_code=None, signal=None)
-            self._do(self.supervisor.gone(event.rank, event.reason, now))
+            self._do(self.supervisor.gone(event.rank, event.reason, now, event.code))
         elif isinstance(event, Ended):
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
             self.events.add("rank_end", rank=event.rank, pid=self.stacks.pid(event.rank), exit_code=code, signal=number)

@@ -27,10 +27,12 @@ from syncvar.wire import PROTOCOL_VERSION
 from syncvar_launcher.addresses import Listeners, interfaces, reachable
 from syncvar_launcher.agent import Agent, Ended, Event, Output, Spoke
 from syncvar_launcher.directory import JobDirectory
+from syncvar_launcher.environment import inherited
+from syncvar_launcher.exits import CONFIGURATION, LIMITS, describe_exit
 from syncvar_launcher.forking import ForkServer, ServerEnded
 from syncvar_launcher.inquiries import ANSWER_S
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, cannot_start
-from syncvar_launcher.messages import GREETING, Message, Order, Reader, pack
+from syncvar_launcher.messages import FIRST_CREDIT, GREETING, Message, Order, Reader, pack
 from syncvar_launcher.options import core_count, usable_cores
 from syncvar_launcher.sharing import Sharing
 from syncvar_launcher.stacks import Asked, Stacks
@@ -38,10 +40,7 @@ from syncvar_launcher.stacks import Asked, Stacks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["FIRST_CREDIT", "main"]
-
-FIRST_CREDIT = 1 << 20
-"""Bytes of each stream of each rank that may be sent before the launcher has taken any."""
+__all__ = ["main"]
 
 _CHUNK = 1 << 18
 _UNSENT_MAX = 8 << 20
@@ -58,9 +57,8 @@ def main() -> int:
     out = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no message
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # not ignored: workers would inherit that
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.umask(0o077)
     agent = HostAgent(0, out)
     signal.signal(signal.SIGTERM, lambda *_: agent.leave())
     try:
@@ -90,6 +88,7 @@ class HostAgent:
         self._looked = 0.0
         self._listeners: Listeners | None = None
         self._start: _Start | None = None
+        self._is_stopped = False
         self._answers: dict[str, Callable[[Message], None]] = {
             "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin, "signal": self._signal,
             "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire, "kill": self._kill, "stop": self._stop,
@@ -108,6 +107,8 @@ class HostAgent:
             if self._unsent:
                 poller.register(self._sink, select.POLLOUT)
             start = self._start
+            for descriptor in start.writable() if start is not None else ():
+                poller.register(descriptor, select.POLLOUT)
             watched = [*(self._listeners.descriptors() if self._listeners else ())]
             if start is not None:
                 watched += start.descriptors(is_full=self._unsent_bytes > _UNSENT_MAX)
@@ -185,7 +186,8 @@ class HostAgent:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
-        self._send("refused", reason=str(error), is_limit=isinstance(error, LimitTooLow) or getattr(error, "errno", 0) in OF_LIMITS)
+        is_limit = isinstance(error, LimitTooLow) or getattr(error, "errno", 0) in OF_LIMITS
+        self._send("refused", reason=str(error), code=LIMITS if is_limit else CONFIGURATION)
 
     def _signal(self, message: Message) -> None:
         if self._start is not None:
@@ -208,10 +210,12 @@ class HostAgent:
             self._start.agent.kill(message["ranks"])
 
     def _stop(self, _: Message) -> None:
+        self._is_stopped = True
         if self._start is not None:
             self._start.stop()
 
     def _resume(self, _: Message) -> None:
+        self._is_stopped = False
         if self._start is not None:
             self._start.resume()
 
@@ -243,7 +247,7 @@ class HostAgent:
     # -- what this host says --------------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        if now - self._heard > (self._lost_after_s if self._start is not None else max(self._lost_after_s, _IDLE_S)):
+        if not self._is_stopped and now - self._heard > (self._lost_after_s if self._start is not None else max(self._lost_after_s, _IDLE_S)):
             sys.stderr.write(f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n")
             self._is_over = True
         if self._start is not None:
@@ -308,7 +312,8 @@ class _Start:
         self._has_all = self._is_finished = False
         self._stack = contextlib.ExitStack()
         try:
-            directory = JobDirectory(os.environ)
+            with _private():
+                directory = JobDirectory(os.environ)
             self._stack.callback(directory.remove)
             self._folder = directory.path
             self._server: ForkServer | None = None
@@ -317,10 +322,8 @@ class _Start:
                 self._stack.callback(self._server.close)
             self.agent = Agent(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
-            self.sharing = Sharing(
-                order.job, order.arena_bytes, [len(order.ranks)], [order.core_count], [directory.path],
-                why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over,
-            )  # fmt: skip
+            with _private():
+                self.sharing = self._share(order, directory.path)
             self._stack.callback(self.sharing.close)
             self._stacks = Stacks(
                 self.agent, lambda _: str(directory.path), order.cwd, is_command=order.kind_of_target == "command"
@@ -330,6 +333,17 @@ class _Start:
         except BaseException:
             self._stack.close()
             raise
+
+    @staticmethod
+    def _share(order: Order, folder: Path) -> Sharing:
+        return Sharing(
+            order.job, order.arena_bytes, [len(order.ranks)], [order.core_count], [folder],
+            why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over,
+        )  # fmt: skip
+
+    def writable(self) -> list[int]:
+        """Return the descriptors to poll for writing: rank 0's standard input, while there is something for it."""
+        return [self._input_end] if self._unfed and self._input_end >= 0 else []
 
     def descriptors(self, *, is_full: bool) -> list[int]:
         """Return the descriptors to poll for reading."""
@@ -443,7 +457,7 @@ class _Start:
 
     def _base(self) -> dict[str, str]:
         """Return what all ranks get: what the login gave this agent, without settings of another job, and what was asked for."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        own = {name: value for name, value in inherited(os.environ, is_clear=self._order.is_clear).items() if not name.startswith(PREFIX)}
         return {**own, **self._order.environ}
 
     def _start_all(self) -> None:
@@ -481,9 +495,19 @@ class _Start:
                 status = ended.status
             finally:
                 server.close()
-        if status is None:
-            return []
-        return [Ended(one.rank, status) for one in self._order.ranks]
+        if status is not None:
+            raise ConfigError(f"the process that workers are forked from {describe_exit(status)}; --start-method spawn does without it")
+        return []
+
+
+@contextlib.contextmanager
+def _private() -> Iterator[None]:
+    """Make what is made meanwhile this user's alone; workers keep the mask of the login."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:

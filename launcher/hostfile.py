@@ -40,6 +40,7 @@ _USER = re.compile(r"[a-z_][a-z0-9_-]*")
 _RANGES = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _NAME_MAX = 253
+_RANGES_MAX = 8
 _MOST = 1 << 16
 """The most hosts and slots: no mistake of a range may fill the memory."""
 
@@ -218,6 +219,8 @@ def expanded(name: str) -> Iterator[str]:
         ['n08', 'n09', 'n10']
     """
     found = _RANGES.search(name)
+    if name.count("[") > _RANGES_MAX:
+        raise ValueError(f"a name has at most {_RANGES_MAX} ranges")
     if found is None:
         if "[" in name or "]" in name:
             raise ValueError("a bracket is open or closed alone; a range is written n[01-04]")
@@ -374,9 +377,9 @@ def _option(word: str, place: _Place) -> tuple[str, str | int]:
         at.fail(f"{key} needs a value that does not begin with -; a value with blanks stands in double quotes")
     if key == "addr":
         try:
-            return key, str(ipaddress.ip_address(value.strip("[]")))
+            return key, str(ipaddress.IPv4Address(value))
         except ValueError:
-            at.fail(f"{value!r} is no address; write one of this host's, such as addr=10.0.0.7")
+            at.fail(f"{value!r} is no IPv4 address; links between hosts use one of this host's, such as addr=10.0.0.7")
     return key, value
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hostfile import Host
 
-__all__ = ["SSH_OPTIONS", "remote_command", "ssh_command", "why_failed"]
+__all__ = ["SSH_OPTIONS", "local_command", "remote_command", "ssh_command", "why_failed"]
 
 SSH_OPTIONS = (
     "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes", "-o", "ForwardAgent=no",
@@ -51,6 +51,11 @@ def remote_command(python: str) -> str:
         "exec '/opt/my env/bin/python' -P -c 'from syncvar.begin import main; main()' syncvar_launcher.hostagent"
     """
     return "exec " + shlex.join([python, "-P", "-c", _AGENT, _MODULE])
+
+
+def local_command(python: str) -> list[str]:
+    """Return the command line of an agent on this machine by an interpreter of its own."""
+    return [python, "-P", "-c", _AGENT, _MODULE]
 
 
 def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -> list[str]:

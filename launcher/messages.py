@@ -9,16 +9,20 @@ that comes is ever the name of code.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any, NamedTuple
 
 import msgpack
 
 from syncvar.errors import WireError
 
-__all__ = ["GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "pack"]
+__all__ = ["FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "checked_facts", "checked_list", "pack"]
 
 GREETING = b"syncvar-agent 1\n"
 MESSAGE_NBYTES_MAX = 16 << 20
+FIRST_CREDIT = 1 << 20
+"""Bytes of each stream of each rank that may be sent before the launcher has taken any."""
+
 _BEFORE_GREETING_MAX = 64 << 10
 _LENGTH_NBYTES = 4
 
@@ -46,7 +50,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "facts": {"facts": dict},
     "listening": {"ports": list},
     "reached": {"answers": list},
-    "refused": {"reason": str, "is_limit": bool},
+    "refused": {"reason": str, "code": int},
     "began": {"pids": dict},
     "output": {"rank": int, "stream": str, "data": bytes},
     "spoke": {"rank": int, "record": dict},
@@ -111,6 +115,7 @@ class Order(NamedTuple):
         core_count: How many cores they may use together.
         why_no_arena: Why they share none; empty where they do.
         hands_over: They will ask for it.
+        is_clear: They inherit only an allow-list of the login's variables.
     """
 
     job: str
@@ -127,6 +132,7 @@ class Order(NamedTuple):
     core_count: int
     why_no_arena: str
     hands_over: bool
+    is_clear: bool
 
     @classmethod
     def read(cls, fields: Message) -> Order:
@@ -208,13 +214,60 @@ class Reader:
         return messages
 
 
+_FACTS: dict[str, type] = {
+    "host": str, "machine": str, "python": str, "syncvar": str, "numpy": str, "protocol": int, "byte_order": str, "cores": list,
+    "cpu_count": int, "core_count": int, "processor": str, "interfaces": list, "launcher_at": str, "reached_at": str,
+    "has_folder": bool, "has_target": bool, "pid": int,
+}  # fmt: skip
+_CORES_MAX = 1 << 14
+
+
+def checked_facts(facts: Message) -> Message:
+    """Return what an agent says of its host, if it is of the right form.
+
+    Raises:
+        WireError: It is not.
+    """
+    if facts.keys() != _FACTS.keys() or any(type(facts[name]) is not kind for name, kind in _FACTS.items()):
+        raise WireError("what it says of its host has other fields than it should")
+    cores, interfaces = facts["cores"], facts["interfaces"]
+    if not 1 <= facts["core_count"] <= _CORES_MAX or not 1 <= facts["cpu_count"] <= _CORES_MAX or len(cores) > _CORES_MAX:
+        raise WireError("what it says of its cores cannot be")
+    if not all(type(one) is int for one in cores) or not all(
+        isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one) for one in interfaces
+    ):
+        raise WireError("what it says of its cores and interfaces has another form than it should")
+    for one in (facts["launcher_at"], facts["reached_at"], *(address for _, address in interfaces)):
+        _check_address(one)
+    return facts
+
+
+def _check_address(text: str) -> None:
+    if text:
+        try:
+            ipaddress.ip_address(text.partition("%")[0])
+        except ValueError:
+            raise WireError("an address that it names is none") from None
+
+
+def checked_list(values: Any, kind: type, count: int) -> list[Any]:
+    """Return a list of so many values of one type.
+
+    Raises:
+        WireError: It is none.
+    """
+    if not isinstance(values, list) or len(values) != count or any(type(one) is not kind for one in values):
+        raise WireError(f"a list of {count} values was asked for, and something else came")
+    return values
+
+
 def _parsed(body: bytes) -> Message:
     try:
         found = msgpack.unpackb(
             body, raw=False, strict_map_key=False, unicode_errors="surrogateescape", max_str_len=len(body),
             max_bin_len=len(body), max_array_len=1 << 17, max_map_len=1 << 16, max_ext_len=0,
         )  # fmt: skip
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise WireError(f"what came is no message: {type(error).__name__}") from None
     if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
         raise WireError("what came is no message: it has no kind")

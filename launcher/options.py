@@ -53,6 +53,7 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 _MOST = 1 << 16
 """The most ranks, fake hosts and cores: far more than a host can have, and no more than lists may be long."""
 
+_HOSTFILE_MAX = 1 << 20
 _LAYERS = ("default", "file", "environment", "command line")
 
 # What `--debug` sets, as configs/debug.toml does. Deadlines are endless: a person at a breakpoint is not a failure. The
@@ -359,6 +360,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     if hosts and values["fake_hosts"] > 1:
         raise ConfigError("--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out")
+    if hosts and values["stats"]:
+        raise ConfigError("--stats adds up the calls of one host's ranks, and with --hostfile or -H the ranks are elsewhere; leave it out")
     if hosts and values["torch_env"]:
         raise ConfigError("--torch-env sets a port that is free on this machine, and the ranks are elsewhere; write --env MASTER_ADDR=... instead")
     if not hosts:
@@ -368,7 +371,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
             raise ConfigError(f"--fake-hosts {values['fake_hosts']}: {error}") from None
 
     folder = base / values["cwd"] if values["cwd"] is not None else base
-    if not folder.is_dir():
+    if not hosts and not folder.is_dir():  # elsewhere each host is asked
         if values["cwd"] is None:
             raise ConfigError(f"the current folder {folder} has been removed: start in another one, or give --cwd")
         raise ConfigError(f"--cwd {folder}: there is no such folder")
@@ -380,7 +383,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
                 "command": "--no-python needs a command",
             }[kind]
         )
-    if kind == "script":
+    if kind == "script" and not hosts:
         _check_script(parser, rest[0], folder)
     if kind == "command" and values["start_method"] == "fork":
         raise ConfigError(
@@ -396,7 +399,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         hosts=hosts,
         notices=notices,
         map_by=values["map_by"],
-        ssh=tuple(shlex.split(values["ssh"])),
+        ssh=_words(values["ssh"]),
         ssh_port=values["ssh_port"],
         remote_python=values["remote_python"],
         iface=values["iface"],
@@ -426,6 +429,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     )
 
 
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"--ssh {text}: it cannot be split into words: {error}") from None
+
+
 def _hosts(values: Mapping[str, Any], base: Path) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return the hosts of `--hostfile` or `-H`, without those that are not to be used, and what is to be said of them."""
     if values["hostfile"] is None and values["hosts"] is None:
@@ -442,9 +452,12 @@ def _hosts(values: Mapping[str, Any], base: Path) -> tuple[tuple[Host, ...], tup
     else:
         path = base / values["hostfile"]
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                content = file.read(_HOSTFILE_MAX + 1)
         except OSError as error:
             raise ConfigError(f"--hostfile {path}: {error.strerror}") from None
+        if len(content) > _HOSTFILE_MAX:
+            raise ConfigError(f"--hostfile {path}: it has more than {_HOSTFILE_MAX} bytes; is it a host file?")
         found = parse_hostfile(content, values["hostfile"])
     return selected(found.hosts, values["include"], values["exclude"]), found.notices
 

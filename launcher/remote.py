@@ -10,10 +10,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import WireError
+from syncvar_launcher.children import child_of
 from syncvar_launcher.messages import Message, Reader, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncvar_launcher.hostfile import Host
 
@@ -30,15 +31,20 @@ class RemoteHost:
     Args:
         host: Which one.
         argv: What leads there: ssh, or the agent itself on this machine.
+        environ: Its environment; None for the launcher's own.
 
     Attributes:
+        began: When it was begun to log in, in seconds of the monotonic clock.
+        is_late: It was given up because it did not answer in time.
         facts: What its agent said of it; empty until then.
         heard: When something came last, in seconds of the monotonic clock.
         why_gone: Why nothing more will come, in words; empty while it may.
     """
 
-    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+    def __init__(self, host: Host, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self.host = host
+        self.began = time.monotonic()
+        self.is_late = False
         self.argv = list(argv)
         self.facts: dict[str, Any] = {}
         self.heard = time.monotonic()
@@ -53,6 +59,8 @@ class RemoteHost:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C is the launcher's
+            env=None if environ is None else dict(environ),
+            preexec_fn=child_of(os.getpid()),  # noqa: PLW1509  (one that hangs before it reads its input ends with us too)
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -115,8 +123,7 @@ class RemoteHost:
                 try:
                     messages += self._reader.feed(data)
                 except WireError as error:
-                    self._end(f"its agent is not understood: {error}")
-                    self.kill()
+                    self.refuse(str(error))
                     break
         return messages
 
@@ -127,6 +134,28 @@ class RemoteHost:
                 self.readable(self._err)
         before = self._reader.before if not self._reader.has_greeted else b""
         return (before + bytes(self._words)).decode("utf-8", "replace").strip()
+
+    def give_up(self) -> None:
+        """End the way to an agent that does not answer in time."""
+        self.is_late = True
+        self._end("it does not answer in time")
+        self.kill()
+
+    def refuse(self, why: str) -> None:
+        """End the way to an agent that says what it must not."""
+        self._end(f"its agent is not understood: {why}")
+        self.kill()
+
+    def drain(self) -> None:
+        """Read what has come while nobody looked: the end of the agent perhaps."""
+        for descriptor in list(self._open):
+            self.readable(descriptor)
+
+    def end_input(self) -> None:
+        """Let the agent end, by the end of its input."""
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
 
     def kill(self) -> None:
         """End the process that leads to the agent; the end of its input is the agent's end."""

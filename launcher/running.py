@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
+from syncvar.errors import HostUnreachable
 from syncvar_launcher import exits
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.events import EventLog
@@ -62,7 +63,8 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
     )  # fmt: skip
     job.records.remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
-    number, had_met = 0, False
+    number, had_met, code = 0, False, exits.RENDEZVOUS
+    culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
     with Watch(job.environ, forwarded(chosen.forward_signals)) as watch:
         began = watch.now()
@@ -74,6 +76,12 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     stack.enter_context(server)
                 directory = JobDirectory(job.environ)
                 stack.callback(directory.remove)
+                try:
+                    if job.fleet is not None:
+                        job.fleet.renew()
+                except HostUnreachable as error:
+                    forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
+                    break
                 generation = Generation(job, forwarder, events, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
                 outcome = generation.run()
                 if chosen.stats:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from syncvar.topology import rank_list
 from syncvar_launcher import output
 from syncvar_launcher.fleet import Fleet
 from syncvar_launcher.job import Job
+from syncvar_launcher.limits import LimitTooLow
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
 from syncvar_launcher.show import columns, settings_rows
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from syncvar_launcher.options import LaunchOptions
 
 __all__ = ["dry_run", "launch"]
+
+_FILES, _FILES_OF_A_HOST = 32, 4
 
 
 def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
@@ -37,11 +42,20 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     """
     for sentence in chosen.notices:
         _say(sentence)
+    _check_files(chosen)
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading a terminal fails, and does not stop us and with us all ranks
     with contextlib.closing(Fleet(chosen, _say)) as fleet:
         fleet.open()
         workers = sum(one.workers for one in fleet.sites)
         output.shown_ranks(chosen.output, workers)
         return Job(chosen._replace(workers=workers), arguments, os.environ, fleet).run()
+
+
+def _check_files(chosen: LaunchOptions) -> None:
+    needed = _FILES + len(chosen.hosts) * _FILES_OF_A_HOST + 2 * (chosen.workers or len(chosen.hosts)) * (chosen.log_dir is not None)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise LimitTooLow(f"the launcher needs {needed} open files for {len(chosen.hosts)} hosts, and {soft} are allowed: ulimit -n {needed}")
 
 
 def _say(sentence: str) -> None:

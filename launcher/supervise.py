@@ -219,10 +219,10 @@ class Supervisor:
             reason, code = describe_exit(status), status
         return [*self._fail(Cause(rank, weight, status, code, reason, beyond=beyond), now)]
 
-    def gone(self, rank: int, reason: str, now: float) -> list[Action]:
+    def gone(self, rank: int, reason: str, now: float, code: int = INTERNAL) -> list[Action]:
         """Note that a rank is out of reach for good, with its host: nothing more will be heard of it."""
         self.running.discard(rank)
-        return [*self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)]
+        return [*self._fail(Cause(rank, Weight.OWN, None, code, reason), now)]
 
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
         """Note that a rank gives no sign of life."""

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
+import time
 
 import pytest
-from launching import Job, await_true
+from launching import Job, await_true, state
 
 WORLD = """
     import os
@@ -119,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_its_remedy(hosts, tmp_path, options, 
 
 def test_a_program_that_cannot_be_started_there_is_told(hosts, tmp_path):
     job = Job(tmp_path, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)), target=["--no-python", "/no/such/program"])
-    assert job.wait(60) == 70, job
+    assert job.wait(60) == 78, job
     assert "it cannot be started: a worker cannot be started: /no/such/program: No such file or directory" in job.err
 
 
@@ -260,3 +262,82 @@ def test_a_running_job_says_where_its_ranks_stand_on_all_hosts(hosts, tmp_path):
     assert asked.returncode == 0, asked
     assert "stands_here" in asked.stdout
     assert "ranks 0-2" in asked.stdout, asked.stdout
+
+
+def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, monkeypatch):
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 300\n")
+    silent.chmod(0o755)
+    script = f"""
+        import sys
+        from syncvar_launcher import fleet
+        fleet._LOGIN_S = 1.0
+        from syncvar_launcher.run import main
+        sys.exit(main(["--ssh", {str(silent)!r}, "-H", "one:1,two:1", "-m", "nothing"]))
+    """
+    (tmp_path / "start.py").write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 69, done
+    assert "2 hosts cannot be used" in done.stderr
+    assert done.stderr.count("it does not answer in time") == 2
+
+
+def test_ranks_of_other_hosts_are_what_they_are_on_one(hosts, tmp_path):
+    script = """
+        import os
+        import signal
+        import probe
+        import syncvar as sv
+        mask = os.umask(0)
+        probe.note("is", mask=mask, int=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+                   hup=signal.getsignal(signal.SIGHUP) is signal.SIG_DFL, token="API_TOKEN" in os.environ, chosen=os.environ.get("CHOSEN"))
+        sv.barrier()
+    """
+    before = os.umask(0o022)
+    try:
+        job = start(hosts, tmp_path, script, at(hosts, 1, 1), "--env-clear", "-x", "CHOSEN=1", start="spawn", env={"API_TOKEN": "secret"})
+        assert job.wait(60) == 0, job
+    finally:
+        os.umask(before)
+    for event in job.events("is"):
+        assert (event["int"], event["hup"], event["token"], event["chosen"]) == (True, True, False, "1"), event
+    assert job.events("is", 0)[0]["mask"] == 0o022
+
+
+def test_a_job_that_was_stopped_longer_than_silence_may_last_goes_on(hosts, tmp_path):
+    script = """
+        import probe
+        import syncvar as sv
+        sv.barrier()
+        probe.note("met")
+        probe.gate("go")
+    """
+    job = start(hosts, tmp_path, script, at(hosts, 0, 1, 1))  # in this profile lost_after_s is 1.5
+    job.await_events("met", 2, limit_s=60)
+    job.process.send_signal(signal.SIGTSTP)
+    await_true(lambda: state(job.process.pid) == "T", what="the launcher to stop")
+    stopped = time.monotonic()
+    while time.monotonic() - stopped < 3.0:
+        assert state(job.process.pid) == "T"
+        time.sleep(0.1)
+    job.process.send_signal(signal.SIGCONT)
+    job.open_gate("go")
+    assert job.wait(60) == 0, job
+
+
+def test_input_goes_on_while_its_reader_pauses(hosts, tmp_path):
+    script = """
+        import sys
+        import time
+        import syncvar as sv
+        if sv.rank() == 0:
+            count = 0
+            while data := sys.stdin.buffer.raw.read(65536):
+                count += len(data)
+                time.sleep(0.004)
+            print("read", count, flush=True)
+        sv.barrier()
+    """
+    job = start(hosts, tmp_path, script, at(hosts, 0, 1, 1), stdin=b"y" * 8_000_000)
+    assert job.wait(40) == 0, job
+    assert job.lines(0) == ["read 8000000"]

@@ -6,12 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.errors import WireError
-from syncvar_launcher.messages import GREETING, MESSAGE_NBYTES_MAX, OneRank, Order, Reader, pack
+from syncvar_launcher.hostagent import facts_of
+from syncvar_launcher.messages import (
+    GREETING,
+    MESSAGE_NBYTES_MAX,
+    OneRank,
+    Order,
+    Reader,
+    checked_facts,
+    checked_list,
+    pack,
+)
 
 ORDER = {
     "job": "1a2b", "generation": 0, "secret": b"s" * 32, "kind_of_target": "script", "target": "train.py", "args": ["--lr", "0.1"],
     "cwd": "/data", "environ": {"A": "1"}, "start_method": "spawn", "arena_bytes": 1 << 40, "core_count": 2, "why_no_arena": "",
-    "hands_over": True, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False}],
+    "hands_over": True, "is_clear": False, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False}],
 }  # fmt: skip
 
 
@@ -46,6 +56,7 @@ def body(value):
         body([1]),
         body({"kind": "what"}),
         body({"kind": 3}),
+        b"\0\0\0\3\x81\x90\x01",
         body({"kind": "end", "more": 1}),
         body({"kind": "credit", "rank": 1, "stream": "out"}),
         body({"kind": "credit", "rank": "1", "stream": "out", "count": 2}),
@@ -98,3 +109,30 @@ def test_an_order_is_read():
 def test_an_order_that_is_none_is_refused(change):
     with pytest.raises(WireError):
         Order.read({**ORDER, **change})
+
+
+def test_facts_of_a_host_are_taken_as_they_are_told():
+    facts = facts_of("module", "train", "/")
+    assert checked_facts(msgpack.unpackb(msgpack.packb(facts))) == facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"core_count": 10**9}, {"core_count": 0}, {"cores": ["0"]}, {"interfaces": [["eth0"]]}, {"interfaces": [["eth0", "x"]]}, {"python": 3},
+        {"reached_at": "here"}, {"more": 1}, {"protocol": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_facts_that_cannot_be_are_refused(change):
+    facts = facts_of("module", "train", "/")
+    with pytest.raises(WireError):
+        checked_facts({**facts, **change})
+    with pytest.raises(WireError):
+        checked_facts({})
+
+
+@pytest.mark.parametrize("values", [None, [1], [1, 2, 3], [1, "2"], [1, True], {}], ids=str)
+def test_a_list_of_another_form_is_refused(values):
+    with pytest.raises(WireError):
+        checked_list(values, int, 2)

@@ -96,7 +96,9 @@ def test_what_is_put_together_is_told():
         ("a\n^a slots=2", 2, 4, "write ^host alone"),
         ("a user=x\na user=y", 2, 1, "with user=x in hosts:1 and with user=y here"),
         ("a python=-c", 1, 10, "does not begin with -"),
-        ("a addr=there", 1, 8, "no address"),
+        ("a addr=there", 1, 8, "no IPv4 address"),
+        ("a addr=fd00::7", 1, 8, "no IPv4 address"),
+        ("n" + "[1]" * 9, 1, 2, "at most 8 ranges"),
     ],
 )
 def test_an_error_shows_the_place_and_what_to_write(text, line, column, words):
