@@ -60,7 +60,7 @@ def quiet_caller() -> Callable[..., Any]:
                 return function(*arguments)
 
         return call
-    context = contextvars.copy_context()
+    context = contextvars.Context()  # an empty one: a copy would keep alive what the program has set
     context.run(np.seterr, all="ignore")
     return context.run
 
@@ -129,7 +129,7 @@ def register_op(
     arrays of shape (..., 2, 2), and the function is given some whole elements, as an array (count, 2, 2).
 
     Args:
-        name: Letters, digits and underscores; none of the built-in ops.
+        name: Letters, digits and underscores; none of the built-in ops, nor a word that is accepted for one ("average").
         function: Takes two one-dimensional arrays of equal length and dtype (of elements: of equal shape) and returns one of
             the same shape and a dtype that goes into theirs by NumPy's same_kind; a NumPy ufunc is called with `out=`. Its
             operands are read-only. It must return the same on every rank, and not rely on where a piece lies in the array.
@@ -157,6 +157,10 @@ def register_op(
     name = name.lower()
     if name in OPS:
         raise ConfigError(f"{name!r} is a built-in op: register yours under another name")
+    from syncvar.foreign_names import op_of
+
+    if op_of(name) != name:  # calls with it may have been prepared
+        raise ConfigError(f"{name!r} is accepted for the built-in op {op_of(name)!r}: register yours under another name")
     if not callable(function):
         raise ConfigError(f"an op must be a function of two arrays, not {type(function).__name__}")
     try:

@@ -7,6 +7,7 @@ is a wait that takes long: the engine goes on from where the shortcut stands, an
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from threading import get_ident
 from time import monotonic_ns
@@ -17,7 +18,7 @@ import numpy as np
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SEGMENT_BYTES, SPREAD
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
-from syncvar.runtime.kernels import finish, quiet, quiet_caller, reduction
+from syncvar.runtime.kernels import quiet, quiet_caller, reduction
 from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
@@ -141,36 +142,29 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
     ]
     mine = slots[rank]
     checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
-    quietly = quiet_caller()
+    quietly, copy, divide = quiet_caller(), np.copyto, np.divide
+    combine: Callable[..., Any] = ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)  # integers have no states
+    is_cast = kind != accumulate
     divisor = np.asarray(size, accumulate) if how.is_mean else None
-    straight = kind == accumulate and not how.is_mean and apply is None
+    straight = not is_cast and not how.is_mean and apply is None
     levels = [_levels(channel, side, [one[side] for one in slots], shape, accumulate) for side in (0, 1)]
     pairs = [steps[0][:2] if straight and len(steps) == 1 else None for steps in levels]  # of two ranks
 
     def combined(steps: Levels, out: Any) -> NDArray[Any]:
         total: NDArray[Any] = (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
         for left, right, room in steps:
-            ufunc(total if left is None else left, right, out=total if room is None else room)
+            combine(total if left is None else left, right, out=total if room is None else room)
         if straight:
             return total
+        if divisor is not None:
+            quietly(divide, total, divisor, out=total)
         if apply is not None:
-            if divisor is not None:
-                np.divide(total, divisor, out=total)
-            apply(out, total, out=out, casting="same_kind")
+            quietly(apply, out, total, out=out, casting="same_kind")
             return out  # type: ignore[no-any-return]
-        result = finish(how, total, size)
         if out is None:
-            return result
-        out[...] = result
+            return quietly(total.astype, kind) if is_cast else total
+        quietly(copy, out, total, "unsafe")  # half types are rounded here, once
         return out  # type: ignore[no-any-return]
-
-    def ended(steps: Levels, out: Any) -> NDArray[Any]:
-        if apply is not None:
-            return quietly(combined, steps, out)  # type: ignore[no-any-return]
-        try:
-            return combined(steps, out)
-        except (FloatingPointError, Warning):  # what overflows is infinite, on all ranks
-            return quietly(combined, steps, out)  # type: ignore[no-any-return]
 
     def rest(check: int, target: int, out: Any) -> Generator[int, None, NDArray[Any]]:
         yield from agreed(channel, check, target)
@@ -197,7 +191,10 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             begin = clock()
             try:
                 side = channel.side = channel.side ^ 1
-                mine[side][...] = x
+                if is_cast:
+                    quietly(copy, mine[side], x)
+                else:
+                    mine[side][...] = x
                 check = words[entry + CHECK + side] = ((digest if said is None else said[1]) + number * SPREAD) & MASK
                 target = channel.last = (number << 1) + 2
                 if channel.phase or words[entry + DONE]:
@@ -215,12 +212,9 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
                     else:
                         pair = pairs[side]
                         if pair is None:
-                            result = ended(levels[side], out)
+                            result = combined(levels[side], out)
                         else:
-                            try:
-                                result = ufunc(*pair, out=empty(shape, kind) if out is None else out)
-                            except (FloatingPointError, Warning):
-                                result = ended(levels[side], out)
+                            result = combine(*pair, out=empty(shape, kind) if out is None else out)
                         add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
                         return result
             except BaseException as error:

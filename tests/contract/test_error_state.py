@@ -1,13 +1,17 @@
 """What the caller has told NumPy about overflow and the like changes no result and breaks no call, on any path."""
 
+import contextvars
+import gc
 import itertools
 import warnings
+import weakref
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.runtime.kernels import quiet_caller
 from syncvar.testing import run_ranks
 
 PATHS = {"arena": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}
@@ -91,6 +95,64 @@ def test_warnings_that_are_errors_are_none(ranks):
         warnings.simplefilter("error")
         for infinite, _ in ranks(fn):
             assert infinite == [True, True]
+
+
+def everyday(size):
+    """Make the calls of a training step often enough that most go the prepared way."""
+    strategy = sv.MultiWorkerMirroredStrategy()
+    sign = 1 if sv.rank() else -1
+    for dtype in DTYPES:
+        kind, x = np.dtype(dtype).kind, values(dtype, 2 * size)
+        with np.errstate(all="ignore"):
+            signed = x * np.asarray(sign, dtype)
+        with strategy.scope():
+            summed = sv.Variable(np.zeros(x.shape, dtype), aggregation="SUM")
+            mean = sv.Variable(np.zeros(x.shape, dtype), aggregation="SUM" if kind in "ic" else "MEAN")
+            own = sv.Variable(np.zeros(x.shape, dtype), synchronization="ON_READ", aggregation="SUM")
+        for _, op in itertools.product(range(3), ("sum", "mean", "prod", "min", "max")):
+            if kind != "c" or op not in ("min", "max"):
+                for value in (x, x[0], {"a": x[:1], "b": x[1:3]}, [x, x[1]], signed):
+                    sv.all_reduce(value, op)
+                sv.all_reduce(x, op, out=np.empty_like(x, np.float64 if kind == "i" and op == "mean" else None))
+                sv.reduce_scatter(x, op)
+        for _ in range(3):
+            strategy.run(lambda all_of=(summed, mean, own), x=x: [write(x) for v in all_of for write in (v.assign, v.assign_add, v.assign_sub)])
+            own.numpy()
+            strategy.reduce("SUM", x, axis=None)
+        for v in (summed, mean):
+            v.assign(x)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("policy", ["always", "error"])
+def test_calls_that_are_prepared_tell_no_more_of_overflow_than_the_first_one(size, policy):
+    def fn():
+        with np.errstate(all="raise" if policy == "error" else "warn"):
+            everyday(size)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter(policy)
+        assert run_ranks(size, fn, shared=True) == [None] * size
+    assert [str(one.message) for one in told] == []
+
+
+def test_what_makes_calls_quiet_keeps_nothing_of_the_program_alive():
+    class Held:
+        pass
+
+    held = Held()
+    seen = weakref.ref(held)
+    variable = contextvars.ContextVar("variable")
+    token = variable.set(held)
+    call = quiet_caller()
+    variable.reset(token)
+    del held, token
+    gc.collect()
+    assert seen() is None
+    with np.errstate(all="raise"):
+        assert call(np.add, np.float32(3e38), np.float32(3e38)) == np.inf
+        assert call(np.geterr) == dict.fromkeys(np.geterr(), "ignore")
+        assert np.geterr()["over"] == "raise"
 
 
 def test_a_world_of_one():

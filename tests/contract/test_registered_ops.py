@@ -144,3 +144,17 @@ def test_what_an_op_raises_for_some_values_is_told_in_words(layout, size):
 def test_a_wrong_shape_of_elements_is_refused(element_shape):
     with pytest.raises(sv.ConfigError, match="element_shape"):
         sv.register_op("shaped", np.add, element_shape=element_shape, replace=True)
+
+
+@pytest.mark.parametrize("name", ["average", "Avg"])
+def test_a_word_that_is_accepted_for_a_built_in_op_is_refused(name):
+    """Calls with it are prepared as that op, and would go on as that op where one of this shape has been made before."""
+
+    def fn():
+        x = np.full(4, float(sv.rank()))
+        before = [sv.all_reduce(x, name)[0] for _ in range(3)] + [sv.reduce_scatter(x, name)[0] for _ in range(3)]
+        with pytest.raises(sv.ConfigError, match=f"'{name.lower()}' is accepted for the built-in op 'mean'"):
+            sv.register_op(name, np.maximum, replace=True)
+        return {*before, sv.all_reduce(x, name)[0], sv.all_reduce(np.append(x, 1.0), name)[0]}
+
+    assert results("arena", 2, fn) == [{0.5}] * 2
