@@ -14,7 +14,7 @@ import numpy as np
 
 from syncvar.collectives._preparing import shortcut_of
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.errors import UsageError
+from syncvar.errors import MismatchError, UsageError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.timeouts import is_seconds
 from syncvar.topology import rank_list
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from syncvar.runtime.context import Context
     from syncvar.runtime.group import Communicator, Work
 
-__all__ = ["Enrolled", "OneHasLeft"]
+__all__ = ["LEFT", "Enrolled", "OneHasLeft"]
+
+LEFT = "left sv.uneven: "
+_LEFT_RUN = "left strategy.run inside sv.uneven: "
 
 _ROLL = "roll of sv.uneven"
 _DIGEST = fingerprint(_ROLL)
@@ -42,6 +45,15 @@ class Block(Protocol):
     context: Context
     number: int  # the same on all its ranks, and of no other block
     stops_at_first: bool
+    is_over: str  # why no more calls are made in it: "rank 3 left ..."; empty while they are
+
+    def end(self, reason: str, why: str = "") -> None:
+        """Make no more calls in the block, and tell the others.
+
+        Args:
+            reason: For them; what this rank did.
+            why: What another rank did, where it began there.
+        """
 
 
 class Enrolled:
@@ -74,11 +86,21 @@ class Enrolled:
         Raises:
             OneHasLeft: A rank has left, and the block ends with the first.
             MismatchError: A rank has left by an exception.
+            UsageError: That is known here already.
 
         Cost: an all-reduce of 8 bytes for each 64 ranks.
         """
+        if self._block.is_over:
+            raise UsageError(
+                f"{name}: {self._block.is_over}. The ranks may be at different calls, so this block of sv.uneven makes no more: leave "
+                f"it, and catch such an error inside the function that strategy.run calls, or around the block"
+            )
         if len(self.working) > 1:
-            left = self._told(f"{name} inside sv.uneven", timeout)
+            try:
+                left = self._told(f"{name} inside sv.uneven", timeout)
+            except MismatchError as error:
+                self._heed(error)
+                raise
             if left.any():
                 bits = np.unpackbits(left.view(np.uint8), bitorder="little")
                 gone = [rank for rank, bit in zip(self.working, bits, strict=False) if bit]
@@ -101,7 +123,7 @@ class Enrolled:
 
     def leave(self, timeout: float | None) -> Work | None:
         """Tell the others, in the roll of their next call, that this rank works no more; returns that roll."""
-        self._give_back()
+        self.give_back()
         if len(self.working) == 1:
             return None
         rolls = self._rolls_now()
@@ -112,17 +134,31 @@ class Enrolled:
         work._operation.report_at = float("inf")  # noqa: SLF001  (it may wait long, and the end of the block tells whom this rank waits for)
         return work
 
-    def abandon(self, reason: str) -> None:
-        """Let all further rolls of the others fail: an exception has left the block here. Sends, but waits for nothing."""
-        self._give_back()
+    def left_run(self, error: BaseException) -> None:
+        """End the block, because an exception has left `strategy.run` here: rolls cannot be skipped as a run's calls are.
+
+        The next roll of a rank that has left its loop waits at its number.
+        """
+        if not isinstance(error, OneHasLeft):  # which all who work raise at the same roll
+            self._block.end(f"{_LEFT_RUN}{type(error).__name__}: {error}")
+
+    def tell(self, reason: str) -> None:
+        """Let all further rolls of the others fail: an exception has ended the block here. Sends, but waits for nothing."""
         rolls = self._rolls_now()
         engine = rolls.engine
         if engine is not None and len(self.working) > 1:
             engine.left_run(rolls.identity, rolls.members, rolls.next_call - 1, rolls.next_call + _LAST, reason)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Let the communicator be what it was."""
         self.communicator.become(self._home)
+
+    def _heed(self, error: MismatchError) -> None:
+        """End the block here if another rank has."""
+        for rank, reason in error.table.items():
+            if reason.startswith((LEFT, _LEFT_RUN)):
+                why = f"rank {rank} {reason}"
+                self._block.end(LEFT + why, why)
 
     def _take(self, made: Communicator) -> None:
         made.prepares = False

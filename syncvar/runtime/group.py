@@ -165,6 +165,9 @@ class Uneven(Protocol):
     def require_all(self, what: str, instead: str = "") -> None:
         """Raise UsageError if a rank has left."""
 
+    def left_run(self, error: BaseException) -> None:
+        """Make no more calls in the block."""
+
 
 class Communicator:
     """The calls of one group.
@@ -483,11 +486,14 @@ class Communicator:
         del epoch_end  # the block goes on to the beginning of the next one
         self.begin_epoch()
 
-    def leave_epoch(self, epoch_end: int, reason: str) -> None:
-        """End a block by an exception: the group is told at once."""
-        if self.engine is not None and self.size > 1 and self.engine.failure is None:
-            reason = f"left strategy.run: {reason}"
-            self.engine.left_run(self.identity, self.members, self.next_call - 1, epoch_end, reason)
+    def leave_epoch(self, epoch_end: int, error: BaseException) -> None:
+        """End a block by an exception: the group is told at once. A block of sv.uneven that it is in ends as well."""
+        if self.engine is not None and self.engine.failure is None:
+            if self.uneven is not None:
+                self.uneven.left_run(error)
+            if self.size > 1:
+                reason = f"left strategy.run: {type(error).__name__}: {error}"
+                self.engine.left_run(self.identity, self.members, self.next_call - 1, epoch_end, reason)
         self._skip()
         self._announce()
 

@@ -214,7 +214,7 @@ class Strategy(Taught):
         except BaseException as error:
             self._send_what_was_written(error)
             for communicator, end in zip(aligned, ends, strict=True):
-                communicator.leave_epoch(end, f"{type(error).__name__}: {error}")
+                communicator.leave_epoch(end, error)
             raise
         finally:
             del stack[depth:]

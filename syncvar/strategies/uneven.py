@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.objects import gather_objects
-from syncvar.collectives.uneven import Enrolled, OneHasLeft
+from syncvar.collectives.uneven import LEFT, Enrolled, OneHasLeft
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.runtime.context import current
 from syncvar.strategies.base import strategies_of
@@ -47,6 +47,10 @@ def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: 
     CentralStorageStrategy). Started calls (`async_op=True`) are made at once, prepared calls are not used, nothing is deferred
     (AUTO) or compared (`check_every`).
 
+    An exception that leaves `strategy.run` in the block ends the block on all ranks, also where the program catches it: every
+    further call there, and the end of the block, raises UsageError that names the rank and the exception. What the function
+    catches itself does not; and one that leaves the block may be caught around it, on all ranks.
+
     Args:
         group: The ranks whose loops may differ; None means the world. Their groups within it are meant as well.
         stop_at_first: The block ends on all ranks when the first has left it: at the call which that one does not make, which
@@ -54,8 +58,10 @@ def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: 
         timeout: Seconds that a rank waits for the others' loops to end; None means the job's default.
 
     Raises:
-        UsageError: Inside `strategy.run` or another such block; or this rank is not in the group.
-        MismatchError: Other ranks enter it otherwise; or an exception has left the block on another rank.
+        UsageError: Inside `strategy.run` or another such block; or this rank is not in the group. In the block: an exception has
+            left `strategy.run` there before.
+        MismatchError: Other ranks enter it otherwise; or an exception has left the block, or `strategy.run` there, on another
+            rank.
 
     Cost: one more all-reduce of 8 bytes before each call. When all have left, a broadcast of the variables if their loops
         were of different lengths.
@@ -87,6 +93,7 @@ class Uneven:
         self._timeout = timeout
         self.stops_at_first = stop_at_first
         self.number = self._main = 0
+        self.is_over = ""
         self._communicator: Communicator | None = None
         self._enrolled: dict[int, Enrolled] = {}
         self._rosters: list[Roster] = []
@@ -133,8 +140,12 @@ class Uneven:
         context = self.context
         try:
             if error is not None and not isinstance(error, OneHasLeft):
-                self._abandon(error)
+                self.end(f"{LEFT}{type(error).__name__}: {error}")
+                self._abandon()
                 return False
+            if self.is_over:
+                self._abandon()
+                raise UsageError(f"{self.is_over}. The program has gone on, but the block of sv.uneven had no more calls from there")
             self._leave()
             return error is not None
         finally:
@@ -142,16 +153,27 @@ class Uneven:
             for roster in self._all_rosters():
                 roster.resume()
 
-    def _abandon(self, error: BaseException) -> None:
-        """Tell the others that an exception has left the block; waits for nobody."""
+    def end(self, reason: str, why: str = "") -> None:
+        """Make no more calls in the block, and tell the others; waits for nobody.
+
+        Args:
+            reason: For them; what this rank did.
+            why: What another rank did, where it began there.
+        """
+        if not self.is_over:
+            self.is_over = why or f"rank {self.context.rank} {reason}"
+            for one in self._enrolled.values():
+                one.tell(reason)
+
+    def _abandon(self) -> None:
+        """Leave the block that is over, and tell those that wait at its end; waits for nobody."""
         communicator = self._communicator
         assert communicator is not None
-        reason = f"left sv.uneven: {type(error).__name__}: {error}"
         for one in self._enrolled.values():
-            one.abandon(reason)
+            one.give_back()
 
         def refuse() -> None:
-            raise UsageError(reason)
+            raise UsageError(self.is_over)
 
         with contextlib.suppress(SyncvarError):  # it is told to the others, who wait there
             gather_objects(communicator, _END, refuse, self._timeout)

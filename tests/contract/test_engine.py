@@ -215,7 +215,7 @@ def test_only_the_driver_uses_the_control_channel():
         caught(lambda: sv.all_reduce(1.0, "nonsense" if sv.rank() == 0 else "sum"))
         communicator = current().world
         end = communicator.begin_epoch()
-        communicator.leave_epoch(end, "an exception")
+        communicator.leave_epoch(end, ValueError("an exception"))
         sv.barrier()
 
     results(2, fn)
@@ -576,7 +576,7 @@ def test_a_rank_that_leaves_a_block_early_is_told_and_the_next_block_is_aligned(
                     sv.barrier()
                 communicator.end_epoch(end)
             except (KeyError, MismatchError) as error:
-                communicator.leave_epoch(end, repr(error))
+                communicator.leave_epoch(end, error)
                 seen.append(type(error).__name__)
         return seen, int(sv.all_reduce(rank))
 
@@ -593,7 +593,7 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
             end = communicator.begin_epoch()
             works = [sv.all_reduce(np.full(3, number), async_op=True)] if rank == 0 else []
             error = caught(lambda: [work.wait() for work in works]) if works else ConfigError()  # noqa: B023
-            communicator.leave_epoch(end, "left")
+            communicator.leave_epoch(end, ValueError("left"))
             assert error is not None
             assert list(sv.all_reduce(np.full(3, number))) == [2 * number] * 3
 

@@ -504,6 +504,59 @@ def test_an_exception_in_a_loop_is_told_to_those_that_work_and_to_those_that_hav
 
 
 @pytest.mark.parametrize("world", list(WORLDS))
+def test_an_exception_that_leaves_a_run_ends_the_block_on_all_even_where_it_is_caught(world):
+    """Rank 0 catches it and goes on, rank 1 catches what it hears of it, rank 2 has left its loop before."""
+
+    def run():
+        strategy = sv.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            v = sv.Variable(0.0, aggregation="SUM", name="v")
+        steps, refused = [], []
+
+        def step(number):
+            if number == 2 and sv.rank() == 0:
+                raise ValueError("bad batch")
+            v.assign_add(1.0)
+            steps.append(number)
+
+        def loop():
+            with sv.uneven():
+                for number in range([5, 5, 1][sv.rank()]):
+                    try:
+                        strategy.run(step, (number,))
+                    except (ValueError, sv.SyncvarError) as error:
+                        refused.append(f"{type(error).__name__}: {error}")
+
+        left = caught(loop)
+        strategy.run(step, (9,))
+        return steps, refused, f"{type(left).__name__}: {left}", float(sv.all_reduce(1.0))
+
+    results = everywhere(3, run, **WORLDS[world])
+    words = "rank 0 left strategy.run inside sv.uneven: ValueError: bad batch"
+    assert [one[0] for one in results] == [[0, 1, 9], [0, 1, 9], [0, 9]]
+    assert [[text.partition(":")[0] for text in one[1]] for one in results] == [
+        ["ValueError", "UsageError", "UsageError"], ["MismatchError", "UsageError", "UsageError"], []
+    ]
+    assert all(words in text for one in results for text in one[1][one[1][:1] == ["ValueError: bad batch"] :])
+    assert [one[2].partition(":")[0] for one in results] == ["UsageError", "UsageError", "MismatchError"]
+    assert all(words in one[2] for one in results)
+    assert [one[3] for one in results] == [3.0] * 3
+
+
+def test_a_block_that_ends_with_the_first_may_do_so_in_a_run():
+    def run():
+        strategy = sv.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            v = sv.Variable(0.0, aggregation="SUM", name="v")
+        with sv.uneven(stop_at_first=True):
+            for _ in range(3 + sv.rank()):
+                strategy.run(lambda: v.assign_add(1.0))
+        return float(v), float(sv.all_reduce(1.0))
+
+    assert everywhere(3, run, shared=True) == [(9.0, 3.0)] * 3
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
 def test_a_block_may_end_with_the_first_that_leaves_it(world):
     def run():
         v = sv.Variable(0.0, aggregation="SUM")
