@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import os
+import reprlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from syncvar.checkpoint.tensors import CODES, Tensor, header_bytes, header_lengt
 from syncvar.collectives._arguments import as_array
 from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.variables import Variable, VariableAggregation, VariableSynchronization
-from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+from syncvar.wire import DEPTH_MAX, DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +41,8 @@ _FORMAT = "syncvar.save"
 _VERSION = "1"
 _KEYS = {"content", "digest"}  # files of others have none of these in their metadata
 _PLAIN_BYTES_MAX = 8 << 20
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_ATOMS = frozenset((type(None), bool, int, float, complex, bytes))
+_NESTED_MAX = DEPTH_MAX - 1  # the value is packed in a list
 _DTYPES = {code: name for name, code in CODES.items() if not name.startswith("complex")}
 
 
@@ -161,11 +163,15 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...]) -> 
     Raises:
         ConfigError: Something cannot be saved by one rank.
     """
-    if isinstance(value, _ATOMS):
+    if type(value) in _ATOMS:
         return value
     shown = _shown(place)
+    if isinstance(value, str | np.generic):
+        return _packable(value, shown)
     if id(value) in above:
         raise ConfigError(f"{shown} holds itself, and has no end")
+    if len(above) >= _NESTED_MAX:
+        raise ConfigError(f"{shown} is nested more than {_NESTED_MAX} deep, and cannot be saved")
     above = (*above, id(value))
     if isinstance(value, Checkpoint):
         raise ConfigError(f"{shown} is a Checkpoint, which all its ranks write together: checkpoint.save(path), on every rank")
@@ -174,7 +180,7 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...]) -> 
         arrays[place] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
         return None
     if isinstance(value, dict):
-        return {key: _parted(item, (*place, key), arrays, above) for key, item in value.items()}
+        return {_checked_key(key, shown): _parted(item, (*place, key), arrays, above) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_parted(item, (*place, index), arrays, above) for index, item in enumerate(value))
     if callable(getattr(value, "tracked", None)):
@@ -187,11 +193,35 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...]) -> 
         array = as_array(value, shown)
         arrays[place] = np.array(array, order="C", copy=True)  # the caller, or another thread, may write to it meanwhile
         return None
+    return _packable(value, shown)
+
+
+def _packable(value: Any, shown: str) -> Any:
+    """Return plain data that can be packed.
+
+    Raises:
+        ConfigError: It cannot.
+    """
     try:
         pack_object(value)
     except ConfigError as error:
         raise ConfigError(f"{shown} cannot be saved: {error}") from None
     return value
+
+
+def _checked_key(key: Any, shown: str) -> Any:
+    """Return a key of a dict that is found again when it has been saved.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    try:
+        is_found = bool(unpack_object(pack_object({key: None})) == {key: None})
+    except (ConfigError, WireError) as error:
+        raise ConfigError(f"{shown} has the key {reprlib.repr(key)}, which cannot be saved: {error}") from None
+    if not is_found:
+        raise ConfigError(f"{shown} has the key {reprlib.repr(key)}, which is not found again by its value: use a text or a whole number")
+    return key
 
 
 def _require_own(variable: Variable, shown: str) -> None:

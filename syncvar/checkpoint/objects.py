@@ -11,7 +11,6 @@ States and plain data are saved once where all ranks have the same, else each ra
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
@@ -200,7 +199,7 @@ class PlainLeaf:
 
     def now(self) -> Any:
         """Return its state; a copy, for the object may write to what it has told."""
-        return copy.deepcopy(self._get())
+        return unpack_object(packed(self._get(), self.key))
 
     def put(self, staged: Any) -> None:
         """Give it the state."""

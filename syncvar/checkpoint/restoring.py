@@ -158,16 +158,18 @@ def _alone(leaf: Leaf) -> Communicator:
 def _put(staged: list[tuple[Leaf, Any]], communicator: Communicator, timeout: float | None) -> None:
     """Change everything; take it back on all ranks if an object of one refuses."""
     before: list[tuple[Leaf, Any]] = []
+    key = ""
     failure: Exception | None = None
     try:
         for leaf, value in staged:
+            key = leaf.key
             before.append((leaf, leaf.now()))
             leaf.put(value)
     except Exception as error:  # of the program's own object
         failure = error
 
     def told() -> str | None:
-        return None if failure is None else f"{before[-1][0].key!r} refused its state: {type(failure).__name__}: {failure}"[:500]
+        return None if failure is None else f"{key!r} refused its state: {type(failure).__name__}: {failure}"[:500]
 
     everyone = gather_objects(communicator, "checkpoint restored", told, timeout)
     refused = {communicator.members[rank]: ["CheckpointError", one] for rank, one in enumerate(everyone) if one is not None}

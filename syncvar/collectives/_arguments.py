@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError, UsageError
+from syncvar.errors import ConfigError, MismatchError, TransportError, UsageError
 from syncvar.wire import DTYPE_NAMES, Untaken, library_of
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator
 
 __all__ = [
-    "Structure", "arrays_of", "as_array", "checked_output", "checked_root", "describe", "flatten", "fresh", "is_dataclass",
+    "Structure", "arrays_of", "as_array", "checked_output", "checked_root", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass",
     "is_structure", "parts_of",
-    "plain_structure", "rebuilt", "restored_structure", "unflatten",
+    "plain_structure", "rebuilt", "restored_structure", "told", "unflatten",
 ]  # fmt: skip
 
 _PLAIN_LEAVES = (bool, int, float, complex, np.generic)
@@ -51,13 +51,25 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
         try:
             library = library_of(value)
             value = np.asarray(value) if library is None else library.take(value)
-        except (ValueError, TypeError, BufferError, RuntimeError) as error:
-            raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {error}") from error
+        except (TransportError, MismatchError):  # of a variable that is read: not about what it is
+            raise
+        except Exception as error:  # whatever the library, or an __array__, raises
+            raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {told(error)}") from error
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     if value.dtype.name not in DTYPE_NAMES:
         raise ConfigError(_untravelled(value, what))
     return np.asarray(value)
+
+
+def told(error: Exception) -> str:
+    """Return an error in words; one of a kind whose message alone says little with its kind.
+
+    Example:
+        >>> told(ValueError("no memory of the CPU")), told(KeyError("cpu"))
+        ('no memory of the CPU', "KeyError: 'cpu'")
+    """
+    return str(error) if isinstance(error, (ValueError, TypeError, BufferError, RuntimeError)) else f"{type(error).__name__}: {error}"
 
 
 def _untravelled(array: NDArray[Any], what: str) -> str:
@@ -143,12 +155,22 @@ _LEAF = Structure("leaf")
 
 
 def is_structure(value: Any) -> bool:
-    """Return whether `value` is a dict, a named tuple, a dataclass, or a list or tuple that is more than nested numbers."""
+    """Return whether `value` is a dict, a named tuple, a dataclass, or a list or tuple that is more than nested numbers.
+
+    Raises:
+        ConfigError: It holds itself.
+    """
     if isinstance(value, dict):
         return True
     if isinstance(value, list | tuple):
-        return hasattr(value, "_fields") or any(is_structure(item) or not _is_numbers(item) for item in value)
+        try:
+            return hasattr(value, "_fields") or any(is_structure(item) or not _is_numbers(item) for item in value)
+        except RecursionError:
+            raise ConfigError(_ENDLESS) from None
     return is_dataclass(value)
+
+
+_ENDLESS = "the value holds itself, or is nested too deep: pass lists and dicts that have an end"
 
 
 def is_dataclass(value: Any) -> bool:
@@ -166,6 +188,9 @@ def _is_numbers(item: Any) -> bool:
 def parts_of(value: Any) -> list[Any]:
     """Return the parts of a structure, in its own order.
 
+    Raises:
+        ConfigError: A field of a dataclass has not been set.
+
     Example:
         >>> parts_of({"b": 1.0, "a": [2.0]})
         [1.0, [2.0]]
@@ -174,7 +199,10 @@ def parts_of(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, list | tuple):
         return list(value)
-    return [getattr(value, name) for name in _field_names(value)]
+    try:
+        return [getattr(value, name) for name in _field_names(value)]
+    except AttributeError as error:
+        raise ConfigError(f"a field of the dataclass {type(value).__name__} is not set: {error}") from error
 
 
 def rebuilt(value: Any, parts: list[Any]) -> Any:
@@ -205,6 +233,9 @@ def _field_names(value: Any) -> list[str]:
 def flatten(value: Any) -> tuple[Structure, list[Any]]:
     """Split a nested value into its structure and its leaves; dicts in the order of their sorted keys.
 
+    Raises:
+        ConfigError: The keys of a dict have no order, a field of a dataclass is not set, or the value holds itself.
+
     Example:
         >>> structure, leaves = flatten({"b": 1.0, "a": {"c": 2.0}})
         >>> leaves
@@ -213,7 +244,10 @@ def flatten(value: Any) -> tuple[Structure, list[Any]]:
         {'a': {'c': 2.0}, 'b': 1.0}
     """
     leaves: list[Any] = []
-    return _flatten(value, leaves), leaves
+    try:
+        return _flatten(value, leaves), leaves
+    except RecursionError:
+        raise ConfigError(_ENDLESS) from None
 
 
 def _flatten(value: Any, leaves: list[Any]) -> Structure:
@@ -287,13 +321,24 @@ def _describe(structure: Structure) -> str:
     return f"[{', '.join(items)}]" if kind == "list" else f"({', '.join(items)})"
 
 
+def holds_dataclass(structure: Structure) -> bool:
+    """Return whether there is a dataclass in a structure: a rank that brings none of it cannot make one.
+
+    Example:
+        >>> holds_dataclass(flatten({"a": [1.0]})[0])
+        False
+    """
+    return structure.kind == "dataclass" or any(map(holds_dataclass, structure.children))
+
+
 def unflatten(structure: Structure, leaves: list[Any], like: Any = None) -> Any:
     """Put leaves back into a structure; the keys of dicts are sorted, and so in one order on all ranks.
 
     Args:
         structure: As `flatten` made it.
         leaves: In its order.
-        like: A value of this structure, whose classes are taken; without one a named tuple becomes a tuple.
+        like: A value of this structure, whose classes are taken; without one, which a structure that holds a dataclass must
+            have, a named tuple becomes a tuple.
 
     Raises:
         ConfigError: There is a dataclass in the structure, and no value to tell which.

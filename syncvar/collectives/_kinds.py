@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import is_structure, parts_of, rebuilt
+from syncvar.collectives._arguments import is_structure, parts_of, rebuilt, told
 from syncvar.runtime.group import Work
 from syncvar.wire import Untaken, library_of
 
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["given_back", "in_kind", "is_foreign"]
 
-_REFUSALS = (TypeError, ValueError, BufferError, RuntimeError)
-
 
 def is_foreign(x: Any, out: Any = None) -> bool:
-    """Return whether a value or where its result goes is, or holds, an array of another library."""
-    return _holds(x) or (out is not None and _holds(out))
+    """Return whether a value or where its result goes is, or holds, an array of another library.
+
+    Of what cannot be looked through it is not: the call refuses that itself, with its number, and tells the group.
+    """
+    try:
+        return _holds(x) or (out is not None and _holds(out))
+    except Exception:  # of the caller's own classes, or of a list that holds itself
+        return False
 
 
 def _holds(value: Any) -> bool:
@@ -54,12 +58,19 @@ def in_kind(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
         out: What the caller gave; what of it has been written to is the result, and comes back as the caller's own.
     """
     places: dict[int, tuple[Any, Any]] = {}
+    mine = _taken(x, places if out is None else {})
     if out is None:
-        result = call(_taken(x, places))
-        return result.then(partial(given_back, x)) if isinstance(result, Work) else given_back(x, result)
-    mine = _taken(x, {})
+        result = call(mine)
+        return result.then(partial(given_back, _kept(x))) if isinstance(result, Work) else given_back(x, result)
     result = call(mine, out=_taken(out, places))
-    return result.then(partial(_written, out, places)) if isinstance(result, Work) else _written(out, places, result)
+    return result.then(partial(_written, _kept(out), places)) if isinstance(result, Work) else _written(out, places, result)
+
+
+def _kept(value: Any) -> Any:
+    """Return what a call that has been started keeps of a value: its arrays of libraries, in containers of our own."""
+    if is_structure(value):
+        return rebuilt(value, [_kept(part) for part in parts_of(value)])
+    return None if library_of(value) is None else value
 
 
 def _taken(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
@@ -67,17 +78,28 @@ def _taken(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
 
     What cannot be taken is replaced by what the checks of the call refuse, so that the group is told.
     """
+    try:
+        return _exchanged(value, places)
+    except Exception as error:  # of a container: it holds itself, or is of the caller's own class
+        return _untaken(value, error)
+
+
+def _untaken(value: Any, error: Exception) -> Untaken:
+    return Untaken(f"of type {type(value).__name__} cannot be an array: {told(error)}")
+
+
+def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
     kind = type(value)
     if kind is np.ndarray:
         places[id(value)] = value, value
         return value
     library = library_of(value)
     if library is None:
-        return rebuilt(value, [_taken(part, places) for part in parts_of(value)]) if is_structure(value) else value
+        return rebuilt(value, [_exchanged(part, places) for part in parts_of(value)]) if is_structure(value) else value
     try:
         array = library.take(value)
-    except _REFUSALS as error:
-        return Untaken(f"of type {kind.__name__} cannot be an array: {error}")
+    except Exception as error:  # whatever the library raises: the group has to be told
+        return _untaken(value, error)
     places[id(array)] = array, value
     return array
 

@@ -22,6 +22,7 @@ from syncvar.collectives._arguments import (
     arrays_of,
     describe,
     flatten,
+    holds_dataclass,
     plain_structure,
     restored_structure,
     unflatten,
@@ -65,13 +66,15 @@ def all_reduce_shards(
 
     Args:
         shards: Id -> array of any shape, number, or a nested dict/list/tuple/dataclass of them; the same structure, shapes and
-            dtypes for all. Over all ranks the ids are 0 to n-1, each once; a rank may bring none, and pass {}.
+            dtypes for all. Over all ranks the ids are 0 to n-1, each once; a rank may bring none, and pass {},
+            unless the shards hold dataclasses, whose classes do not travel.
         op: "sum", or "mean": the sum divided by n, the number of shards.
         group: Ranks that take part; None means the world.
         timeout: Seconds; None means the job's default.
 
     Returns:
-        A new array of the shape and dtype of a shard (the mean of integers is float64), or the same structure of arrays.
+        A new array of the shape and dtype of a shard (the mean of integers is float64), or the same structure of arrays. Where
+        shards of this rank hold tensors, such tensors; on a rank that passes {} NumPy arrays, and plain tuples for named ones.
 
     Raises:
         ConfigError: A wrong argument here; the other ranks raise MismatchError and the group stays usable.
@@ -236,6 +239,8 @@ def _first_wrong(everyone: Sequence[_Told]) -> str:
         return "no rank brings a shard: there is nothing to combine"
     if len(found) > 1:
         return "all shards must have the same structure, shapes and dtypes"
+    if any(one.kind is None for one in everyone) and holds_dataclass(next(iter(found)).structure):
+        return "classes of dataclasses do not travel, so every rank must bring a shard; or pass dicts: dataclasses.asdict(x)"
     twice, missing = [], []
     reached, last = 0, 0  # all ids below are accounted for; the rank that brings the one just below
     for start, stop, rank in sorted((start, stop, rank) for rank, one in enumerate(everyone) for start, stop in one.runs):

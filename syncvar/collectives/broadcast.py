@@ -11,8 +11,10 @@ from syncvar.collectives._arguments import (
     arrays_of,
     as_array,
     checked_root,
+    describe,
     flatten,
     fresh,
+    holds_dataclass,
     is_structure,
     plain_structure,
     restored_structure,
@@ -66,7 +68,7 @@ def broadcast(
 
     Args:
         x: On the root an array, a number, or a nested dict/list/tuple/dataclass of them. Other ranks pass the same shape and
-            dtype (it is compared), or None.
+            dtype (it is compared), or None; None not where the root's value holds a dataclass, whose class does not travel.
         root: Rank of the group whose value is sent.
         out: Array of the result's shape and dtype to write to; not for structures.
         group: Ranks that take part; None means the world.
@@ -75,7 +77,8 @@ def broadcast(
         algorithm: Force one of `syncvar plan broadcast`; the same on every rank.
 
     Returns:
-        A new array (or structure of arrays) with the root's value.
+        A new array (or structure of arrays) with the root's value; on a rank that passes None NumPy arrays, and plain tuples
+        for named ones.
 
     Raises:
         ConfigError: A wrong argument; the other ranks raise MismatchError.
@@ -182,7 +185,8 @@ def broadcast_request(
         if any(one != records[root] for one in brought):
             require_same(communicator, f"{name} from rank {root}", records, records)
         if records[root].kind == BYTES:
-            return (yield from _structure_body(communicator, arrays, skeleton, root, like))
+            absent = [communicator.members[rank] for rank, one in enumerate(records) if one.kind == NOTHING]
+            return (yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent))
         theirs = records[root]
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
@@ -233,13 +237,19 @@ def broadcast_bytes(communicator: Communicator, mine: bytes, root: int) -> Gener
 
 
 def _structure_body(
-    communicator: Communicator, arrays: list[NDArray[Any]], skeleton: bytes, root: int, like: Any
+    communicator: Communicator, arrays: list[NDArray[Any]], skeleton: bytes, root: int, like: Any, name: str, absent: list[int]
 ) -> Generator[Stage, None, Any]:
     is_root = communicator.member_rank == root
     plain, kinds = unpack_object((yield from broadcast_bytes(communicator, skeleton, root)))
+    structure = restored_structure(plain)
+    if absent and holds_dataclass(structure):  # all ranks see it, so all refuse
+        raise MismatchError(
+            f"{name}: the root (rank {communicator.members[root]}) brings {describe(structure)}, and classes of dataclasses do not travel: pass one with arrays of "
+            f"the same shapes on rank {', '.join(map(str, absent))} too, which bring{'s' if len(absent) == 1 else ''} None; or a dict: dataclasses.asdict(x)"
+        )
     results = []
     for place, (index, shape) in enumerate(kinds):
         mine = arrays[place] if is_root else None
         dtype = dtype_from_index(index)
         results.append((yield from broadcast_flat(communicator, mine, tuple(shape), dtype, root)))
-    return unflatten(restored_structure(plain), results, like)
+    return unflatten(structure, results, like)

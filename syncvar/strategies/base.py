@@ -10,6 +10,7 @@ from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.loading import Taught
 from syncvar.runtime.context import current
 from syncvar.runtime.queued import send_queued
+from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
@@ -63,16 +64,12 @@ class Strategy(Taught):
         ):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name} must be True or False, not {flag!r}")
-        if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
-        ):
-            raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
         self._communicator = communicator
         self.context = current()
         self.strict = strict
         self.check_cross_writes = check_cross_writes
         self.reproducible = reproducible
-        self.timeout = timeout
+        self.timeout = None if timeout is None else checked_timeout(timeout)
         self.is_default = is_default
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None

@@ -5,10 +5,11 @@ The stack of places belongs to (context, thread). The strategies push to it; var
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from syncvar.errors import InternalError, UsageError
+from syncvar.errors import UsageError
 from syncvar.runtime.context import current
 from syncvar.variables.policy import Context
 
@@ -79,7 +80,7 @@ def default_owner() -> Owner:
     owner: Owner | None = extras.get("default_strategy")
     if owner is None:
         if not _makers:
-            raise InternalError("no strategy has been imported: use variables through `import syncvar as sv`")
+            importlib.import_module("syncvar.strategies")  # the room above, which calls set_default
         owner = extras["default_strategy"] = _makers[0]()
     return owner
 

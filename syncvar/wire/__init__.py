@@ -28,7 +28,7 @@ from syncvar.wire.frame import (
     parse_header,
 )
 from syncvar.wire.libraries import Library, Untaken, library_of
-from syncvar.wire.objects import is_plain, pack_object, unpack_object
+from syncvar.wire.objects import DEPTH_MAX, is_plain, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from syncvar.wire.arbiter import Report, Verdict
@@ -49,6 +49,7 @@ _HOME = {name: f"{__name__}.{home}" for home, names in _DECISIONS.items() for na
 __all__ = [
     "CARRIERS",
     "CONTROL_NBYTES_MAX",
+    "DEPTH_MAX",
     "DTYPE_NAMES",
     "HEADER_NBYTES",
     "KEY_BYTES",

@@ -21,12 +21,12 @@ from syncvar.wire.moments import MOMENTS, pack_moment, unpack_moment
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PLAIN", "is_plain", "pack_object", "unpack_object"]
+__all__ = ["DEPTH_MAX", "PLAIN", "is_plain", "pack_object", "unpack_object"]
 
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
 _MOMENT = 16  # and as many as there are kinds of moments
-_DEPTH_MAX = 64
+DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
 _VERSIONS = "_metadata"  # what PyTorch's modules note on their state, by which they read older ones
 
@@ -71,8 +71,8 @@ def unpack_object(data: bytes) -> Any:
 
 
 def _unpack(data: bytes, depth: int) -> Any:
-    if depth > _DEPTH_MAX:  # each level holds a copy of what is inside it
-        raise WireError(f"the packed object has tuples nested more than {_DEPTH_MAX} deep")
+    if depth > DEPTH_MAX:  # each level holds a copy of what is inside it
+        raise WireError(f"the packed object has tuples nested more than {DEPTH_MAX} deep")
     try:
         return msgpack.unpackb(
             data, raw=False, strict_map_key=False, use_list=True, ext_hook=lambda code, inner: _restore(code, inner, depth)
@@ -97,8 +97,8 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         if -(1 << 63) <= value < 1 << 64:
             return value
         return msgpack.ExtType(_BIG_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-    if depth >= _DEPTH_MAX:
-        raise ConfigError(f"{place} is nested more than {_DEPTH_MAX} deep")
+    if depth >= DEPTH_MAX:
+        raise ConfigError(f"{place} is nested more than {DEPTH_MAX} deep")
     if kind is list:
         return [_plain(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
     if kind is tuple:
@@ -156,8 +156,8 @@ def _plain_array(value: Any, place: str) -> Any:
         )
     try:
         array = library.take(value)
-    except (TypeError, ValueError, BufferError, RuntimeError) as error:
-        raise ConfigError(f"{place} of type {type(value).__name__} cannot travel: {error}") from None
+    except Exception as error:  # whatever the library raises
+        raise ConfigError(f"{place} of type {type(value).__name__} cannot travel: {type(error).__name__}: {error}") from error
     return msgpack.ExtType(_TENSOR, bytes([NAMED.index(library)]) + _array_bytes(array, place))
 
 

@@ -339,6 +339,9 @@ def test_a_timeout_is_any_positive_number(ranks):
             for call in COMBINING.values():
                 call(np.ones(4), timeout=timeout)
             assert sv.all_reduce(1, async_op=True).wait(timeout) == 2
+            strategy = sv.MirroredStrategy(timeout=timeout)
+            assert type(strategy.timeout) is float
+            assert strategy.reduce("SUM", 1.0, axis=None) == 2
 
     ranks(2, body)
 
@@ -347,6 +350,8 @@ def test_a_timeout_is_any_positive_number(ranks):
 def test_what_is_no_time_is_refused(timeout):
     with pytest.raises(sv.ConfigError, match="timeout must be a positive number of seconds or None"):
         sv.all_reduce(1, timeout=timeout)
+    with pytest.raises(sv.ConfigError, match="timeout must be a positive number of seconds or None"):
+        sv.MirroredStrategy(timeout=timeout)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Optimizers on several replicas: contexts, modes, refusals, accumulation, weights, clipping, slots."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -858,3 +860,16 @@ def test_the_strategys_timeout_holds():
             return v.local_value().item(), optimizer.iterations
 
     assert everywhere(2, fn) == [(1.0, 0)] * 2
+
+
+def test_an_optimizer_is_the_first_that_a_program_touches():
+    """No variable has been made, so nothing but the optimizer brings the strategies in."""
+    program = """
+import syncvar as sv
+try:
+    sv.optimizers.SGD().apply_gradients([])
+except sv.ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "got no gradient at all" in done.stdout

@@ -148,3 +148,40 @@ def test_damaged_files_and_wrong_arguments_are_refused(tmp_path):
     endless["self"] = endless
     with pytest.raises(sv.ConfigError, match="holds itself"):
         sv.save(path, endless)
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Number(int):
+    pass
+
+
+def test_keys_that_are_not_found_again_depth_and_subclasses_are_refused_by_their_place(tmp_path):
+    def deep(levels):
+        value = np.ones(2)
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    path = tmp_path / "model"
+    kept = {(1, "a"): np.ones(2), 2.5: np.zeros(1), b"x": 1, None: {np.int64(3): 4, frozenset({1}): np.ones(1)}}
+    sv.save(path, [kept, deep(61)])
+    assert equal([kept, deep(61)], sv.load(path))
+    nan = float("nan")
+    cases = [
+        ({nan: np.ones(2)}, r"^value has the key nan, which is not found again"),
+        ({"a": [{(1, nan): 1.0}]}, r"^value\['a'\]\[0\] has the key \(1, nan\)"),
+        ({"a": {Text("b"): 1}}, r"^value\['a'\] has the key 'b', which cannot be saved"),
+        ({"a": Text("b")}, r"^value\['a'\] cannot be saved: .*Text"),
+        ({"a": [0, Number(1)]}, r"^value\['a'\]\[1\] cannot be saved: .*Number"),
+        ({"a": "\ud800"}, r"^value\['a'\] cannot be saved: .*encoded"),
+        ({"a": np.str_("b")}, r"^value\['a'\] cannot be saved"),
+        (deep(64), r"^value(\[0\]){63} is nested more than 63 deep"),
+        (deep(3000), r"is nested more than 63 deep"),
+    ]
+    for value, words in cases:
+        with pytest.raises(sv.ConfigError, match=words):
+            sv.save(tmp_path / "refused", value)
+    assert os.listdir(tmp_path) == ["model"]
