@@ -57,7 +57,7 @@ class Block(Protocol):
 
 
 class Enrolled:
-    """One group in a block.
+    """One group in a block, from `begin` to `give_back`.
 
     Args:
         block: The block.
@@ -71,8 +71,17 @@ class Enrolled:
         self.whole = self.working = communicator.members
         self.calls = 0  # that this rank has made here while it worked
         self._rolls: Communicator | None = None
-        if communicator.channel is not None:
-            communicator.channel.is_settled = False  # so calls that have been prepared take the long way, and the roll
+        self._home = communicator
+
+    def begin(self) -> None:
+        """Let every call of the group be one of those who still work.
+
+        Raises:
+            ArenaFull: The memory that the ranks share has no room for it.
+        """
+        channel = self.communicator.channel
+        if channel is not None:
+            channel.is_settled = False  # so calls that have been prepared take the long way, and the roll
         self._home = self._beside("calls")
         self._take(self._home)
 
@@ -144,14 +153,15 @@ class Enrolled:
 
     def tell(self, reason: str) -> None:
         """Let all further rolls of the others fail: an exception has ended the block here. Sends, but waits for nothing."""
-        rolls = self._rolls_now()
-        engine = rolls.engine
+        engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
-            engine.left_run(rolls.identity, rolls.members, rolls.next_call - 1, rolls.next_call + _LAST, reason)
+            following = 0 if self._rolls is None else self._rolls.next_call
+            engine.left_run(self._identity_of("rolls"), self.working, following - 1, following + _LAST, reason)
 
     def give_back(self) -> None:
-        """Let the communicator be what it was."""
-        self.communicator.become(self._home)
+        """Let the communicator be what it was, if it has become another."""
+        if self.communicator.uneven is self:
+            self.communicator.become(self._home)
 
     def _heed(self, error: MismatchError) -> None:
         """End the block here if another rank has."""
@@ -167,8 +177,10 @@ class Enrolled:
 
     def _beside(self, kind: str) -> Communicator:
         """Return another communicator of those who still work."""
-        block = self._block
-        return block.context.communicator(fingerprint(kind, block.number, self.identity, self.working), self.working)
+        return self._block.context.communicator(self._identity_of(kind), self.working)
+
+    def _identity_of(self, kind: str) -> int:
+        return fingerprint(kind, self._block.number, self.identity, self.working)
 
     def _rolls_now(self) -> Communicator:
         if self._rolls is None:

@@ -125,15 +125,24 @@ class Uneven:
         # A group that a member has let go of already makes no calls any more.
         held = {rank: set(one[1]) for rank, one in zip(communicator.members, everyone, strict=True)}
         found = [one for one in found if all(one.identity in held[rank] for rank in one.members)]
-        engine = communicator.engine
-        for one in found:
-            if engine is not None:
-                engine.settle(one.identity)
+        self._enrolled = {one.identity: Enrolled(self, one) for one in found}
+        try:
+            self._begin()
+        except BaseException as error:  # the others are in the block already, and nobody calls __exit__
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _begin(self) -> None:
+        engine = self.context.engine
+        if engine is not None:
+            for identity in self._enrolled:
+                engine.settle(identity)
         for roster in self._all_rosters():
             roster.pause()
-        context.uneven = self
-        self._enrolled = {one.identity: Enrolled(self, one) for one in found}
-        return self
+        self.context.uneven = self
+        for one in self._enrolled.values():
+            one.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         del trace

@@ -13,6 +13,7 @@ import pytest
 from harness import caught, covering, everywhere
 
 import syncvar as sv
+from syncvar.runtime.context import current
 from syncvar.testing import run_ranks
 
 WORLDS = {"arena": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}
@@ -568,6 +569,46 @@ def test_a_block_may_end_with_the_first_that_leaves_it(world):
         return steps, float(v), float(sv.all_reduce(1.0))
 
     assert everywhere(3, run, **WORLDS[world]) == [(3, 9.0, 3.0)] * 3
+
+
+@pytest.mark.parametrize(("world", "made"), [("arena", 0), ("arena", 1), ("links", 1)])
+@pytest.mark.parametrize("kind", [sv.ArenaFull, KeyboardInterrupt])
+def test_a_rank_that_cannot_begin_the_block_is_outside_it_and_the_others_hear_of_it(world, made, kind):
+    """It fails at the first group that it would make, the world's, or at the next."""
+
+    def run():
+        pair = sv.new_group([0, 1])
+        v = sv.Variable(0.0, aggregation="SUM", name="v")
+        v.pin("deferred")
+        context = current()
+        make, calls = context.communicator, []
+
+        def fail(*args, **kwargs):
+            calls.append(args)
+            if len(calls) > made:
+                raise kind("no room")
+            return make(*args, **kwargs)
+
+        if sv.rank() == 0:
+            context.communicator = fail
+        error = None
+        try:
+            with sv.uneven():
+                for _ in range(3):
+                    sv.all_reduce(1.0, group=pair if made and pair.is_member else None)
+        except (sv.SyncvarError, KeyboardInterrupt) as raised:
+            error = raised
+        context.communicator = make
+        mode = v.explain().mode
+        with sv.uneven():
+            for _ in range(sv.rank()):
+                v.assign_add(1.0)
+        return f"{type(error).__name__}: {error}", mode, float(v), sv.new_group([0, 2]).ranks, float(sv.all_reduce(1.0))
+
+    results = everywhere(3, run, **WORLDS[world])
+    assert results[0][0] == f"{kind.__name__}: no room"
+    assert all(f"rank 0 left sv.uneven: {kind.__name__}: no room" in one[0] for one in results[1:])
+    assert [one[1:] for one in results] == [("ON_WRITE (deferred, pinned)", 3.0, (0, 2), 3.0)] * 3
 
 
 def test_blocks_follow_one_another_in_groups_and_with_deferred_variables():
