@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mailbox", "done"]
 
+_lock = threading.RLock()  # a thread may come again, in a signal's handler
+
 
 def done(result: Any = None) -> Work:
     """Return a work that has ended.
@@ -36,24 +38,23 @@ class Mailbox:
     """What this rank has sent to itself with one tag and not received, or the receives that were started before: one of the two.
 
     Args:
+        boxes: By tag, of the group: messages, or receives; nothing is kept of a tag for which nothing waits.
         rank: This process in the group.
         tag: The tag.
     """
 
-    def __init__(self, rank: int, tag: int) -> None:
+    def __init__(self, boxes: dict[int, deque[Any]], rank: int, tag: int) -> None:
+        self._boxes = boxes
         self._rank = rank
         self._tag = tag
-        self._lock = threading.RLock()  # a thread may come again, in a signal's handler
-        self._messages: deque[tuple[int, NDArray[Any]]] = deque()
-        self._expected: deque[_Expected] = deque()
 
     def put(self, kind: int, message: NDArray[Any]) -> None:
         """Take a message, for the receive that was started first if there is one."""
-        with self._lock:
-            if not self._expected:
-                self._messages.append((kind, message))
+        with _lock:
+            first = self._popped(_Expected)
+            if first is None:
+                self._append((kind, message))
                 return
-            first = self._expected.popleft()
         first.take(kind, message)
 
     def take(self, name: str, finish: Finish) -> Any:
@@ -62,21 +63,37 @@ class Mailbox:
         Raises:
             UsageError: There is none.
         """
-        with self._lock:
-            if not self._messages:
-                raise self._refusal(name, f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, async_op=True)")
-            kind, message = self._messages.popleft()
-        return finish(kind, message)
+        with _lock:
+            first = self._popped(tuple)
+        if first is None:
+            raise self._refusal(name, f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, async_op=True)")
+        return finish(*first)
 
     def start(self, name: str, finish: Finish) -> Work:
         """Return a receive of the oldest message, or of the next one that is sent."""
-        with self._lock:
-            if not self._messages:
+        with _lock:
+            first = self._popped(tuple)
+            if first is None:
                 made = _Expected(self._refusal(name, "wait after that"), finish)
-                self._expected.append(made)
+                self._append(made)
                 return made
-            kind, message = self._messages.popleft()
-        return done(finish(kind, message))
+        return done(finish(*first))
+
+    def _popped(self, kind: type) -> Any:
+        """Return what has waited longest, if it is of this kind; else None."""
+        box = self._boxes.get(self._tag)
+        if box is None or not isinstance(box[0], kind):
+            return None
+        if len(box) == 1:
+            del self._boxes[self._tag]
+        return box.popleft()
+
+    def _append(self, item: Any) -> None:
+        box = self._boxes.get(self._tag)
+        if box is None:
+            self._boxes[self._tag] = deque([item])
+        else:
+            box.append(item)
 
     def _refusal(self, name: str, advice: str) -> UsageError:
         return UsageError(

@@ -317,8 +317,7 @@ def _let_go(streams: dict[tuple[int, int, int], Communicator]) -> None:
 
 def _own(communicator: Communicator, tag: int) -> Mailbox:
     """Return what this rank has sent to itself."""
-    own: dict[int, Mailbox] = communicator.own_messages
-    return own.get(tag) or own.setdefault(tag, Mailbox(communicator.member_rank, tag))
+    return Mailbox(communicator.own_messages, communicator.member_rank, tag)
 
 
 def _checked(name: str, rank: Any, size: int) -> int:

@@ -210,7 +210,7 @@ class Communicator:
         self.hosts = hosts
         self._forced = dict(forced or {})
         self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
-        self.own_messages: dict[int, Any] = {}  # by tag: the mailbox of what this rank sends itself
+        self.own_messages: dict[int, Any] = {}  # by tag: what this rank sends itself, see collectives._mailbox
         self.prepares = True
         self.shortcuts: dict[Any, Shortcut] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
         self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}

@@ -40,7 +40,7 @@ def _script() -> str:
     import hashlib  # not before ranks meet: the package is imported sooner without it
 
     path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not isinstance(path, str):
+    if not isinstance(path, str) or not os.path.isfile(path):  # of a pipe nothing is left to be read
         return ""
     try:
         with open(path, "rb") as file:

@@ -74,6 +74,7 @@ class Totals:
         self._append = append
         self._prepared: dict[int, list[Any]] = {}  # by identity of what is told: [told, calls, ns]
         self._others: deque[Any] = deque()
+        self._fold_at = _FOLD_AT
         self._rows: dict[tuple[str, int, tuple[int, ...], int], list[int]] = {}
 
     def add(self, item: Any) -> None:
@@ -90,7 +91,7 @@ class Totals:
             cell[2] += ended - began
         else:
             self._others.append(item)
-            if len(self._others) >= _FOLD_AT:
+            if len(self._others) >= self._fold_at:
                 self._fold()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -113,6 +114,7 @@ class Totals:
             elif entry.told.members:
                 is_done = entry.state == "done"
                 self._count(entry.told, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done)
+        self._fold_at = _FOLD_AT + 2 * len(self._others)  # those that have not ended are not looked at again with each call
 
     def _count(self, told: Told, calls: int, nbytes: int, ns: int, *, failed: bool = False) -> None:
         size = size_of(told, nbytes)

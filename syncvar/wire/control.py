@@ -47,13 +47,13 @@ _SCHEMA: dict[str, dict[str, Any]] = {
 
 
 def pack_message(kind: str, **fields: Any) -> bytes:
-    """Return a message as bytes.
+    """Return a message as bytes; what of a text is no UTF-8, as in names of files, is escaped.
 
     Example:
         >>> parse_message(pack_message("resumed", group=0, call=4))["call"]
         4
     """
-    return bytes(msgpack.packb({"kind": kind, **fields}, use_bin_type=True))
+    return bytes(msgpack.packb({"kind": kind, **fields}, use_bin_type=True, unicode_errors="backslashreplace"))
 
 
 def parse_message(data: bytes) -> Message:

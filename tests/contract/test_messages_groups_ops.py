@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.collectives.groups import Group
+from syncvar.collectives.groups import Group, communicator_of
 from syncvar.config import RuntimeConfig
 from syncvar.runtime.context import current
 from syncvar.runtime.kernels import identity, reduction
@@ -82,6 +82,23 @@ def test_a_rank_may_send_to_itself(ranks):
         return sv.recv(sv.rank(), tag=4).tolist(), int(sv.recv(sv.rank(), async_op=True).wait())
 
     assert ranks(2, fn) == [([1.0, 1.0], 5)] * 2
+
+
+def test_nothing_is_kept_of_a_tag_with_which_a_rank_has_sent_to_itself():
+    def fn():
+        rank = sv.rank()
+        for step in range(50):
+            sv.send(step, rank, tag=step)
+            assert int(sv.recv(rank, tag=step)) == step
+            work = sv.recv(rank, tag=step, async_op=True)
+            with pytest.raises(sv.UsageError, match="sent itself nothing"):
+                sv.recv(rank, tag=100 + step)
+            sv.send(-step, rank, tag=step)
+            assert int(work.wait()) == -step
+        sv.send(1, rank, tag=7)
+        return list(communicator_of(None).own_messages)
+
+    assert run_ranks(2, fn, config=SOON, timeout_s=30) == [[7]] * 2
 
 
 def test_a_receive_from_oneself_may_be_started_before_the_message_is_sent(ranks):

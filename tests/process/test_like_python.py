@@ -1,5 +1,6 @@
 """A worker is as `python script.py` would be: hooks, `__main__` up to the last handler, errors of any kind."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -23,6 +24,17 @@ def late(main):
 threading.Thread(target=late, args=(threading.current_thread(),)).start()
 atexit.register(say, "handler")
 say("script")
+"""
+
+WAITS = """
+import sys, time
+import syncvar as sv
+
+print(float(sv.all_reduce(1.0)))
+if sv.rank() == 1:
+    time.sleep(0.5)  # rank 0 has reported that it waits
+    sys.exit(3)
+sv.barrier()
 """
 
 HOOK = """
@@ -109,3 +121,17 @@ def test_an_exception_without_a_text_is_told(launch):
     assert job.wait() == 1, str(job)
     assert "Silent: <exception str() failed>" in job.report, str(job)
     assert "bootstrap" not in job.err, str(job)
+
+
+def test_names_of_files_that_are_no_utf8(launch, tmp_path):
+    """The others are told of the script as they join, and of the line at which a rank waits."""
+    folder = os.fsencode(tmp_path) + b"/d\xe9"
+    os.mkdir(folder)
+    path = os.fsdecode(folder + b"/caf\xe9.py")
+    with open(path, "w") as file:
+        file.write(WAITS)
+    job = launch(target=[path], env={"SYNCVAR_REPORT_AFTER_S": "0.02"}, options=["--cwd", str(tmp_path)])
+    assert job.wait() == 3, str(job)
+    assert job.lines(0) == ["2.0"], str(job)
+    assert r"waiting in barrier (call 1) at" in job.report, str(job)
+    assert r"caf\udce9.py:9" in job.report, str(job)

@@ -1,5 +1,8 @@
 """What ranks tell of themselves is compared: a table for what they must have alike, a sentence for what they had better."""
 
+import os
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +22,13 @@ def world(**differing):
 def test_ranks_alike_are_neither_refused_nor_warned():
     assert differences(world()) == ("", "")
     assert differences({0: {}, 1: likeness(RuntimeConfig())}) == ("", ""), "who tells nothing is not compared"
+
+
+@pytest.mark.timeout(20)
+def test_a_script_that_comes_through_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "script")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "script"), raising=False)
+    assert likeness(RuntimeConfig())["script"] == ""
 
 
 def test_a_rank_tells_all_that_matters_and_little():

@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
 from syncvar.runtime.recorder import RING, Recorder, Told
-from syncvar.runtime.totals import size_class, size_of
+from syncvar.runtime.totals import Totals, size_class, size_of
 from syncvar.topology.rates import bus_factor
 from syncvar_launcher.totals import merged, read_totals, table
 
@@ -43,6 +43,25 @@ def test_the_factors_are_those_of_the_bench():
         if one.bus:
             assert bus_factor(function, 6) == BUS_FACTORS[one.bus](6), name
         assert bus_factor(function, 0) == 0.0
+
+
+def test_works_that_have_not_ended_are_looked_at_a_few_times_only():
+    looks = 0
+
+    class Started:
+        told = told("barrier")
+
+        @property
+        def state(self):
+            nonlocal looks
+            looks += 1
+            return "started"
+
+    totals = Totals([].append)
+    for _ in range(5_000):
+        totals.add(Started())
+    assert looks < 2 * 5_000
+    assert totals.rows() == []
 
 
 def test_more_calls_are_counted_than_the_ring_holds(tmp_path):
