@@ -370,7 +370,22 @@ class Communicator:
             UsageError: One has left the block; on all that work.
         """
         if self.uneven is not None:
+            self._require_free(what)
             self.uneven.require_all(what, instead)
+
+    def roll(self, what: str, timeout: float | None) -> None:
+        """Learn which ranks still work. Collective in a block of sv.uneven; elsewhere nothing.
+
+        Args:
+            what: The call that follows, for messages.
+            timeout: Seconds, or None for the job's default.
+
+        Raises:
+            UsageError: No call can follow here. The others are told of nothing, and wait for the next.
+        """
+        if self.uneven is not None:
+            self._require_free(what)
+            self.uneven.roll(what, timeout)  # from here on this is the group of those who still work
 
     def become(self, other: Communicator) -> None:
         """Change places with another communicator: whoever has this one makes the other's calls from now on."""
@@ -400,21 +415,9 @@ class Communicator:
             async_op: Return a `Work` at once.
             after_queued: Queued writes go first; False for the call that sends them.
         """
-        if self.uneven is not None:
-            self.uneven.roll(name, timeout)  # from here on this is the group of those who still work
+        self.roll(name, timeout)
+        self._require_free(name)
         engine = self.engine
-        self.member_rank  # noqa: B018  (raises for non-members)
-        if self._destroyed is not None:
-            raise self._destroyed
-        if engine is not None:
-            engine.check()
-        elif self._forked is not None:
-            raise self._forked
-        if self.busy.locked():
-            raise UsageError(
-                f"{name}: another call on this group is running in another thread; give each thread its own group "
-                f"(sv.new_group), or take turns"
-            )
         with self.busy:  # nothing can come between taking it and the promise to release it
             call = self.next_call
             self.next_call = call + 1
@@ -446,6 +449,21 @@ class Communicator:
             with contextlib.suppress(MismatchError):  # in a block of sv.uneven started calls are made at once
                 engine.run(operation, allowed)
             return Work(None, operation)
+
+    def _require_free(self, name: str) -> None:
+        """Raise an error, before anything is numbered or sent, where no call can be made."""
+        self.member_rank  # noqa: B018  (raises for non-members)
+        if self._destroyed is not None:
+            raise self._destroyed
+        if self.engine is not None:
+            self.engine.check()
+        elif self._forked is not None:
+            raise self._forked
+        if self.busy.locked():
+            raise UsageError(
+                f"{name}: another call on this group is running in another thread; give each thread its own group "
+                f"(sv.new_group), or take turns"
+            )
 
     def _operation(self, call: int, request: Request) -> Operation:
         channel = self.channel

@@ -448,7 +448,7 @@ class Variable(Taught, ArrayProtocol):
         communicator, value = self._owner.communicator, None
         try:
             if communicator.uneven is not None and self._synchronization is VariableSynchronization.ON_READ:
-                communicator.uneven.roll(what, self._owner.timeout)
+                communicator.roll(what, self._owner.timeout)
                 if len(communicator.whole) > communicator.size:
                     value = with_absent(self._owner, self._namespace, self.name, mine(), travel, what)
             if value is None:

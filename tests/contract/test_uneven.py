@@ -13,6 +13,7 @@ import pytest
 from harness import caught, covering, everywhere
 
 import syncvar as sv
+from syncvar.collectives.objects import gather_objects
 from syncvar.runtime.context import current
 from syncvar.testing import run_ranks
 
@@ -569,6 +570,27 @@ def test_a_block_may_end_with_the_first_that_leaves_it(world):
         return steps, float(v), float(sv.all_reduce(1.0))
 
     assert everywhere(3, run, **WORLDS[world]) == [(3, 9.0, 3.0)] * 3
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+def test_a_call_within_another_is_refused_and_makes_no_roll(world):
+    def run():
+        refused = []
+
+        def mine():  # while the group's call runs: so it is with a second thread, and with a signal's handler
+            if sv.rank() == 0:
+                refused.append(str(caught(lambda: sv.all_reduce(1.0, timeout=5.0))))
+
+        with sv.uneven() as block:
+            for _ in range(3):
+                gather_objects(current().world, "gather", mine, None)
+                total = sv.all_reduce(1.0)
+        return refused, float(total), block.working
+
+    results = everywhere(2, run, **WORLDS[world])
+    assert len(results[0][0]) == 3
+    assert all("another call on this group is running" in text for text in results[0][0])
+    assert [one[1:] for one in results] == [(2.0, (0, 1))] * 2
 
 
 @pytest.mark.parametrize(("world", "made"), [("arena", 0), ("arena", 1), ("links", 1)])
