@@ -243,9 +243,11 @@ def _structure_body(
     plain, kinds = unpack_object((yield from broadcast_bytes(communicator, skeleton, root)))
     structure = restored_structure(plain)
     if absent and holds_dataclass(structure):  # all ranks see it, so all refuse
+        shown = f"{name}: the root (rank {communicator.members[root]}) brings {describe(structure)}"
+        ranks = f"rank {', '.join(map(str, absent))} too, which bring{'s' if len(absent) == 1 else ''} None"
         raise MismatchError(
-            f"{name}: the root (rank {communicator.members[root]}) brings {describe(structure)}, and classes of dataclasses do not travel: pass one with arrays of "
-            f"the same shapes on rank {', '.join(map(str, absent))} too, which bring{'s' if len(absent) == 1 else ''} None; or a dict: dataclasses.asdict(x)"
+            f"{shown}, and classes of dataclasses do not travel: pass one with arrays of the same shapes on {ranks}; "
+            f"or a dict: dataclasses.asdict(x)"
         )
     results = []
     for place, (index, shape) in enumerate(kinds):

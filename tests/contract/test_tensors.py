@@ -468,6 +468,22 @@ def test_what_an_object_was_is_noted_as_data_and_nothing_of_it_is_copied_by_its_
     assert everywhere(fn) == [([3.0, 3.0], 2.0)] * 2
 
 
+def test_a_tensor_that_cannot_be_packed_is_refused_by_its_place(torch, monkeypatch):
+    """Whatever its library raises; the others are told."""
+
+    def refuse(tensor):
+        raise KeyError("no such storage")
+
+    monkeypatch.setattr(torch.Tensor, "detach", refuse)
+
+    def fn():
+        with pytest.raises(sv.ConfigError if sv.rank() == 0 else sv.MismatchError, match=r"value\['w'\] of type Tensor cannot travel: KeyError"):
+            sv.broadcast_object({"w": torch.Tensor(np.ones(2))} if sv.rank() == 0 else None)
+        return float(sv.all_reduce(1.0))
+
+    assert everywhere(fn) == [2.0, 2.0]
+
+
 def test_tensors_of_libraries_without_a_name_do_not_travel_as_objects():
     with pytest.raises(sv.ConfigError, match=r"value\[0\] is a tensors\.Tensor, which cannot travel: write np\.from_dlpack\(x\)"):
         sv.broadcast_object([Tensor(np.ones(2))])
