@@ -20,6 +20,7 @@ _BEFORE = 5
 _ELSEWHERE = 4
 _LINES = 16
 _REASON = 160
+_DEADLOCK = "deadlock: "  # in the arbiter's verdict
 _TOLD = "SystemExit: 143"  # how a worker ends that gets SIGTERM
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
 
@@ -117,6 +118,28 @@ def _held_up(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int
     )
 
 
+def _cycle(found: Sequence[Divergence]) -> dict[int, Divergence]:
+    """Return the ranks that were told of a deadlock, each with the call in which it waits for the next one, the last for the first.
+
+    Nobody parted from the others then. Empty where what diverged first is something else.
+    """
+    waits: dict[int, Divergence] = {}
+    for one in found:
+        for rank, event in one.made.items():
+            if one.absent and _kind(event.detail) == "MismatchError" and _DEADLOCK in event.detail.split("\n", 1)[0]:
+                waits.setdefault(rank, one)
+    path: list[int] = []
+    rank = next((rank for rank, one in waits.items() if one is found[0]), -1)
+    while rank in waits and rank not in path:
+        path.append(rank)
+        rank = next((other for other in waits[rank].absent if other in waits), -1)
+    if rank not in path:
+        return {}
+    path = path[path.index(rank) :]
+    first = path.index(min(path))
+    return {rank: waits[rank] for rank in (*path[first:], *path[:first])}
+
+
 def _ended_before(events: Iterable[Event]) -> list[int]:
     """Return the ranks that had ended before a call, as those heard who waited in it."""
     return [rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end]
@@ -143,7 +166,11 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
     zero = min((record.events[0].began_ns for record in records if record.events), default=0)
     found, names = divergences(records), names_of(records)
     lines = _head(records)
-    if found:
+    cycle = _cycle(found)
+    if cycle:
+        lines += _told_cycle(cycle, names, zero)
+        lines += [f"also: {_one_line(records, one, zero)}" for one in found if one not in cycle.values()][:_ELSEWHERE]
+    elif found:
         lines += _told(records, found[0], zero)
         lines += [f"also: {_one_line(records, one, zero)}" for one in found[1 : 1 + _ELSEWHERE]]
         if len(found) > 1 + _ELSEWHERE:
@@ -214,6 +241,21 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
         lines.append(f"  {rank_list(unknown)}: not known")
     lines += _verdict(one)
     return [*lines, "", f"before it, in {group}", *_before(records, one.group, one.call, zero)]
+
+
+def _told_cycle(cycle: Mapping[int, Divergence], names: Mapping[int, str], zero: int) -> list[str]:
+    ranks = list(cycle)
+    after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+    waits = [f"rank {rank} {'waits ' if rank == ranks[0] else ''}for {_awaited(cycle[rank].made[rank])}rank {after[rank]}" for rank in ranks[:_LINES]]
+    lines = [f"deadlock: {', '.join(waits[:-1])}, and {waits[-1]}"]
+    for rank, one in list(cycle.items())[:_LINES]:
+        event = one.made[rank]
+        lines.append(f"  rank {rank}: call {one.call} of {names[one.group]}, {_did(event)}, begun at {duration(event.began_ns - zero)}")
+    return [*lines, *_verdict(cycle[ranks[0]]), ""]
+
+
+def _awaited(event: Event) -> str:
+    return "a message of " if event.what.startswith("recv") else ""
 
 
 def _did(event: Event) -> str:

@@ -104,6 +104,18 @@ def test_a_rank_that_ended_without_a_message_that_another_waits_for_is_explained
     assert "begin.py" not in text, "a place of ours is none of the script"
 
 
+def test_ranks_that_wait_for_messages_of_each_other_are_explained_as_a_cycle(launch, syncvar):
+    job = launch(BEGIN + "sv.recv(1 - rank)\n", workers=2)
+    assert job.wait() == 76, str(job)
+    code, text = syncvar("explain", records(job))
+    assert code == 1, text
+    assert "deadlock: rank 0 waits for a message of rank 1, and rank 1 for a message of rank 0\n" in text
+    assert "call 0 of send/recv between ranks 0 and 1, recv(from rank 0, tag 0), failed with MismatchError" in text
+    assert "the ranks were told:" in text
+    for words in ("divergence", "never entered it", "also:"):
+        assert words not in text
+
+
 def test_a_deadline_is_explained(launch, syncvar):
     ending = "if rank == 1:\n    time.sleep(30)\nsv.all_reduce(x, timeout=0.5)\n"
     job = launch(BEGIN + ending, workers=2)

@@ -102,6 +102,27 @@ def crossed():
     ]
 
 
+def waiting_in_a_ring(said="deadlock: each of these ranks waits for the next one", kind="MismatchError"):
+    """Each of three ranks waits for a message of the next one."""
+    groups = {10 + rank: sorted([rank, (rank + 1) % 3]) for rank in range(3)}
+    made = [(f"recv(from rank {(rank + 1) % 3}, tag 0)", 9) for rank in range(3)]
+    detail = f"{kind}: {made[0][0]} (call 0): {said}"
+    return [
+        data(rank, [*same(rank, 1), call(0, made[rank], 22 - rank, 90, "failed", group=10 + rank, detail=detail)], groups={group: groups[group] for group in groups if rank in groups[group]})
+        for rank in range(3)
+    ]
+
+
+def test_ranks_that_wait_for_one_another_have_not_parted():
+    text, has_diverged = explained(records(*waiting_in_a_ring()))
+    assert has_diverged
+    assert "deadlock: rank 0 waits for a message of rank 1, rank 1 for a message of rank 2, and rank 2 for a message of rank 0\n" in text
+    assert "divergence" not in text
+    assert "also:" not in text
+    for other in (waiting_in_a_ring("no"), waiting_in_a_ring(kind="PeerLost"), waiting_in_a_ring()[:2]):
+        assert "deadlock: rank" not in explained(records(*other))[0]
+
+
 def skipped():
     """Rank 1 left a block of calls early."""
     first = [call(0, SUM, 1, 2), call(1000000, SUM, 10, 11)]
