@@ -147,6 +147,7 @@ class Uneven:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         del trace
         context = self.context
+        is_caught_up = False
         try:
             if error is not None and not isinstance(error, OneHasLeft):
                 self.end(f"{LEFT}{type(error).__name__}: {error}")
@@ -156,11 +157,12 @@ class Uneven:
                 self._abandon()
                 raise UsageError(f"{self.is_over}. The program has gone on, but the block of sv.uneven had no more calls from there")
             self._leave()
+            is_caught_up = True
             return error is not None
         finally:
             context.uneven = None
             for roster in self._all_rosters():
-                roster.resume()
+                roster.resume(is_caught_up=is_caught_up)
 
     def end(self, reason: str, why: str = "") -> None:
         """Make no more calls in the block, and tell the others; waits for nobody.

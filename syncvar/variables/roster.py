@@ -110,6 +110,7 @@ class Roster:
         self._looks = False  # at every write: in a run, and where a difference has been told
         self._is_paused = False
         self._deferred: list[Variable] = []  # while it is paused
+        self._counted: tuple[int, dict[str, int]] = 0, {}  # runs, and increments of each variable, when it was paused
         self.writes = 0  # outside runs, of the variable that was written most often
         self._laid = 0  # bytes of all variables that were ever made
         self._lots: dict[int, list[Entry]] = {}  # what is compared together, by the remainder of the number of its runs
@@ -194,13 +195,25 @@ class Roster:
         """Decide and compare nothing, and defer nothing: some replicas may make no more steps (`sv.uneven`)."""
         if not self._is_paused:
             self._is_paused = True
-            self._deferred = [one for one in self.living().values() if one.is_deferred]
+            living = self.living()
+            self._counted = self.runs, {name: one._added for name, one in living.items()}  # noqa: SLF001  (its other half)
+            self._deferred = [one for one in living.values() if one.is_deferred]
             for one in self._deferred:
                 one.defers(is_deferred=False)
 
-    def resume(self) -> None:
-        """Go on as before."""
+    def resume(self, *, is_caught_up: bool) -> None:
+        """Go on as before.
+
+        Args:
+            is_caught_up: The replicas have counted the same meanwhile; else none of it counts, so that they agree.
+        """
+        if not self._is_paused:
+            return
         self._is_paused = False
+        if not is_caught_up:
+            self.runs, increments = self._counted
+            for name, one in self.living().items():
+                one._added = increments.get(name, one._added)  # noqa: SLF001
         for one in self._deferred:
             one.defers(is_deferred=True)
         self._deferred = []

@@ -572,6 +572,35 @@ def test_a_block_may_end_with_the_first_that_leaves_it(world):
     assert everywhere(3, run, **WORLDS[world]) == [(3, 9.0, 3.0)] * 3
 
 
+def test_after_an_exception_in_a_block_comparisons_and_decisions_are_at_the_same_points_again():
+    def run():
+        strategy = sv.MultiWorkerMirroredStrategy()
+        strategy.check_every = 3
+        with strategy.scope():
+            v = sv.Variable(0.0, aggregation="SUM", name="v")
+        w = sv.Variable(0.0, aggregation="SUM", name="w")
+
+        def loop():
+            with sv.uneven():
+                for number in range([9, 9, 1][sv.rank()]):
+                    if number == 4 and sv.rank() == 0:
+                        raise sv.UsageError("bad batch")
+                    strategy.run(lambda: v.assign_add(1.0))
+                    w.assign_add(1.0)
+
+        left = caught(loop)
+        v.assign(0.0)  # what the ranks wrote alone is no part of a block that an exception has left
+        w.assign(0.0)
+        for _ in range(7):
+            strategy.run(lambda: v.assign_add(1.0))
+        for _ in range(70):  # AUTO decides at the 64th
+            w.assign_add(1.0)
+        return type(left).__name__, float(v), float(w)
+
+    results = everywhere(3, run, shared=True)
+    assert results == [("UsageError", 21.0, 210.0), ("MismatchError", 21.0, 210.0), ("MismatchError", 21.0, 210.0)]
+
+
 @pytest.mark.parametrize("world", list(WORLDS))
 def test_a_call_within_another_is_refused_and_makes_no_roll(world):
     def run():
