@@ -19,6 +19,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 collect_ignore_glob = ["*/conftest.py"]  # two modules of one name cannot both be searched for doctests, and have none
 
@@ -30,6 +31,11 @@ SLOW_S = 600.0
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "syncvar-"  # of the names that the library makes there
 _LIMIT = pytest.StashKey()
+
+
+# How long an example takes, or is drawn, says nothing here: another process of tests may have the core meanwhile.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 def pytest_configure(config):

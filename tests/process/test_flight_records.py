@@ -60,8 +60,19 @@ def test_a_mismatch_is_explained(launch, syncvar):
     assert "call 3: barrier, ranks 0-2, done" in text
 
 
+RAISES = """
+if rank == 2:  # when the others are in the call: who hears of it before has another story
+    probe.gate("0")
+    probe.gate("1")
+    raise ValueError('planted')
+work = sv.all_reduce(x, async_op=True)
+probe.open_gate(rank)
+work.wait()
+"""
+
+
 def test_an_exception_between_calls_is_explained(launch, syncvar):
-    job = launch(BEGIN + "if rank == 2:\n    raise ValueError('planted')\nsv.all_reduce(x)\n", workers=3)
+    job = launch(BEGIN + RAISES, workers=3)
     assert job.wait() == 1, str(job)
     code, text = syncvar("explain", records(job))
     assert code == 1, text
