@@ -191,7 +191,8 @@ class Generation:
     def _start(self) -> None:
         chosen = self.options
         if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
-            self.forwarder.say(f"syncvar {_version()} | {self.job.summary()} | {self.sharing.describe()[0]}\n")
+            bound = f" | {self.job.binding.reason}" if self.job.fleet is None else ""
+            self.forwarder.say(f"syncvar {_version()} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n")
         if isinstance(self.agent, Agents):
             self.agent.begin()
             return

@@ -81,7 +81,7 @@ class Job:
         workers = self.options.workers
         ranks = f"{workers} rank{'s' * (workers > 1)}"
         if self.fleet is None:
-            return f"{ranks} on {self.host} | {self.binding.reason}"
+            return f"{ranks} on {self.host}"
         return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.fleet.sites)}"
 
     def host_name(self, rank: int) -> str:

@@ -86,13 +86,18 @@ def _untravelled(array: NDArray[Any], what: str) -> str:
     return f"{what} is an array of Python objects (dtype object), here {reprlib.repr(array.tolist())}: pass x.astype('{name}')"
 
 
-def _is_masked(value: Any) -> bool:
-    """Return whether a value, or an item of nested lists, is a masked array, which becomes another array without its mask."""
+def _is_masked(value: Any, above: tuple[int, ...] = ()) -> bool:
+    """Return whether a value, or an item of nested lists, is a masked array, which becomes another array without its mask.
+
+    Args:
+        value: As it was passed; a list that holds itself is looked through once, and refused where it becomes an array.
+        above: The lists that it stands in.
+    """
     masked = sys.modules.get("numpy.ma")  # NumPy imports it with the first use
     if masked is None:
         return False
     if isinstance(value, list | tuple):
-        return any(_is_masked(item) for item in value)
+        return id(value) not in above and any(_is_masked(item, (*above, id(value))) for item in value)
     return isinstance(value, masked.MaskedArray)
 
 

@@ -1,6 +1,7 @@
 """Jobs on several real hosts: started by ssh, refused with reasons, ended whatever happens, and nothing is left anywhere."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import textwrap
 import time
 
 import pytest
-from launching import Job, await_true, state
+from launching import Job, await_true
+from test_stopped_job import SCRIPT, Terminal, stopped
 
 WORLD = """
     import os
@@ -63,6 +65,7 @@ def test_ranks_of_several_hosts_meet(hosts, tmp_path, slots, method):
     assert not any(event["secret"] for event in met.values())
 
 
+@pytest.mark.slow
 def test_links_listen_at_one_address_of_each_host(hosts, tmp_path):
     script = """
         import probe
@@ -103,12 +106,12 @@ def test_all_hosts_that_cannot_be_used_are_told_at_once_and_nothing_is_started(h
     ("options", "words"),
     [
         (("--remote-python", "/no/python"), "there is no /no/python there; give python=PATH"),
-        (("--remote-python", "/usr/bin/python3"), "syncvar is not installed for /usr/bin/python3 there; /usr/bin/python3 -m pip install"),
-        (("--workers", "9"), "9 workers have no place: the hosts have 2 slots"),
-        (("--cores-per-worker", "999"), "1 worker with 999 cores each need 999 cores, but this host lets us use"),
-        (("--iface", "wlan7"), "is not reached by all others: it has no address"),
-        (("--ssh", "/no/ssh"), "/no/ssh cannot be started"),
-        (("--ssh-port", "2222"), "nobody listens for ssh there"),
+        pytest.param(("--remote-python", "/usr/bin/python3"), "syncvar is not installed for /usr/bin/python3 there; /usr/bin/python3 -m pip install", marks=pytest.mark.slow),
+        pytest.param(("--workers", "9"), "9 workers have no place: the hosts have 2 slots", marks=pytest.mark.slow),
+        pytest.param(("--cores-per-worker", "999"), "1 worker with 999 cores each need 999 cores, but this host lets us use", marks=pytest.mark.slow),
+        pytest.param(("--iface", "wlan7"), "is not reached by all others: it has no address", marks=pytest.mark.slow),
+        pytest.param(("--ssh", "/no/ssh"), "/no/ssh cannot be started", marks=pytest.mark.slow),
+        pytest.param(("--ssh-port", "2222"), "nobody listens for ssh there", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -119,12 +122,14 @@ def test_what_does_not_fit_is_refused_with_its_remedy(hosts, tmp_path, options, 
     assert not job.events("began")
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_started_there_is_told(hosts, tmp_path):
     job = Job(tmp_path, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)), target=["--no-python", "/no/such/program"])
     assert job.wait(60) == 78, job
     assert "it cannot be started: a worker cannot be started: /no/such/program: No such file or directory" in job.err
 
 
+@pytest.mark.slow
 def test_an_unknown_host_key_is_refused_and_explained(hosts, tmp_path):
     known = hosts.known.read_text()
     hosts.known.write_text("".join(line for line in known.splitlines(keepends=True) if not line.startswith(hosts.names[2])))
@@ -166,7 +171,9 @@ def test_ctrl_c_ends_all_hosts(hosts, tmp_path):
     assert "interrupted by SIGINT" in job.err
 
 
-@pytest.mark.parametrize("victim", ["agent", "ssh", "launcher"])
+@pytest.mark.parametrize(
+    "victim", ["agent", pytest.param("ssh", marks=pytest.mark.slow), pytest.param("launcher", marks=pytest.mark.slow)]
+)
 def test_whoever_is_killed_nothing_is_left_on_any_host(hosts, tmp_path, victim):
     job = start(hosts, tmp_path, WAITS, at(hosts, 0, 1, 2))
     job.await_events("met", 3, limit_s=60)
@@ -186,6 +193,7 @@ def test_whoever_is_killed_nothing_is_left_on_any_host(hosts, tmp_path, victim):
     assert not hosts.await_quiet()
 
 
+@pytest.mark.slow
 def test_a_host_that_was_lost_is_logged_in_to_again_for_a_restart(hosts, tmp_path):
     script = """
         import os
@@ -221,6 +229,7 @@ def test_input_and_output_pass_through(hosts, tmp_path):
     assert job.lines(1) == ["x" * 999] * 2000
 
 
+@pytest.mark.slow
 def test_a_link_that_is_down_for_a_moment_costs_nothing(hosts, tmp_path):
     script = """
         import numpy as np
@@ -304,27 +313,22 @@ def test_ranks_of_other_hosts_are_what_they_are_on_one(hosts, tmp_path):
     assert job.events("is", 0)[0]["mask"] == 0o022
 
 
+@pytest.mark.slow
 def test_a_job_that_was_stopped_longer_than_silence_may_last_goes_on(hosts, tmp_path):
-    script = """
-        import probe
-        import syncvar as sv
-        sv.barrier()
-        probe.note("met")
-        probe.gate("go")
-    """
-    job = start(hosts, tmp_path, script, at(hosts, 0, 1, 1))  # in this profile lost_after_s is 1.5
-    job.await_events("met", 2, limit_s=60)
-    job.process.send_signal(signal.SIGTSTP)
-    await_true(lambda: state(job.process.pid) == "T", what="the launcher to stop")
-    stopped = time.monotonic()
-    while time.monotonic() - stopped < 3.0:
-        assert state(job.process.pid) == "T"
-        time.sleep(0.1)
-    job.process.send_signal(signal.SIGCONT)
-    job.open_gate("go")
-    assert job.wait(60) == 0, job
+    terminal = Terminal(tmp_path)
+    try:
+        job = Job(tmp_path, SCRIPT, workers=2, arguments=["computing"], prefix=(*terminal.prefix(), shutil.which("ip"), *hosts.prefix[1:]),
+                  options=(*hosts.ssh, "-H", at(hosts, 0, 1, 1)))  # fmt: skip
+        stopped(job, terminal)
+        time.sleep(2.5)  # lost_after_s is 1.5
+        (tmp_path / "fg").touch()
+        job.open_gate("go")
+        assert job.wait(60) == 0, job
+    finally:
+        os.close(terminal.end)
 
 
+@pytest.mark.slow
 def test_input_goes_on_while_its_reader_pauses(hosts, tmp_path):
     script = """
         import sys

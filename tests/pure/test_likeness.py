@@ -50,7 +50,7 @@ def test_what_must_be_alike_is_refused_with_a_table(name):
 
 
 def test_what_had_better_be_alike_is_one_sentence_that_names_ranks():
-    refusal, warning = differences(world(python={3: "3.99"}, numpy={0: "0.1"}, script={1: "train.py 00000000", 2: ""}))
+    refusal, warning = differences(world(python={3: "3.99"}, numpy={0: "0.1"}, script={0: "a.py 1", 1: "train.py 00000000", 2: "", 3: "a.py 1"}))
     assert refusal == ""
     assert "\n" not in warning
     for words in ("'3.99' (rank 3)", "'0.1' (rank 0)", "'train.py 00000000' (rank 1)"):
