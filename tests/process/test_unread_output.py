@@ -2,13 +2,10 @@
 standard error. What a reader takes late is whole and in order.
 """
 
-import array
 import contextlib
-import fcntl
 import os
 import select
 import signal
-import termios
 import time
 from pathlib import Path
 
@@ -235,13 +232,14 @@ def test_a_folder_of_logs_that_holds_a_pipe_blocks_nobody(launch, tmp_path):
 
 
 def pipe_full(reader):
-    """Wait until a pipe holds as much as it can."""
-    size = fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
-    held = array.array("i", [0])
+    """Wait until a pipe takes nothing more: its pages may be in use, and not all of them full."""
 
     def is_full():
-        fcntl.ioctl(reader, termios.FIONREAD, held)
-        return held[0] >= size - select.PIPE_BUF
+        end = os.open(f"/proc/self/fd/{reader}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return not select.select([], [end], [], 0)[1]
+        finally:
+            os.close(end)
 
     await_true(is_full, what="a full pipe")
 
