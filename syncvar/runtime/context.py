@@ -393,6 +393,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     from syncvar.config import RuntimeConfig, doubtful_variables
 
     environment = RankEnvironment.from_mapping(environ)
+    keeper = 0 if environment is None else None  # of the roll: rank 0's process, or the launcher
     if alone and environment is not None and environment.world_size > 1:
         raise ConfigError(
             f"sv.init(alone=True) contradicts SYNCVAR_RANK={environment.rank} and SYNCVAR_WORLD_SIZE={environment.world_size}: "
@@ -435,7 +436,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     transport: ZeromqTransport | None = None
     arena: Arena | str = ""
     try:
-        control = ZeromqControl(zeromq, environment.rendezvous, environment.rank, keys)
+        control = ZeromqControl(zeromq, environment.rendezvous, environment.rank, config, keys, keeper)
         transport = ZeromqTransport(
             zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
             outside=outside, keys=keys if outside else None,

@@ -799,7 +799,8 @@ class Engine:
 
     def _aborted(self, message: Message) -> None:
         operation = self._active.get((message["group"], message["call"]))
-        rank, host = message["rank"], message["host"]
+        rank = message["rank"]
+        host = message["host"] or self._hosts.get(rank, "")
         if rank == self.rank:  # it was stopped, and is awake again
             self._break(HandshakeError(f"the job goes on without this rank, or ends: rank {rank} was given up, {message['reason']}"))
             return

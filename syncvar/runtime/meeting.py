@@ -27,6 +27,7 @@ from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
 from syncvar.runtime.directory import JobDirectory
 from syncvar.runtime.store import Store
+from syncvar.transports.zeromq import why_closed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -153,8 +154,6 @@ class _Host:
         self._pidfds: dict[int, int] = {}  # descriptor -> rank
         self._watched: set[int] = set()
         self._ends = threading.Event()
-        self._is_waiting = False  # for the others to leave: this process takes no part any more
-        self._asked = 0.0
         self._handing: Handing | None = None
         self.store: Store | None = None
         umask = os.umask(0o077)
@@ -162,6 +161,7 @@ class _Host:
             if told.rank == 0:
                 keys = None if secret is None else link_keys(secret)
                 self.store = Store(_rendezvous(told, str(directory.path)), told.world_size, job_id, config, keys=keys)
+                self.store.watch()
             if told.local_world_size > 1 and config.transport != "zmq":
                 path = arena_path(str(directory.path))
                 self._handing = Handing(path, job_id, told.local_world_size, self._make)
@@ -184,7 +184,6 @@ class _Host:
         if os.getpid() != self._process:
             return
         if self.store is not None:
-            self._is_waiting = True
             failing = getattr(sys, "last_value", None) is not None
             until = time.monotonic() + (0.0 if failing else self._config.rendezvous_timeout_s)
             while time.monotonic() < until and not self._is_deserted():
@@ -215,9 +214,7 @@ class _Host:
             if self.store is not None:
                 self.store.serve(now)
                 self._watch(self.store)
-                if self._is_waiting and now - self._asked > self._config.heartbeat_interval_s:
-                    self._asked = now
-                    self._look_for_lost(self.store, now)
+                self._tell_lost(self.store, now)
                 for item in ready:
                     if item in self._pidfds:
                         self._ended(self.store, item, now)
@@ -240,12 +237,11 @@ class _Host:
                 with contextlib.suppress(OSError):
                     self._pidfds[os.pidfd_open(member.pid)] = rank
 
-    def _look_for_lost(self, store: Store, now: float) -> None:
-        """Look for ranks of other hosts whose channel has closed: no link of this process tells of them any more."""
-        closed = [rank for rank in self._present(store) if not store.is_connected(rank)]
-        store.serve(now)  # what they have said before, that they leave for instance
-        for rank in self._present(store).intersection(closed):
-            store.ended(rank, "its process ended without leaving", now)
+    def _tell_lost(self, store: Store, now: float) -> None:
+        """Tell of ranks whose channel has closed: while the ranks meet, and when this one has left, no link tells of them."""
+        for rank in store.take_lost(now):
+            if rank in self._present(store) or rank in store.coordinator.next_roll.members:
+                store.ended(rank, why_closed(self._config), now)
 
     def _ended(self, store: Store, descriptor: int, now: float) -> None:
         rank = self._pidfds.pop(descriptor)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from syncvar.errors import ConfigError, RendezvousError, WireError
-from syncvar.transports.zeromq import milliseconds, parse_control_identity
+from syncvar.transports.zeromq import milliseconds, monitored, parse_control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Mute, Say, pack_message, parse_message
 
 if TYPE_CHECKING:
@@ -56,12 +55,14 @@ class Store:
         self.failure: Fail | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
+        self._monitor: Any = None
+        self._on_descriptor: dict[int, bytes] = {}  # who has joined by which connection, while they are watched
+        self._closed: list[bytes] = []
         self._context: zmq.Context[Any] = zmq.Context()
         self.socket: Any = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what is sent to nobody is told, for `is_connected`
         self.socket.setsockopt(zmq.SNDHWM, 10_000)
         self.socket.setsockopt(zmq.RCVHWM, 10_000)
         self._gate: Gate | None = None
@@ -88,10 +89,10 @@ class Store:
         """Handle every message that has come, and what the clock makes due."""
         while True:
             try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            self._handle(parts, now)
+            self._handle([one.bytes for one in frames], now, frames[-1])
         self._carry_out(self.coordinator.tick(now))
 
     def ended(self, rank: int, reason: str, now: float) -> None:
@@ -106,15 +107,18 @@ class Store:
         """Note that a rank ended in order."""
         self._carry_out(self.coordinator.finished(rank, now))
 
-    def is_connected(self, rank: int) -> bool:
-        """Return whether a rank that has joined still has its channel; asks it whether it is there."""
-        peer = self._peers.get(rank)
-        try:
-            if peer is not None:
-                self.socket.send_multipart([peer, pack_message("are_you_there")], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            return error.errno != errno.EHOSTUNREACH
-        return peer is not None
+    def watch(self) -> None:
+        """Begin to watch for channels that close: nobody else tells how ranks end."""
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def take_lost(self, now: float) -> list[int]:
+        """Return the ranks whose channel has closed since the last call; what they had said before has been handled."""
+        self._note_closed()
+        if not self._closed:
+            return []
+        closed, self._closed = self._closed, []
+        self.serve(now)
+        return [rank for rank, peer in self._peers.items() if peer in closed]
 
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""
@@ -123,12 +127,26 @@ class Store:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
+        if self._monitor is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.disable_monitor()
+            self._monitor.close(linger=0)
         self.socket.close(linger=0)
         if self._gate is not None:
             self._gate.close()
         self._context.term()
 
-    def _handle(self, parts: list[bytes], now: float) -> None:
+    def _note_closed(self) -> None:
+        while self._monitor is not None:
+            try:
+                _, descriptor = monitored(self._monitor)
+            except zmq.Again:
+                return
+            peer = self._on_descriptor.pop(descriptor, None)
+            if peer is not None:
+                self._closed.append(peer)
+
+    def _handle(self, parts: list[bytes], now: float, came: zmq.Frame) -> None:
         rank = parse_control_identity(parts[0])
         if rank is None or len(parts) != 2:
             self.refused_messages += 1
@@ -140,6 +158,9 @@ class Store:
                     raise WireError(f"rank {rank} claims to be rank {message['rank']}")
                 previous = self._peers.get(rank)
                 self._peers[rank] = parts[0]
+                if self._monitor is not None:
+                    self._note_closed()  # what has closed before was an earlier user of this descriptor
+                    self._on_descriptor[int(came.get(zmq.SRCFD))] = parts[0]
                 refused, actions = self.coordinator.join(message, now)
                 if refused:
                     del self._peers[rank]  # a stranger has no say in this job

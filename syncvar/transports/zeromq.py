@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.transports.curve import Gate, LinkKeys
 
-__all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "parse_control_identity"]
+__all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "monitored", "parse_control_identity", "why_closed"]
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CONTROL_IDENTITY = struct.Struct("<cI8s")
@@ -73,7 +73,7 @@ def parse_control_identity(identity: bytes) -> int | None:
     return int(_CONTROL_IDENTITY.unpack(identity)[1])
 
 
-def _monitored(monitor: Any) -> tuple[int, int]:
+def monitored(monitor: Any) -> tuple[int, int]:
     """Return the next (event, value) of a socket's monitor.
 
     pyzmq has a function for it, in a module that imports asyncio, which costs every worker 30 ms.
@@ -83,6 +83,19 @@ def _monitored(monitor: Any) -> tuple[int, int]:
     """
     event: tuple[int, int] = _MONITORED.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
     return event
+
+
+def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
+    """Let a tcp connection that is silent for `lost_after_s` be closed at both ends; only the end that connects needs it."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
+    silence = milliseconds(config.lost_after_s)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
+
+
+def why_closed(config: RuntimeConfig) -> str:
+    """Return in words why a connection has ended without a goodbye."""
+    return f"connection closed, or silent for {config.lost_after_s:g} s"
 
 
 class _QueuedLoan:
@@ -129,19 +142,38 @@ class ZeromqControl:
         context: ZeroMQ context of this process.
         endpoint: Where the launcher listens.
         rank: This process's rank.
+        config: Limits and intervals.
         keys: What a tcp endpoint is protected by.
+        keeper: The rank whose process listens there, where no launcher does: if the channel closes or falls silent, that
+            rank is lost. A launcher watches its workers, and itself, by other means.
+
+    Attributes:
+        monitor: Tells of the channel's end; None where a launcher listens.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], endpoint: str, rank: int, keys: LinkKeys | None = None
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        rank: int,
+        config: RuntimeConfig,
+        keys: LinkKeys | None = None,
+        keeper: int | None = None,
     ) -> None:
         self.socket: Any = context.socket(zmq.DEALER)
+        self.monitor: Any = None
+        self._config = config
+        self._keeper = keeper
+        self._is_up = self._is_lost = self._has_told = False
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank))
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None and endpoint.startswith("tcp://"):
             keys.connect(self.socket)
+        if keeper is not None and endpoint.startswith("tcp://"):
+            ask_for_signs_of_life(self.socket, config)
+            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
         self._closed = False
         self._has_sent = False
@@ -159,15 +191,39 @@ class ZeromqControl:
 
     def receive(self) -> Message | None:
         """Return the next control message, or None."""
-        if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            return None
-        return parse_message(self.socket.recv(zmq.NOBLOCK))
+        if self.monitor is not None:  # first: what had come before the end is still there to be taken
+            self._watch()
+        if self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            return parse_message(self.socket.recv(zmq.NOBLOCK))
+        if self._is_lost and not self._has_told:
+            self._has_told = True
+            return {
+                "kind": "abort", "rank": self._keeper, "host": "", "kind_of_break": "lost", "reason": why_closed(self._config),
+                "group": -1, "call": -1, "missing": [],
+            }  # fmt: skip
+        return None
 
     def close(self, linger_s: float) -> None:
         """Close the channel; messages already sent are flushed for at most `linger_s` seconds."""
         if not self._closed:
             self._closed = True
-            self.socket.close(linger=int(linger_s * 1000))
+            if self.monitor is not None:
+                self._watch()
+                with contextlib.suppress(zmq.ZMQError):
+                    self.socket.disable_monitor()
+                self.monitor.close(linger=0)
+            self.socket.close(linger=0 if self._is_lost else int(linger_s * 1000))
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                event, _ = monitored(self.monitor)
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_up = True
+            elif self._is_up:  # before, somebody else may have listened there
+                self._is_lost = True
 
 
 class ZeromqTransport:
@@ -253,7 +309,8 @@ class ZeromqTransport:
         self._arrivals = select.poll()
         self._arrivals.register(self._wake, select.POLLIN)
         if control is not None:
-            self._control_items = (control.socket, self._wait_for(control.socket))
+            watched = [one for one in (control.socket, control.monitor) if one is not None]
+            self._control_items = (*watched, *map(self._wait_for, watched))
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -408,10 +465,7 @@ class ZeromqTransport:
         # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
         # closes the connections of a process that ends, and the agent sees one that is stopped.
         if address.startswith("tcp://"):
-            socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
-            silence = milliseconds(config.lost_after_s)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
-            socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
+            ask_for_signs_of_life(socket, config)
 
     def _bind(self, endpoint: str) -> str:
         scheme, _, place = endpoint.partition("://")
@@ -535,7 +589,7 @@ class ZeromqTransport:
     def _watch_router(self) -> None:
         while True:
             try:
-                _, descriptor = _monitored(self._router_monitor)
+                _, descriptor = monitored(self._router_monitor)
             except zmq.Again:
                 return
             peer = self._source_of_descriptor.pop(descriptor, None)
@@ -551,7 +605,7 @@ class ZeromqTransport:
             closed = False
             while True:
                 try:
-                    event, _ = _monitored(link.monitor)
+                    event, _ = monitored(link.monitor)
                 except zmq.Again:
                     break
                 if event == zmq.EVENT_CONNECTED:
@@ -583,7 +637,7 @@ class ZeromqTransport:
 
     def _disconnected(self, peer: int) -> None:
         if peer not in self._departed:
-            self._lose(peer, f"connection closed, or silent for {self._config.lost_after_s:g} s")
+            self._lose(peer, why_closed(self._config))
             return
         link = self._links.pop(peer, None)
         if link is not None:

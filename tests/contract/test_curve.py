@@ -151,7 +151,7 @@ def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
 def test_every_socket_has_limits():
     with world() as ranks, zmq.Context() as context:
         ranks[0].send(1, pack_header(Kind.DATA, 0, 0, 0, 7))
-        control = ZeromqControl(context, "ipc:///nowhere", 0)
+        control = ZeromqControl(context, "ipc:///nowhere", 0, CONFIG)
         store = Store(f"ipc://{os.path.dirname(ranks[0].address.removeprefix('ipc://'))}/store", 2, "job", CONFIG)
         try:
             limits = {}

@@ -157,6 +157,41 @@ def test_rank_0_does_not_wait_for_a_rank_of_another_host_that_has_failed(start):
     assert "after rank 0 has left" in error
 
 
+SILENT = """
+import os, signal, sys, threading, time
+import syncvar as sv
+rank = int(os.environ["RANK"])
+def fall_silent():
+    until = time.monotonic() + 20
+    while "(2 of 3 are here)" not in open("out0").read() and time.monotonic() < until:
+        time.sleep(0.01)
+    open("pid", "w").write(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 1:
+    threading.Thread(target=fall_silent, daemon=True).start()
+try:
+    sv.init()
+except sv.SyncvarError as error:
+    print(type(error).__name__, error, flush=True)
+    if rank == 0:
+        os.kill(int(open("pid").read()), signal.SIGCONT)
+    sys.exit(3)
+"""
+
+
+def test_a_rank_of_another_host_that_falls_silent_while_the_ranks_meet_is_lost_and_nobody_waits_for_it(start):
+    """The third rank never comes; without signs of life the others would wait for as long as it may take."""
+    number, key = free_ports(2), secrets.token_hex(32)
+    limits = {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300, "SYNCVAR_ROLL_CALL_S": 0.2, "SYNCVAR_HEARTBEAT_INTERVAL_S": 0.1, "SYNCVAR_LOST_AFTER_S": 1,
+              "SYNCVAR_SUSPECT_AFTER_S": 0.5}  # fmt: skip
+    told = [torch(rank, 3, number, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, GROUP_RANK=rank, GROUP_WORLD_SIZE=3, SYNCVAR_KEY=key, **limits) for rank in range(2)]
+    (first, out), (second, other) = start(told, script=SILENT)
+    assert (first, second) == (3, 3), (out, other)
+    assert "PeerLost rank 1 on" in out
+    assert "was lost: connection closed, or silent for 1 s (while the ranks met)" in out
+    assert "PeerLost rank 0 was lost: connection closed, or silent for 1 s (while the ranks met)" in other
+
+
 def test_tf_config(start):
     first = free_ports(2)
     workers = [f"localhost:{first + index}" for index in range(2)]
