@@ -10,9 +10,8 @@ import contextlib
 import errno
 import os
 import re
-import select
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncvar.errors import WireError
 from syncvar.stacks import Frame, Thread, where
@@ -21,6 +20,7 @@ from syncvar_launcher.environment import carried
 from syncvar_launcher.exits import CONFIGURATION, INTERNAL, LIMITS
 from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.output import escape
+from syncvar_launcher.remote import NOT_UNDERSTOOD, polled
 from syncvar_launcher.stacks import Asked
 
 if TYPE_CHECKING:
@@ -40,6 +40,23 @@ _UNFED_MAX = 1 << 20
 _MOMENT_S = 0.3
 _BEYOND = 1 << 18  # one read more than there was credit for
 _WORDS_SHOWN = 10
+
+
+class _Process(NamedTuple):
+    """What was heard last of a rank's process.
+
+    Args:
+        letter: Its state.
+        busy_s: For how long it has used a core, in seconds.
+        pid: Its number on its host; -1 where it is not known.
+    """
+
+    letter: str = ""
+    busy_s: float = 0.0
+    pid: int = -1
+
+
+_UNHEARD = _Process()
 
 
 class Agents:
@@ -74,12 +91,11 @@ class Agents:
         self._allowed: dict[tuple[int, str], int] = {}
         self._received: dict[tuple[int, str], int] = {}
         self._unanswered: dict[int, Site] = {}
-        self._states: dict[int, tuple[str, float]] = {}
+        self._processes: dict[int, _Process] = {}
         self._noted: set[int] = set()
         self._asked = 0
         self._late: list[Event] = []  # came while something else was waited for
         self._stood: dict[int, list[Thread]] = {}
-        self._pids: dict[int, int] = {}
         self._said: list[str] = []
         self._input = -1
         self._unfed = 0  # bytes of standard input that rank 0's pipe has not taken
@@ -160,16 +176,15 @@ class Agents:
             site.remote.send("beat")
             silent_s = now - site.remote.heard
             if silent_s > self._job.config.lost_after_s and not site.remote.why_gone:
-                site.remote.why_gone = f"nothing has come from it for {silent_s:.1f} s"
-                site.remote.kill()
+                site.remote.end(f"nothing has come from it for {silent_s:.1f} s")
 
     def state(self, rank: int) -> str:
         """Return the last known state letter of a worker's process, or an empty text when it has ended."""
-        return self._states.get(rank, ("", 0.0))[0] if rank in self._running else ""
+        return self._processes.get(rank, _UNHEARD).letter if rank in self._running else ""
 
     def busy_s(self, rank: int) -> float:
         """Return for how long a worker's process has used a core, in seconds, as far as it is known."""
-        return self._states.get(rank, ("", 0.0))[1]
+        return self._processes.get(rank, _UNHEARD).busy_s
 
     def send(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to workers, and wake those that are stopped if it ends them."""
@@ -245,17 +260,13 @@ class Agents:
             return ""
         site, until = self.workers[rank], time.monotonic() + _MOMENT_S
         while (threads := self.answer(asked)) is None and (left := until - time.monotonic()) > 0 and not site.remote.why_gone:
-            poller = select.poll()
-            for descriptor in site.remote.descriptors():
-                poller.register(descriptor, select.POLLIN)
-            for descriptor, _ in poller.poll(left * 1000):
-                for message in site.remote.readable(descriptor):
-                    self._late += self._understood(message, site)
+            for message in polled([site.remote], left)[0][0]:
+                self._late += self._understood(message, site)
         return where(threads[0].frames, str(self._job.options.cwd)) if threads else ""
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process on its host; -1 where it is not known."""
-        return self._pids.get(rank, -1)
+        return self._processes.get(rank, _UNHEARD).pid
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -266,40 +277,30 @@ class Agents:
         self._is_closing = True
         self._input = -1
         yield from self._here.close()
-        waiting = {id(site.remote): site for site in self._fleet.sites if not site.remote.why_gone}
-        for site in waiting.values():
+        waiting = [site for site in self._fleet.sites if not site.remote.why_gone]
+        for site in waiting:
             for rank, own in self.workers.items():
                 if own is site:
                     for stream in ("out", "err"):
                         site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
                         self._allowed[rank, stream] = 1 << 60
             site.remote.send("end")
-        idle_s = dict.fromkeys(waiting, 0.0)  # waited for each without hearing of it; what the reader of our output takes does not count
+        idle_s = dict.fromkeys((site.name for site in waiting), 0.0)  # without hearing of it; what the reader of our output takes does not count
         while waiting:
-            poller = select.poll()
-            for site in waiting.values():
-                for descriptor in site.remote.descriptors():
-                    poller.register(descriptor, select.POLLIN)
-                for descriptor in site.remote.unsent():
-                    poller.register(descriptor, select.POLLOUT)
             began = time.monotonic()
-            ready = [descriptor for descriptor, _ in poller.poll(1000.0)]
+            said, _ = polled([site.remote for site in waiting], 1.0)
             waited_s = time.monotonic() - began
-            for key, site in list(waiting.items()):
-                site.remote.flush()
-                idle_s[key] += waited_s
-                for descriptor in ready:
-                    for message in site.remote.readable(descriptor):
-                        idle_s[key] = 0.0
-                        if message["kind"] == "closed":
-                            waiting.pop(key, None)
-                        yield from self._understood(message, site)
-                if site.remote.why_gone:
-                    waiting.pop(key, None)
-                elif idle_s[key] > _CLOSE_S and key in waiting:
+            have_ended = set()
+            for site, messages in zip(waiting, said, strict=True):
+                idle_s[site.name] = 0.0 if messages else idle_s[site.name] + waited_s
+                for message in messages:
+                    if message["kind"] == "closed":
+                        have_ended.add(site.name)
+                    yield from self._understood(message, site)
+                if idle_s[site.name] > _CLOSE_S:
                     self._said.append(f"{site.name}: its agent does not end; what its ranks wrote last may be missing")
-                    site.remote.give_up()
-                    waiting.pop(key)
+                    site.remote.end("it does not answer in time")
+            waiting = [site for site in waiting if site.name not in have_ended and not site.remote.why_gone]
         for site in self._fleet.sites:
             if site.remote.why_gone:
                 yield from self._lose(site)
@@ -319,7 +320,7 @@ class Agents:
         try:
             return list(self._events(message, site))
         except (WireError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            site.remote.refuse(f"{message['kind']}: {error}")
+            site.remote.end(f"{NOT_UNDERSTOOD}: {message['kind']}: {error}")
             return []
 
     def _events(self, message: Message, site: Site) -> Iterator[Event]:
@@ -337,7 +338,7 @@ class Agents:
         elif kind == "began":
             for each, pid in message["pids"].items():
                 if self.workers.get(each) is site:
-                    self._pids[each] = int(pid)
+                    self._processes[each] = _Process(pid=int(pid))
                     yield Started(each, int(pid))
         elif kind == "spoke":
             record = message["record"]
@@ -351,8 +352,7 @@ class Agents:
         elif kind == "states":
             for each, (letter, busy_s, pid) in message["states"].items():
                 if self.workers.get(each) is site:
-                    self._states[each] = (str(letter)[:1], float(busy_s))
-                    self._pids[each] = int(pid)
+                    self._processes[each] = _Process(str(letter)[:1], float(busy_s), int(pid))
         elif kind == "stood" and self._unanswered.pop(message["number"], None) is site:
             self._stood[message["number"]] = [
                 Thread(str(ident), bool(is_main), tuple(Frame(str(file), int(line), str(name)) for file, line, name in frames))

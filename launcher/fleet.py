@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import select
 import socket
 import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import syncvar
 from syncvar.begin import command_of
 from syncvar.errors import HostUnreachable, WireError
 from syncvar.wire import KEY_BYTES, PROTOCOL_VERSION
@@ -25,10 +25,10 @@ from syncvar_launcher.login import local_command, ssh_command, why_failed
 from syncvar_launcher.messages import checked_facts, checked_list
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
-from syncvar_launcher.remote import RemoteHost
+from syncvar_launcher.remote import NOT_UNDERSTOOD, RemoteHost, polled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from syncvar_launcher.hostfile import Host
     from syncvar_launcher.options import LaunchOptions
@@ -94,6 +94,7 @@ class Fleet:
         self.sites: list[Site] = []
         self.address = ""
         self._remotes: list[RemoteHost] = []
+        self._own_interfaces = interfaces()
 
     def open(self) -> None:
         """Log in everywhere, check, place the workers, and find addresses by which all reach each other.
@@ -103,7 +104,8 @@ class Fleet:
             ConfigError: There is no place for so many workers.
         """
         self._log_in()
-        self._check()
+        self._check(self._remotes)
+        self._put_together()
         rooms = [Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots) for one in self._remotes]
         workers = self._options.workers or None
         sizes = placed(rooms, workers, self._options.map_by)
@@ -127,7 +129,7 @@ class Fleet:
 
     def command(self, host: Host) -> list[str]:
         """Return what leads to the agent of a host."""
-        if is_here(host, interfaces()) and not self._options.ssh_always:
+        if self._is_without_ssh(host):
             python = host.python or self._options.remote_python
             return command_of(AGENT) if python is None else local_command(python)
         return ssh_command(self._options.ssh, host, self._options.ssh_port, self._options.remote_python or sys.executable)
@@ -141,17 +143,23 @@ class Fleet:
         for one in self.sites:
             one.remote.drain()  # nobody has looked since the last start ended
         gone = [place for place, one in enumerate(self.sites) if one.remote.why_gone]
+        if not gone:
+            return
         for place in gone:
             self.sites[place].remote.close()
             self.sites[place] = self.sites[place]._replace(remote=self._start(self.sites[place].remote.host))
         self._remotes = [one.remote for one in self.sites]
-        self._await_facts([self.sites[place].remote for place in gone])
-        self._check()
-        for one in self.sites:
+        renewed = [self.sites[place].remote for place in gone]
+        self._await(renewed, "facts", self._keep_facts, _LOGIN_S)
+        self._refuse_silent(one for one in renewed if not one.facts)
+        self._check(renewed)
+        for place in gone:
+            one = self.sites[place]
             listed = [address for _, address in one.remote.facts["interfaces"]]
             if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
-                self._refuse({one.remote.host: f"it is another machine now, without the address {one.address}; start the job again"})
-        self.sites = [one._replace(facts=one.remote.facts) for one in self.sites]
+                why = f"it is another machine now, without the address {one.address}; start the job again"
+                self._refuse({one.remote.host: why})
+            self.sites[place] = one._replace(facts=one.remote.facts)
 
     # -- one after another ----------------------------------------------------------------------------------------
 
@@ -166,18 +174,22 @@ class Fleet:
             left_s = min(one.began for one in under_way) + _LOGIN_S - time.monotonic()
             self._await(under_way, "facts", self._keep_facts, max(0.0, left_s), is_one_enough=bool(waiting))
             for one in under_way:
-                if not one.facts and time.monotonic() - one.began >= _LOGIN_S:
-                    one.give_up()
+                if not one.facts and not one.why_gone and time.monotonic() - one.began >= _LOGIN_S:
+                    one.end("it does not answer in time")
             under_way = [one for one in under_way if not one.facts and not one.why_gone]
-        self._refuse_silent(self._remotes)
+        self._refuse_silent(one for one in self._remotes if not one.facts)
+
+    def _is_without_ssh(self, host: Host) -> bool:
+        return not self._options.ssh_always and is_here(host, self._own_interfaces)
 
     def _start(self, host: Host) -> RemoteHost:
         try:
-            is_local = self._options.ssh_always is False and is_here(host, interfaces())
-            one = RemoteHost(host, self.command(host), inherited(os.environ, is_clear=True) if is_local else None)
+            environ = inherited(os.environ, is_clear=True) if self._is_without_ssh(host) else None
+            one = RemoteHost(host, self.command(host), environ)
         except OSError as error:
             if error.errno in OF_LIMITS:
-                raise LimitTooLow(f"a limit of the system is too low to log in to {len(self._options.hosts)} hosts: {error.strerror}") from error
+                count = len(self._options.hosts)
+                raise LimitTooLow(f"a limit of the system is too low to log in to {count} hosts: {error.strerror}") from error
             raise HostUnreachable(f"{self._options.ssh[0]} cannot be started: {error.strerror}; give --ssh") from error
         options, runtime = self._options, self._options.runtime
         one.send(
@@ -190,49 +202,53 @@ class Fleet:
     def _keep_facts(one: RemoteHost, message: dict[str, Any]) -> None:
         one.facts = checked_facts(message["facts"])
 
-    def _await_facts(self, remotes: Sequence[RemoteHost]) -> None:
-        self._await(remotes, "facts", self._keep_facts, _LOGIN_S)
-        self._refuse_silent(remotes)
+    def _refuse_silent(self, silent: Iterable[RemoteHost]) -> None:
+        reasons = {one.host: self._why_silent(one) for one in silent}
+        if reasons:
+            self._refuse(reasons)
 
-    def _refuse_silent(self, remotes: Sequence[RemoteHost]) -> None:
-        silent = [one for one in remotes if not one.facts]
-        if silent:
-            self._refuse({one.host: self._why(one) for one in silent})
-
-    def _why(self, one: RemoteHost) -> str:
-        status = one.status() if one.why_gone and not one.is_late else None
-        return why_failed(one.host, status, one.words(), self._options.remote_python or sys.executable)
+    def _why_silent(self, one: RemoteHost) -> str:
+        python = self._options.remote_python or sys.executable
+        if one.why_gone.startswith(NOT_UNDERSTOOD):
+            return f"{one.why_gone}; install the same syncvar on all"
+        return why_failed(one.host, one.status() if one.why_gone and not one.is_ended else None, one.words(), python)
 
     def _refuse(self, reasons: dict[Host, str]) -> None:
         count = len(reasons)
-        lines = [escape(f"  {host.name} ({host.origin}): {why}" if host.origin else f"  {host.name}: {why}") for host, why in reasons.items()]
+        named = {f"{host.name} ({host.origin})" if host.origin else host.name: why for host, why in reasons.items()}
         what = "1 host cannot be used" if count == 1 else f"{count} hosts cannot be used"
-        raise HostUnreachable(f"{what}; nothing was started:\n" + "\n".join(lines))
+        raise HostUnreachable("\n".join([f"{what}; nothing was started:", *(escape(f"  {who}: {why}") for who, why in named.items())]))
 
-    def _check(self) -> None:
-        """Refuse hosts on which the job could not run, and put those together that are one machine."""
+    def _check(self, remotes: Iterable[RemoteHost]) -> None:
+        """Refuse hosts on which the job could not run."""
         own_python = ".".join(map(str, sys.version_info[:3]))
         wrong: dict[Host, str] = {}
-        for one in self._remotes:
+        for one in remotes:
             facts = one.facts
             cwd = one.host.cwd or self._options.cwd
-            if facts["protocol"] != PROTOCOL_VERSION or facts["syncvar"] != _version():
+            python = one.host.python or self._options.remote_python or sys.executable
+            if facts["protocol"] != PROTOCOL_VERSION or facts["syncvar"] != syncvar.__version__:
                 wrong[one.host] = (
-                    f"it has syncvar {facts['syncvar']} (protocol {facts['protocol']}), and here is {_version()} (protocol "
+                    f"it has syncvar {facts['syncvar']} (protocol {facts['protocol']}), and here is {syncvar.__version__} (protocol "
                     f"{PROTOCOL_VERSION}); install the same on all"
                 )
             elif facts["byte_order"] != sys.byteorder:
                 wrong[one.host] = f"its numbers are {facts['byte_order']}-endian, and here they are {sys.byteorder}-endian"
             elif facts["python"].split(".")[:2] != own_python.split(".")[:2]:
-                wrong[one.host] = f"it has Python {facts['python']}, and here is {own_python}; give python=PATH or --remote-python"
+                wrong[one.host] = (
+                    f"it has Python {facts['python']}, and here is {own_python}; give python=PATH or --remote-python"
+                )
             elif not facts["numpy"]:
-                wrong[one.host] = f"NumPy is not installed there; {one.host.python or self._options.remote_python or sys.executable} -m pip install numpy"
+                wrong[one.host] = f"NumPy is not installed there; {python} -m pip install numpy"
             elif not facts["has_folder"]:
                 wrong[one.host] = f"there is no folder {cwd} there; give --cwd, or cwd= in the host file"
             elif not facts["has_target"]:
                 wrong[one.host] = f"there is no script {self._options.target} in {cwd} there; copy it, or use a shared folder"
         if wrong:
             self._refuse(wrong)
+
+    def _put_together(self) -> None:
+        """Let those count as one that are one machine."""
         first: dict[str, RemoteHost] = {}
         for one in list(self._remotes):
             known = first.setdefault(one.facts["machine"], one)
@@ -263,7 +279,7 @@ class Fleet:
                 ports[places[id(one)]] = checked_list(said["ports"], int, counts[id(one)])
 
             self._await(self._remotes, "listening", keep_ports, _ANSWER_S)
-            self._refuse_unheard(ports)
+            self._refuse_silent(one for place, one in enumerate(self._remotes) if place not in ports)
             targets = [*zip(own, listeners.ports, strict=True)]
             for place, addresses in enumerate(candidates):
                 targets += zip(addresses, ports[place], strict=True)
@@ -274,7 +290,7 @@ class Fleet:
                 answers[places[id(one)]] = checked_list(said["answers"], bool, len(targets))
 
             self._await(self._remotes, "reached", keep_answers, _ANSWER_S, listeners=listeners)
-            self._refuse_unheard(answers)
+            self._refuse_silent(one for place, one in enumerate(self._remotes) if place not in answers)
         finally:
             listeners.close()
         return self._chosen(own, candidates, answers)
@@ -319,16 +335,11 @@ class Fleet:
 
     def _own_candidates(self) -> list[str]:
         seen = list(dict.fromkeys(at for one in self._remotes if (at := one.facts["launcher_at"]) and ":" not in at))
-        found = [one for one in interfaces() if ":" not in one.address]
+        found = [one for one in self._own_interfaces if ":" not in one.address]
         all_here = all(not one.facts["launcher_at"] for one in self._remotes)
         first = seen[0] if seen and any(one.address == seen[0] for one in found) else ("127.0.0.1" if all_here else None)
         more = seen if self._options.iface is None else []
         return list(dict.fromkeys([*allowed(found, self._options.iface, first), *more]))[: 2 * _ADDRESSES_MAX]
-
-    def _refuse_unheard(self, answers: dict[int, Any]) -> None:
-        silent = [one for place, one in enumerate(self._remotes) if place not in answers]
-        if silent:
-            self._refuse({one.host: self._why(one) for one in silent})
 
     def _await(
         self,
@@ -342,37 +353,21 @@ class Fleet:
     ) -> None:
         """Wait until each agent has said something, or is gone, or the time has passed."""
         until = time.monotonic() + limit_s
-        missing = {id(one): one for one in remotes}
-        while missing and (left := until - time.monotonic()) > 0:
-            poller = select.poll()
-            for one in missing.values():
-                for descriptor in one.descriptors():
-                    poller.register(descriptor, select.POLLIN)
-                for descriptor in one.unsent():
-                    poller.register(descriptor, select.POLLOUT)
-            for descriptor in listeners.descriptors() if listeners else ():
-                poller.register(descriptor, select.POLLIN)
-            ready = [descriptor for descriptor, _ in poller.poll(left * 1000)]
-            for one in list(missing.values()):
-                one.flush()
-                for descriptor in ready:
-                    for message in one.readable(descriptor):
-                        if message["kind"] == kind:
-                            try:
-                                take(one, message)
-                            except WireError as error:
-                                one.refuse(str(error))
-                            missing.pop(id(one), None)
-                if one.why_gone:
-                    missing.pop(id(one), None)
+        missing = list(remotes)
+        while missing and (left_s := until - time.monotonic()) > 0:
+            said, ready = polled(missing, left_s, listeners.descriptors() if listeners else ())
+            heard = []
+            for one, messages in zip(missing, said, strict=True):
+                for message in messages:
+                    if message["kind"] == kind:
+                        heard.append(one)
+                        try:
+                            take(one, message)
+                        except WireError as error:
+                            one.end(f"{NOT_UNDERSTOOD}: {error}")
             for descriptor in ready:
                 if listeners is not None:
                     listeners.readable(descriptor)
+            missing = [one for one in missing if one not in heard and not one.why_gone]
             if is_one_enough and len(missing) < len(remotes):
                 return
-
-
-def _version() -> str:
-    import syncvar
-
-    return syncvar.__version__

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+import syncvar
 from syncvar.runtime.store import Store
 from syncvar.stacks import doing
 from syncvar.wire import KEY_BYTES, Health, pack_object
@@ -38,6 +39,7 @@ from syncvar_launcher.report import (
     mask_arguments,
 )
 from syncvar_launcher.restarting import Ending
+from syncvar_launcher.secret import KEY_FD, secret_descriptor
 from syncvar_launcher.sharing import Sharing, sharing_of
 from syncvar_launcher.stacks import Stacks
 from syncvar_launcher.supervise import OF_OTHERS, Action, Announce, Cause, Outcome, Supervisor, Terminate
@@ -192,7 +194,7 @@ class Generation:
         chosen = self.options
         if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
             bound = f" | {self.job.binding.reason}" if self.job.fleet is None else ""
-            self.forwarder.say(f"syncvar {_version()} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n")
+            self.forwarder.say(f"syncvar {syncvar.__version__} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n")
         if isinstance(self.agent, Agents):
             self.agent.begin()
             return
@@ -202,7 +204,7 @@ class Generation:
         named: dict[str, int] = {}
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         if len(self.job.hosts.sizes) > 1:
-            named["SYNCVAR_KEY_FD"] = _secret_descriptor(self.directory.path)
+            named[KEY_FD] = secret_descriptor(os.urandom(KEY_BYTES), self.directory.path)
         try:
             for rank in range(chosen.workers):
                 has_terminal = chosen.debug == rank
@@ -556,26 +558,8 @@ def drop_passing(forwarder: OutputForwarder, watch: Watch, when: str) -> None:
         forwarder.say(f"syncvar: {exits.signal_name(number) or number} came {when}, and is dropped\n")
 
 
-def _secret_descriptor(directory: Path) -> int:
-    """Return a descriptor of a fresh secret: nobody else can open what it refers to, and it is in no command line."""
-    try:
-        descriptor = os.memfd_create("syncvar-key", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):
-        path = directory / "key"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        path.unlink()
-    os.write(descriptor, os.urandom(KEY_BYTES))
-    return descriptor
-
-
 def _torch_environment() -> dict[str, str]:
     """Return the variables by which torch.distributed meets; the one place where a free port is guessed."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-
-
-def _version() -> str:
-    import syncvar
-
-    return syncvar.__version__

@@ -17,11 +17,11 @@ What cannot be understood is an error that shows file, line and column and says 
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from syncvar.config import nearest
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -358,9 +358,8 @@ def _option(word: str, place: _Place) -> tuple[str, str | int]:
         hint = f"; write slots={word}" if word.isdigit() else ", which has the form key=value"
         place.fail(f"{word!r} is no option of a host{hint}")
     if key not in _OPTIONS:
-        close = difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.75)
-        known = "slots, max_slots, user, port, addr, python, cwd"
-        place.fail(f"{key!r} is no option of a host" + (f" (did you mean {close[0]}?)" if close else f"; there are {known}"))
+        there = "; there are slots, max_slots, user, port, addr, python, cwd"
+        place.fail(f"{key!r} is no option of a host{nearest(key, _OPTIONS) or there}")
     at = place.moved(len(key) + 1)
     value = value.replace('"', "")
     if key in _COUNTS:
@@ -427,8 +426,7 @@ def _joined(named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]],
         notices.append(f"{host.name} is named again in {host.origin}: it has {merged['slots']} slots in all")
     for name, place in removed:
         if name not in hosts:
-            close = difflib.get_close_matches(name, hosts, n=1, cutoff=0.75)
-            place.fail(f"{name} is removed and is not among the hosts" + (f" (did you mean {close[0]}?)" if close else ""))
+            place.fail(f"{name} is removed and is not among the hosts{nearest(name, hosts)}")
     gone = {name for name, _ in removed}
     kept = tuple(one for one in hosts.values() if one.name not in gone)
     if not kept:
@@ -442,7 +440,6 @@ def _names_in(value: str, option: str, known: Iterable[str]) -> set[str]:
     for word, column in _between_commas(value):
         names.update(_names(word, _Place(option, 0, column + 1, value)))
     for name in sorted(names - known):
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        hint = f" (did you mean {close[0]}?)" if close else f"; these are {', '.join(sorted(known))}"
+        hint = nearest(name, known) or f"; these are {', '.join(sorted(known))}"
         raise ConfigError(f"{option} names {name}, which is not among the hosts{hint}")
     return names

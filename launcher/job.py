@@ -10,11 +10,11 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from syncvar.begin import command_of
 from syncvar.env import RankEnvironment
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
+from syncvar_launcher.command import worker_command
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
@@ -64,11 +64,7 @@ class Job:
     def command(self) -> list[str]:
         """Return the command line of a worker, or of the process that workers are forked from."""
         chosen = self.options
-        if chosen.kind == "command":
-            return [chosen.target, *chosen.args]
-        how = ["-m", chosen.target] if chosen.kind == "module" else [chosen.target]
-        first = "syncvar.forkserver" if chosen.start_method == "fork" else "syncvar.bootstrap"
-        return [*command_of(first), *how, *chosen.args]
+        return worker_command(chosen.kind, chosen.target, chosen.args, chosen.start_method)
 
     def binding_of(self, host: int) -> Binding:
         """Return the cores of the workers of a host of the fleet."""

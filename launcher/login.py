@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["SSH_OPTIONS", "local_command", "remote_command", "ssh_command", "why_failed"]
 
 SSH_OPTIONS = (
-    "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes", "-o", "ForwardAgent=no",
-    "-o", "ForwardX11=no",
+    "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes",
 )  # fmt: skip
+"""Of ours: no terminal, no display and no agent whatever `--ssh` or the user's own file say, no question, no long wait."""
+
 _AGENT = "from syncvar.begin import main; main()"
 _MODULE = "syncvar_launcher.hostagent"
 _SSH_FAILED = 255

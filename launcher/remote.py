@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import WireError
 from syncvar_launcher.children import child_of
 from syncvar_launcher.messages import Message, Reader, pack
+from syncvar_launcher.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncvar_launcher.hostfile import Host
 
-__all__ = ["RemoteHost"]
+__all__ = ["NOT_UNDERSTOOD", "RemoteHost", "polled"]
+
+NOT_UNDERSTOOD = "its agent is not understood"
 
 _CHUNK = 1 << 18
 _WORDS_MAX = 8192
@@ -35,23 +38,22 @@ class RemoteHost:
 
     Attributes:
         began: When it was begun to log in, in seconds of the monotonic clock.
-        is_late: It was given up because it did not answer in time.
         facts: What its agent said of it; empty until then.
         heard: When something came last, in seconds of the monotonic clock.
         why_gone: Why nothing more will come, in words; empty while it may.
+        is_ended: It was the launcher that ended the way, so that the exit status of what led there says nothing.
     """
 
     def __init__(self, host: Host, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self.host = host
         self.began = time.monotonic()
-        self.is_late = False
         self.argv = list(argv)
         self.facts: dict[str, Any] = {}
         self.heard = time.monotonic()
         self.why_gone = ""
+        self.is_ended = False
         self._words = bytearray()
         self._reader = Reader(awaits_greeting=True)
-        self._unsent: deque[memoryview] = deque()
         self.process = subprocess.Popen(
             self.argv,
             stdin=subprocess.PIPE,
@@ -65,9 +67,10 @@ class RemoteHost:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        self._in, self._out, self._err = (one.fileno() for one in (self.process.stdin, self.process.stdout, self.process.stderr))
-        for descriptor in (self._in, self._out, self._err):
+        to_agent, self._out, self._err = (one.fileno() for one in (self.process.stdin, self.process.stdout, self.process.stderr))
+        for descriptor in (to_agent, self._out, self._err):
             os.set_blocking(descriptor, False)
+        self._outbox = Outbox(to_agent)
         self._open = {self._out, self._err}
 
     def descriptors(self) -> list[int]:
@@ -76,27 +79,17 @@ class RemoteHost:
 
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
-        return [self._in] if self._unsent and not self.why_gone else []
+        return self._outbox.descriptors()
 
     def send(self, kind: str, **fields: Any) -> None:
         """Say something to the agent; nothing where it is gone."""
         if not self.why_gone:
-            self._unsent.append(memoryview(pack(kind, **fields)))
+            self._outbox.add(pack(kind, **fields))
             self.flush()
 
     def flush(self) -> None:
-        """Send what has not been sent, as far as it goes."""
-        while self._unsent and not self.why_gone:
-            try:
-                count = os.write(self._in, self._unsent[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._unsent.clear()  # the end of its output says why
-                return
-            self._unsent[0] = self._unsent[0][count:]
-            if not self._unsent[0]:
-                self._unsent.popleft()
+        """Send what has not been sent, as far as it goes; where nobody reads it, the end of the agent's output says why."""
+        self._outbox.flush()
 
     def readable(self, descriptor: int) -> list[Message]:
         """Handle a descriptor that poll reported; others are not looked at."""
@@ -116,14 +109,14 @@ class RemoteHost:
             if not data:
                 self._open.discard(descriptor)
                 if descriptor == self._out:
-                    self._end("its agent has ended")
+                    self._lose("its agent has ended")
                 break
             if descriptor == self._out:
                 self.heard = time.monotonic()
                 try:
                     messages += self._reader.feed(data)
                 except WireError as error:
-                    self.refuse(str(error))
+                    self.end(f"{NOT_UNDERSTOOD}: {error}")
                     break
         return messages
 
@@ -135,15 +128,14 @@ class RemoteHost:
         before = self._reader.before if not self._reader.has_greeted else b""
         return (before + bytes(self._words)).decode("utf-8", "replace").strip()
 
-    def give_up(self) -> None:
-        """End the way to an agent that does not answer in time."""
-        self.is_late = True
-        self._end("it does not answer in time")
-        self.kill()
+    def end(self, why: str) -> None:
+        """End the way to the agent, and so the agent: nothing more is to be heard of it.
 
-    def refuse(self, why: str) -> None:
-        """End the way to an agent that says what it must not."""
-        self._end(f"its agent is not understood: {why}")
+        Args:
+            why: In words, of the host.
+        """
+        self._lose(why)
+        self.is_ended = True
         self.kill()
 
     def drain(self) -> None:
@@ -169,7 +161,7 @@ class RemoteHost:
                 if one is not None:
                     one.close()
         self._open.clear()
-        self._unsent.clear()
+        self._outbox.clear()
         try:
             self.process.wait(2.0)
         except subprocess.TimeoutExpired:
@@ -182,6 +174,32 @@ class RemoteHost:
             return self.process.wait(timeout_s)
         return None
 
-    def _end(self, why: str) -> None:
+    def _lose(self, why: str) -> None:
         self.why_gone = self.why_gone or why
-        self._unsent.clear()
+        self._outbox.clear()
+
+
+def polled(
+    remotes: Sequence[RemoteHost], timeout_s: float, others: Sequence[int] = ()
+) -> tuple[list[list[Message]], list[int]]:
+    """Wait until a host says something or takes what is to be sent to it; return what each has said, in their order.
+
+    Args:
+        remotes: The hosts.
+        timeout_s: The longest wait, in seconds.
+        others: More descriptors to wait for, for reading; those that are ready are returned too.
+    """
+    poller = select.poll()
+    for one in remotes:
+        for descriptor in one.descriptors():
+            poller.register(descriptor, select.POLLIN)
+        for descriptor in one.unsent():
+            poller.register(descriptor, select.POLLOUT)
+    for descriptor in others:
+        poller.register(descriptor, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poller.poll(timeout_s * 1000)]
+    said: list[list[Message]] = []
+    for one in remotes:
+        one.flush()
+        said.append([message for descriptor in ready for message in one.readable(descriptor)])
+    return said, [descriptor for descriptor in others if descriptor in ready]

@@ -12,6 +12,8 @@ import pytest
 from launching import Job, await_true
 from test_stopped_job import SCRIPT, Terminal, stopped
 
+from syncvar_launcher.messages import pack
+
 WORLD = """
     import os
     import numpy as np
@@ -271,6 +273,28 @@ def test_a_running_job_says_where_its_ranks_stand_on_all_hosts(hosts, tmp_path):
     assert asked.returncode == 0, asked
     assert "stands_here" in asked.stdout
     assert "ranks 0-2" in asked.stdout, asked.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (b"syncvar-agent 1\n\xff\xff\xff\xff", "its agent is not understood: a message of 4294967295 bytes is above"),
+        (b"syncvar-agent 1\n" + pack("facts", facts={"host": "n"}), "its agent is not understood: what it says of its host has other fields"),
+    ],
+    ids=["no messages", "of another version"],
+)
+def test_an_agent_that_is_not_understood_is_told_as_such(tmp_path, words, told):
+    (tmp_path / "words").write_bytes(words)
+    speaks = tmp_path / "speaks"
+    speaks.write_text(f"#!/bin/sh\ncat {tmp_path}/words\nexec sleep 300\n")
+    speaks.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "syncvar_launcher", "--ssh", str(speaks), "-H", "one:1,two:1", "-m", "nothing"],
+        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 69, done
+    assert f"  one (-H): {told}" in done.stderr
+    assert done.stderr.count("; install the same syncvar on all") == 2
 
 
 def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, monkeypatch):

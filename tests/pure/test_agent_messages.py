@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.errors import WireError
-from syncvar_launcher.hostagent import facts_of
+from syncvar_launcher.facts import facts_of
 from syncvar_launcher.messages import (
     GREETING,
     MESSAGE_NBYTES_MAX,

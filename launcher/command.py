@@ -1,0 +1,33 @@
+"""What a worker is started with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncvar.begin import command_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["worker_command"]
+
+
+def worker_command(kind: str, target: str, args: Sequence[str], start_method: str) -> list[str]:
+    """Return the command line of a worker, or of the process that workers are forked from.
+
+    Args:
+        kind: What the target is: "script", "module" or "command".
+        target: What is run.
+        args: Its arguments.
+        start_method: "spawn" or "fork".
+
+    Example:
+        >>> worker_command("module", "train", ["--lr", "1"], "spawn")[2:]
+        ['syncvar.bootstrap', '-m', 'train', '--lr', '1']
+        >>> worker_command("command", "/bin/true", [], "fork")
+        ['/bin/true']
+    """
+    if kind == "command":
+        return [target, *args]
+    how = ["-m", target] if kind == "module" else [target]
+    return [*command_of("syncvar.forkserver" if start_method == "fork" else "syncvar.bootstrap"), *how, *args]

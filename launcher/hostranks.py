@@ -1,0 +1,247 @@
+"""The ranks of one host in one start, as the agent of that host has them: their processes, memory, stacks, input and records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncvar.env import PREFIX
+from syncvar.errors import ConfigError
+from syncvar.runtime.state import RECORDS
+from syncvar_launcher.agent import Agent, Event, Output
+from syncvar_launcher.command import worker_command
+from syncvar_launcher.directory import JobDirectory
+from syncvar_launcher.environment import inherited
+from syncvar_launcher.exits import describe_exit
+from syncvar_launcher.forking import ForkServer, ServerEnded
+from syncvar_launcher.inquiries import ANSWER_S
+from syncvar_launcher.limits import cannot_start
+from syncvar_launcher.messages import FIRST_CREDIT
+from syncvar_launcher.secret import KEY_FD, secret_descriptor
+from syncvar_launcher.sharing import Sharing
+from syncvar_launcher.stacks import Asked, Stacks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from syncvar_launcher.messages import Order
+
+__all__ = ["HostRanks"]
+
+_RECORD_MAX = 8 << 20
+_FLIGHT = "flight"
+_STACKS_S = 0.25
+
+
+class HostRanks:
+    """The ranks of this host in one start: begun, asked, fed, ended.
+
+    Args:
+        order: What the launcher wants.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.credit = {(one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")}
+        self._order = order
+        self._argv = worker_command(order.kind_of_target, order.target, order.args, order.start_method)
+        self._stopped: set[int] = set()
+        self._begun: dict[int, int] = {}
+        self.asked: dict[int, tuple[Asked, float]] = {}
+        self._input = self._input_end = -1
+        self._unfed = bytearray()
+        self._has_all = self._is_finished = False
+        self._stack = contextlib.ExitStack()
+        try:
+            with _private():
+                directory = JobDirectory(os.environ)
+            self._stack.callback(directory.remove)
+            self._folder = directory.path
+            self._server: ForkServer | None = None
+            if order.start_method == "fork":
+                self._server = ForkServer(self._argv, self._base(), Path(order.cwd))
+                self._stack.callback(self._server.close)
+            self.agent = Agent(directory.path, directory.lock, self._server)
+            self._stack.callback(self.finish)
+            with _private():
+                self.sharing = self._share(order, directory.path)
+            self._stack.callback(self.sharing.close)
+            self._stacks = Stacks(
+                self.agent, lambda _: str(directory.path), order.cwd, is_command=order.kind_of_target == "command"
+            )
+            if self._server is None:
+                self._start_all()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @staticmethod
+    def _share(order: Order, folder: Path) -> Sharing:
+        return Sharing(
+            order.job, order.arena_bytes, [len(order.ranks)], [order.core_count], [folder],
+            why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over,
+        )  # fmt: skip
+
+    def writable(self) -> list[int]:
+        """Return the descriptors to poll for writing: rank 0's standard input, while there is something for it."""
+        return [self._input_end] if self._unfed and self._input_end >= 0 else []
+
+    def descriptors(self, *, is_full: bool) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        watched = [*self.agent.descriptors(lambda rank, stream: not is_full and self.credit[rank, stream] > 0), *self.sharing.descriptors()]
+        return watched if self._server is None else [self._server.descriptor(), *watched]
+
+    def readable(self, descriptor: int) -> list[Event]:
+        """Handle a descriptor that poll reported."""
+        if self._server is not None and descriptor == self._server.descriptor():
+            return self._server_speaks(self._server)
+        self.sharing.readable(descriptor)
+        events = list(self.agent.readable(descriptor))
+        for event in events:
+            if isinstance(event, Output):
+                self.credit[event.rank, event.stream] -= len(event.data)
+        return events
+
+    def look(self) -> dict[int, list[Any]]:
+        """Return the state and the seconds of work of each worker that runs."""
+        self.agent.look()
+        running = [rank for rank, worker in self.agent.workers.items() if worker.status is None]
+        return {rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)] for rank in running}
+
+    def take_begun(self) -> dict[int, int]:
+        """Return, once, the process of each rank that has been started."""
+        begun, self._begun = self._begun, {}
+        return begun
+
+    def ask(self, number: int, rank: int, *, all_threads: bool) -> None:
+        """Ask a rank where it stands."""
+        self.asked[number] = self._stacks.ask(rank, all_threads=all_threads), time.monotonic() + ANSWER_S
+
+    def stood(self, now: float) -> Iterator[tuple[int, str, list[Any]]]:
+        """Yield the answers that are there, each with its number."""
+        for number, (asked, until) in list(self.asked.items()):
+            threads = self._stacks.answer(asked, is_last=now >= until)
+            if threads is not None or now >= until:
+                del self.asked[number]
+                yield number, asked.instead, [[one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads or ()]
+
+    def feed(self, data: bytes) -> None:
+        """Pass on what came on the launcher's standard input; empty bytes are its end."""
+        self._unfed += data
+        self._has_all = not data
+
+    def feed_on(self) -> int:
+        """Write what the pipe of rank 0 takes of its standard input; return how much of it is done with."""
+        count = 0
+        while self._unfed and self._input_end >= 0:
+            try:
+                written = os.write(self._input_end, self._unfed[:65536])
+            except BlockingIOError:
+                break
+            except OSError:  # it reads no more
+                written = len(self._unfed)
+            del self._unfed[:written]
+            count += written
+        if self._has_all and not self._unfed and self._input_end >= 0:
+            os.close(self._input_end)
+            self._input_end = -1
+        return count
+
+    def note(self, ranks: list[int]) -> dict[int, str]:
+        """Return where ranks stand, those that tell it within a moment."""
+        self._stacks.note(ranks)
+        self._stacks.await_noted(_STACKS_S)
+        self._stacks.read_noted()
+        return {rank: line for rank, line in self._stacks.places.items() if rank in ranks}
+
+    def stop(self) -> None:
+        """Stop the sessions of all workers."""
+        self._stopped |= self.agent.stop()
+
+    def resume(self) -> None:
+        """Let those go on that `stop` has stopped."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def finish(self) -> list[Event]:
+        """Kill what is left, and return what was written; nothing the second time."""
+        if self._is_finished:
+            return []
+        self._is_finished = True
+        events = list(self.agent.close())
+        for descriptor in (self._input, self._input_end):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._input = self._input_end = -1
+        return events
+
+    def records(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the flight records that the ranks have left, each with its name."""
+        for path in sorted((self._folder / _FLIGHT).glob(RECORDS)):
+            with contextlib.suppress(OSError):
+                data = path.read_bytes()
+                if len(data) <= _RECORD_MAX:
+                    yield path.name, data
+
+    def close(self) -> None:
+        """Let go of the private folder."""
+        self._stack.close()
+
+    def _base(self) -> dict[str, str]:
+        """Return what all ranks get: what the login gave this agent, without settings of another job, and what was asked for."""
+        own = {name: value for name, value in inherited(os.environ, is_clear=self._order.is_clear).items() if not name.startswith(PREFIX)}
+        return {**own, **self._order.environ}
+
+    def _start_all(self) -> None:
+        order, base, argv = self._order, self._base(), self._argv
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        secret = secret_descriptor(order.secret, self._folder)
+        try:
+            for one in order.ranks:
+                stdin = null
+                if one.has_input:
+                    self._input, self._input_end = os.pipe2(os.O_CLOEXEC)
+                    os.set_blocking(self._input_end, False)
+                    stdin = self._input
+                own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
+                self.agent.start(
+                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, terminal=False, named={KEY_FD: secret},
+                )  # fmt: skip
+                self._begun[one.rank] = self.agent.workers[one.rank].process.pid
+        except OSError as error:
+            raise cannot_start(argv[0], error) from error
+        finally:
+            os.close(null)
+            os.close(secret)
+            if self._input >= 0:
+                os.close(self._input)
+                self._input = -1
+
+    def _server_speaks(self, server: ForkServer) -> list[Event]:
+        self._server = None
+        status = server.why_not_ready()
+        if status is None:
+            try:
+                self._start_all()
+            except ServerEnded as ended:
+                status = ended.status
+            finally:
+                server.close()
+        if status is not None:
+            raise ConfigError(f"the process that workers are forked from {describe_exit(status)}; --start-method spawn does without it")
+        return []
+
+
+@contextlib.contextmanager
+def _private() -> Iterator[None]:
+    """Make what is made meanwhile this user's alone; workers keep the mask of the login."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

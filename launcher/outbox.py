@@ -1,0 +1,56 @@
+"""What is still to be written to a pipe that takes only so much at once."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+__all__ = ["Outbox"]
+
+
+class Outbox:
+    """The unwritten end of what goes through a pipe. It never blocks: its owner polls the descriptor.
+
+    Args:
+        descriptor: The pipe's end; it does not block.
+
+    Attributes:
+        nbytes: How much is still to be written.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.nbytes = 0
+        self._descriptor = descriptor
+        self._unwritten: deque[memoryview] = deque()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for writing."""
+        return [self._descriptor] if self._unwritten else []
+
+    def add(self, data: bytes) -> None:
+        """Take what is to be written behind all that was taken before."""
+        self._unwritten.append(memoryview(data))
+        self.nbytes += len(data)
+
+    def flush(self) -> bool:
+        """Write as much as the pipe takes; return whether somebody still reads from it."""
+        while self._unwritten:
+            first = self._unwritten[0]
+            try:
+                count = os.write(self._descriptor, first)
+            except BlockingIOError:
+                return True
+            except OSError:
+                self.clear()
+                return False
+            self.nbytes -= count
+            if count < len(first):
+                self._unwritten[0] = first[count:]
+            else:
+                self._unwritten.popleft()
+        return True
+
+    def clear(self) -> None:
+        """Forget what is not written."""
+        self._unwritten.clear()
+        self.nbytes = 0
