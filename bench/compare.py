@@ -5,6 +5,7 @@ python bench/compare.py --workers 2,4 --json FILE  the all-reduce
 python bench/compare.py --collective broadcast,all_gather --dtype float64    other collectives, another dtype
 python bench/compare.py --parts launch,import      other parts alone; see --parts
 python bench/compare.py --all --json FILE          every part, all collectives, every bound
+python bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root): times beside gloo, launch beside mpirun
 python bench/compare.py --slow-peer                CPU time of a wait for a worker that comes 10 s late
 python bench/compare.py --busy-thread              slowdown beside a busy Python thread in each worker
 """
@@ -25,13 +26,14 @@ from comparison.crowd import crowd
 from comparison.everyday import everyday
 from comparison.grouped import grouped
 from comparison.halves import halves
+from comparison.hosts import hosts
 from comparison.joined import joined
 from comparison.libraries import NAMES, Library, library
 from comparison.model import resnet50
 from comparison.part import Part, Setting
 from comparison.rounds import Effort, Plan, Work, measure
 from comparison.setup import set_up
-from comparison.starting import importing, launch
+from comparison.starting import importing, launch, launch_over_hosts
 from comparison.table import COLLECTIVES, KINDS, compare, tables
 from comparison.traffic import traffic
 
@@ -46,6 +48,7 @@ LARGEST = {"tensorflow": 1 << 20}
 """Of libraries that would take most of the time of a run; with --sizes they are measured at all of them."""
 SECONDS, ALL_SECONDS = 0.3, 0.15
 COMPARISON = "comparison"
+HOSTS_LAUNCH = "hosts-launch"
 PARTS: dict[str, Callable[[Setting], Part]] = {
     "half": halves,
     "resnet50": resnet50,
@@ -56,6 +59,8 @@ PARTS: dict[str, Callable[[Setting], Part]] = {
     "crowd": crowd,
     "joined": joined,
     "traffic": traffic,
+    "hosts": hosts,
+    HOSTS_LAUNCH: launch_over_hosts,
 }
 ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
@@ -171,6 +176,7 @@ def _arguments() -> argparse.Namespace:
     add("--all", action="store_true", help="every part, with all collectives, against every bound")
     parts = (COMPARISON, *PARTS)
     add("--parts", type=_names(parts), default=[COMPARISON], help=f"what to measure, of {','.join(parts)} [{COMPARISON}]")
+    add("--hosts", dest="parts", action="store_const", const=["hosts", HOSTS_LAUNCH], help="the parts over two hosts; needs root")
     add("--slow-peer", action="store_true", help="measure what a wait costs instead")
     add("--busy-thread", action="store_true", help="measure what a busy thread costs instead")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments [.peers]")

@@ -1,4 +1,4 @@
-"""What it costs to begin: a job that only meets in a barrier, and the import."""
+"""What it costs to begin: a job that only meets in a barrier, one over hosts that makes one all-reduce, and the import."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from comparison.bounds import judge
 from comparison.libraries import MPI, script
+from comparison.namespaces import NoHosts, gigabit
 from comparison.part import Part, Setting, failures
 from comparison.processes import run
 from comparison.rounds import interleave
 from comparison.table import grid, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from comparison.libraries import Library
+    from comparison.rounds import Turn
+    from comparison.table import Spread
 
-__all__ = ["importing", "launch"]
+__all__ = ["importing", "launch", "launch_over_hosts"]
 
 WORKERS = 4
 FORKED = "syncvar, --start-method fork"
 SCRIPTS = {"syncvar": "start_syncvar.py", "openmpi": "start_mpi.py", "mpich": "start_mpi.py", "torch": "start_torch.py"}
+HOSTS, EACH = 2, 2
+SCRIPTS_OVER_HOSTS = {"syncvar": "start_hosts_syncvar.py", "openmpi": "start_hosts_mpi.py"}
 IMPORTS = {
     "numpy": "import numpy",
     "syncvar": "import numpy, syncvar; syncvar.all_reduce",
@@ -39,16 +44,11 @@ def launch(setting: Setting) -> Part:
         if name in SCRIPTS
     }
     turns[FORKED] = partial(_seconds, _command(setting.syncvar, "--start-method", "fork"), setting.effort.timeout, {})
-    labels = {name: library.label for name, library in setting.present.items()} | {FORKED: FORKED}
-    found = interleave("launch", turns, setting.effort.rounds)
-    times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
-    processor = {name: spread(one["processor"] for one in results)[1] for name, results in found.results.items() if results}
-    lines = [f"launch: {WORKERS} workers start, meet in a barrier and end; wall time of the command in s, and processor time"]
-    body = [[labels[name], *(f"{value:.2f}" for value in (*times[name], processor[name]))] for name in times]
-    lines += grid(["library", "quartile", "median", "quartile", "processor"], body) + failures(found.problems)
+    what = f"launch: {WORKERS} workers start, meet in a barrier and end"
+    part, times = _started(setting, "launch", what, turns)
     mpirun = min((times[name][1] for name in MPI if name in times), default=None)
     torchrun = times["torch"][1] if "torch" in times else None
-    verdicts = [
+    part.verdicts += [
         judge(name, times[own][1] / other if own in times and other else None, f"launch of {WORKERS} workers{how}, against {label}")
         for own, how in (("syncvar", ""), (FORKED, ", --start-method fork"))
         for name, other, label in (
@@ -56,8 +56,41 @@ def launch(setting: Setting) -> Part:
             ("launch torchrun", torchrun, "torchrun"),
         )
     ]
+    return part
+
+
+def launch_over_hosts(setting: Setting) -> Part:
+    """Time whole jobs of 2 hosts x 2 workers that import NumPy, meet in an all-reduce and end, in turns, all by the same ssh."""
+    what = f"launch: {HOSTS} hosts x {EACH} workers start by ssh, import NumPy, make an all-reduce and end"
+    turns, times = {}, {}
+    try:
+        with gigabit(HOSTS) as several:
+            for name, options in ((FORKED, ["--start-method", "fork"]), ("syncvar", []), ("openmpi", [])):
+                if library := setting.present.get(name.partition(",")[0]):
+                    command = [*several.start(library, EACH), *options, script(SCRIPTS_OVER_HOSTS[library.name])]
+                    turns[name] = partial(_seconds, command, setting.effort.timeout, several.environment(library))
+            part, times = _started(setting, "launch over hosts", what, turns)
+    except NoHosts as problem:
+        part = Part({"problems": {"hosts": str(problem)}}, [f"{what}: not measured: {problem}"])
+    mpirun = times["openmpi"][1] if "openmpi" in times else None
+    part.verdicts += [
+        judge("launch hosts", times[own][1] / mpirun if own in times and mpirun else None, f"launch over {HOSTS} hosts x {EACH} workers{how}, against Open MPI")
+        for own, how in (("syncvar", ""), (FORKED, ", --start-method fork"))
+    ]
+    return part
+
+
+def _started(setting: Setting, what: str, title: str, turns: Mapping[str, Turn]) -> tuple[Part, dict[str, Spread]]:
+    """Take the turns and return their part, without verdicts, and the wall times by name."""
+    labels = {name: library.label for name, library in setting.present.items()} | {FORKED: FORKED}
+    found = interleave(what, turns, setting.effort.rounds)
+    times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
+    processor = {name: spread(one["processor"] for one in results)[1] for name, results in found.results.items() if results}
+    lines = [f"{title}; wall time of the command in s, and processor time"]
+    body = [[labels[name], *(f"{value:.2f}" for value in (*times[name], processor[name]))] for name in times]
+    lines += grid(["library", "quartile", "median", "quartile", "processor"], body) + failures(found.problems)
     failed = not {"syncvar", FORKED}.isdisjoint(found.problems)
-    return Part({"seconds": times, "processor": processor, "problems": found.problems}, lines, verdicts, failed)
+    return Part({"seconds": times, "processor": processor, "problems": found.problems}, lines, failed=failed), times
 
 
 def importing(setting: Setting) -> Part:

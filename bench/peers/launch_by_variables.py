@@ -1,7 +1,7 @@
 """Start workers that find each other by variables: `python bench/peers/launch_by_variables.py --workers 2 SCRIPT ...`.
 
 By TF_CONFIG, for TensorFlow, which has no launcher of its own; with --hosts by torchrun's variables, each worker as if it
-were alone on its host.
+were alone on its host; with --spaces so too, spread evenly over the hosts of network namespaces.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--hosts", action="store_true", help="torchrun's variables, a host for each worker")
+    parser.add_argument("--spaces", type=lambda text: text.split(","), help="network namespaces, a host each; needs --address")
+    parser.add_argument("--address", default="127.0.0.1", help="of the first host [127.0.0.1]")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script and its arguments")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    told = (_as_torchrun if chosen.hosts else _as_tensorflow)(chosen.workers)
+    hosts = len(chosen.spaces) if chosen.spaces else chosen.workers
+    is_of_torch = chosen.hosts or chosen.spaces
+    told = _as_torchrun(chosen.workers, hosts, chosen.address) if is_of_torch else _as_tensorflow(chosen.workers)
     running: list[subprocess.Popen[bytes]] = []
     try:
         for variables in told:
             environment = {**os.environ, **variables}
-            running.append(subprocess.Popen([sys.executable, *chosen.command], env=environment))
+            inside = ["ip", "netns", "exec", chosen.spaces[int(variables["GROUP_RANK"])]] if chosen.spaces else []
+            running.append(subprocess.Popen([*inside, sys.executable, *chosen.command], env=environment))
         while running:
             codes = [worker.poll() for worker in running]
             failed = next((code for code in codes if code), None)
@@ -52,12 +57,14 @@ def _as_tensorflow(workers: int) -> list[dict[str, str]]:
     return [{"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})} for index in range(workers)]
 
 
-def _as_torchrun(workers: int) -> list[dict[str, str]]:
+def _as_torchrun(workers: int, hosts: int, address: str) -> list[dict[str, str]]:
+    each = workers // hosts
     common = {
-        "WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports(1)[0]), "SYNCVAR_KEY": secrets.token_hex(32),
+        "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(each), "GROUP_WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": address, "MASTER_PORT": str(_free_ports(1)[0]), "SYNCVAR_KEY": secrets.token_hex(32),
     }  # fmt: skip
-    return [{**common, "RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(workers)]
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank % each), "GROUP_RANK": str(rank // each)} for rank in range(workers)]
+    return [{**common, **place} for place in places]
 
 
 def _free_ports(count: int) -> list[int]:

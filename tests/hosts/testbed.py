@@ -156,6 +156,11 @@ class Hosts:
         """Take a host's link down, or up again."""
         _run("ip", "link", "set", f"p{index}", state, namespace=self.switch)
 
+    def set_rate(self, index, mbit):
+        """Let no more than so many Mbit/s out of a host, and into it."""
+        for device, namespace in (("eth0", self.spaces[index]), (f"p{index}", self.switch)):
+            _run("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms", namespace=namespace)
+
     def close(self):
         """Take all down. Idempotent."""
         for server in self.servers:

@@ -197,3 +197,18 @@ def test_every_part_and_every_kind_is_described(bench):
     text = (BENCH / "README.md").read_text(encoding="utf-8")
     for name in (*bench("compare").PARTS, *bench("comparison.table").KINDS):
         assert f"\n| `{name}` |" in text
+
+
+def test_where_there_can_be_no_hosts_their_parts_say_why(bench, monkeypatch):
+    namespaces, part = bench("comparison.namespaces"), bench("comparison.part")
+    monkeypatch.syspath_prepend(namespaces.TESTBED)
+    testbed = importlib.import_module("testbed")
+    monkeypatch.setattr(testbed, "why_none", lambda: "only root may")
+    library = bench("comparison.libraries").library("syncvar", sys.executable, Path("none"))
+    setting = part.Setting({"syncvar": library}, (2,), bench("comparison.rounds").Effort(0.1, 1, 10.0), 2)
+    for name, function in (("hosts", "hosts"), ("starting", "launch_over_hosts")):
+        found = getattr(bench(f"comparison.{name}"), function)(setting)
+        assert "not measured: only root may" in found.lines[-1]
+        assert found.verdicts
+        assert {one.word for one in found.verdicts} == {"not measured"}
+        assert not found.failed
