@@ -32,6 +32,13 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees_go_with_this_file():
+    """Forget the million objects of all trees: every collection of a later test would look at each of them."""
+    yield
+    tree_of.cache_clear()
+
+
 def dotted(node):
     """Return the name of an attribute chain, "os.path.join", or an empty text."""
     parts = []
