@@ -264,6 +264,10 @@ class Generation:
             if self.supervisor.is_ending:
                 self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
             due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now))
+            # Who is told to end acts on what it knows of the ranks: one that had ended before is seen by a poll that begins after.
+            is_told = bool(self.watch.pending)
+            if is_told:
+                due = now
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
             forking = [] if self.server is None else [self.server.descriptor()]
@@ -292,7 +296,7 @@ class Generation:
                 self._stop()
             if self.watch.passing:
                 self._pass_on()
-            while self.watch.pending:
+            while self.watch.pending and (is_told or self.supervisor.is_over):
                 self._interrupt(self.watch.pending.popleft(), now)
             self._look(now)
             self._do(self.supervisor.tick(now))

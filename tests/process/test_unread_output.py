@@ -178,11 +178,34 @@ print("x" * 99 + "\\n" + "y" * 400_000)
 """
 
 
-def test_told_to_end_just_when_the_last_rank_ends_the_launcher_waits_for_no_reader(launch, tmp_path):
+STOPS_AFTER_A_POLL = """
+import os, signal, sys
+
+if "syncvar_launcher" in sys.orig_argv:
+    import zmq
+
+    class Poller(zmq.Poller):
+        def poll(self, *arguments):
+            ready = super().poll(*arguments)
+            if os.path.exists("gate-stop"):
+                os.unlink("gate-stop")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return ready
+
+    zmq.Poller = Poller
+"""
+
+
+@pytest.mark.parametrize("stops", [pytest.param("anywhere", marks=pytest.mark.slow), "after a poll"])
+def test_told_to_end_just_when_the_last_rank_ends_the_launcher_waits_for_no_reader(launch, tmp_path, stops):
+    (tmp_path / "sitecustomize.py").write_text(STOPS_AFTER_A_POLL)
     with unread("pipe", tmp_path) as (prefix, _):
-        job = launch(FEW + "probe.note('written')\nprobe.gate('end')", workers=1, prefix=prefix)
+        job = launch(FEW + "probe.note('written')\nprobe.gate('end')", workers=1, prefix=prefix, env={"PYTHONPATH": str(tmp_path)})
         job.await_events("written")
-        job.send(signal.SIGSTOP)
+        if stops == "anywhere":
+            job.send(signal.SIGSTOP)
+        else:
+            job.open_gate("stop")
         await_true(lambda: state(job.process.pid) == "T", what="the launcher, to stop")
         job.open_gate("end")
         await_true(lambda: not state(job.pids()[0]), what="the end of the rank")
