@@ -64,7 +64,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let the collector leave alone what stays to the end: thousands of collected tests, and modules."""
+    leave_alone_what_stays()
+
+
+def leave_alone_what_stays():
+    """Let the collector pass over what is there for good: thousands of collected tests, modules, reports of tests."""
     gc.collect()
     gc.freeze()
 
@@ -257,6 +261,12 @@ class _Snapshot:
         for name, *_ in names:
             with contextlib.suppress(OSError):
                 os.unlink(f"{_SHARED_MEMORY}/{name}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_are_short():
+    """Keep a collection as quick as in the first file: there are thousands, in tests and for what tests leave in cycles."""
+    leave_alone_what_stays()
 
 
 @pytest.fixture(autouse=True)
