@@ -43,7 +43,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)  # not ignored: workers would inherit that
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     agent = HostAgent(0, out)
-    signal.signal(signal.SIGTERM, lambda *_: agent.leave())
+    signal.signal(signal.SIGTERM, lambda *_: agent.heed())
     try:
         return agent.serve()
     finally:
@@ -72,15 +72,16 @@ class HostAgent:
         self._listeners: Listeners | None = None
         self._start: HostRanks | None = None
         self._is_stopped = False
+        self._notices, self._is_heeded = 0, False  # that somebody wants this host back
         self._answers: dict[str, Callable[[Message], None]] = {
             "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin, "signal": self._signal,
             "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire, "kill": self._kill, "stop": self._stop,
             "resume": self._resume, "abort": self._abort, "credit": self._credit, "input": self._input, "end": self._end, "beat": self._beat,
         }  # fmt: skip
 
-    def leave(self) -> None:
-        """End as soon as possible."""
-        self._is_over = True
+    def heed(self) -> None:
+        """Note that somebody wants this host back: the workers are told, and may save; the second time, or without any, end."""
+        self._notices += 1
 
     def serve(self) -> int:
         """Do what is asked until the input ends; return the exit code."""
@@ -110,6 +111,8 @@ class HostAgent:
                         self._refuse(error)
             self._look(time.monotonic())
             self._flush()
+            if self._notices:
+                self._give_back()
         return 0
 
     def close(self) -> None:
@@ -243,6 +246,16 @@ class HostAgent:
         if now - self._looked >= self._beat_s:
             self._looked = now
             self._send("states", states={} if self._start is None else self._start.look())
+
+    def _give_back(self) -> None:
+        """Pass the notice on to the workers; when they have ended and that has been said, or at the next notice, end."""
+        workers = self._start.agent.workers if self._start is not None else {}
+        if self._notices == 1 and workers:
+            if not self._is_heeded:
+                self._is_heeded = True
+                self._signal({"ranks": list(workers), "number": int(signal.SIGTERM)})
+        elif self._notices > 1 or not self._unsent:
+            self._is_over = True
 
     def _tell(self, event: Event) -> None:
         if isinstance(event, Output):

@@ -1,9 +1,14 @@
 """Training on real hosts: to the very weights of one host, with a host that is lost and ranks that are told to end on the way."""
 
+import os
 import re
+import signal
+import uuid
 
 import pytest
 from launching import Job
+from test_restarts import digests, training
+from test_several_hosts import at, start
 
 pytestmark = pytest.mark.slow
 
@@ -27,3 +32,60 @@ def test_digits_ends_with_the_weights_of_one_host_on_even_and_uneven_hosts(hosts
         job = Job(folder, target=DIGITS, workers=sum(slots), prefix=hosts.prefix, options=(*hosts.ssh, "--hostfile", str(folder / "hosts")))
         assert weights(job) == one
         assert f"workers={sum(slots)} " in job.out
+
+
+def over(hosts):
+    """Return what launches a script on two other hosts, with two ranks and one."""
+
+    def launch(script, *, workers, arguments=(), options=()):
+        folder = hosts.folder / f"job-{uuid.uuid4().hex}"
+        folder.mkdir()
+        assert workers == 3
+        return start(hosts, folder, script, at(hosts, 0, 2, 1), *options, arguments=arguments)
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the digest of the training on one host, which nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = training(lambda script, **named: Job(folder, script, **named), folder / "c", 3)
+    assert job.wait() == 0, job
+    (whole,) = digests(job)
+    return whole
+
+
+@pytest.mark.parametrize("faults", [{"0": [2, "compute", 9]}, {"0": [0, "after shard", 7], "1": [1, "meet", -1]}], ids=str)
+def test_a_rank_killed_on_another_host_and_started_again_ends_with_the_weights_of_one_host(hosts, tmp_path, undisturbed, faults):
+    job = training(over(hosts), tmp_path / "c", 3, faults, options=("--max-restarts", str(len(faults))))
+    assert job.wait(90) == 0, job
+    assert digests(job) == {undisturbed}, job
+    assert len(job.events("final")) == 3
+    assert {event["step"] for event in job.events("restored")} == {7} if len(faults) == 1 else {3}
+    starts = {(event["restarts"], event["generation"]) for event in job.events("starts")}
+    assert starts == {(str(number), str(number)) for number in range(len(faults) + 1)}
+
+
+@pytest.mark.parametrize("who", ["launcher", "rank", "agent", "all"])
+def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(hosts, tmp_path, undisturbed, who):
+    first = training(over(hosts), tmp_path / "c", 3, pause_s=0.1)
+    first.await_events("running", 3, limit_s=60)
+    agents = [hosts.agent(1), hosts.agent(2)]
+    if who in ("rank", "all"):
+        first.kill_rank(2, signal.SIGTERM)
+    if who in ("agent", "all"):
+        os.kill(agents[1], signal.SIGTERM)
+    if who == "all":
+        for rank in (0, 1):
+            first.kill_rank(rank, signal.SIGTERM)
+        os.kill(agents[0], signal.SIGTERM)
+    if who in ("launcher", "all"):
+        first.send(signal.SIGTERM)
+    assert first.wait(60) == 75, first
+    (step,) = {event["step"] for event in first.events("stops")}
+    assert 6 <= step < 23
+    second = training(over(hosts), tmp_path / "c", 3)
+    assert second.wait(60) == 0, second
+    assert {event["step"] for event in second.events("restored")} == {step}
+    assert digests(second) == {undisturbed}, second

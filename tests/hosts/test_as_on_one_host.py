@@ -1,0 +1,155 @@
+"""What a job on several hosts shows and ends with is what it is on one: each job runs both ways, and the words are compared."""
+
+import re
+import signal
+import socket
+
+import pytest
+from launching import Job, check_bound
+from test_several_hosts import at, start
+
+pytestmark = pytest.mark.slow
+
+WRITES = """
+    import os, sys, time
+    import numpy as np
+    import syncvar as sv
+
+    sv.barrier()
+    print("printed by", sv.rank(), flush=True)
+    os.write(1, b"raw \\xff\\x00\\x1b[31m of %d\\n" % sv.rank())
+    os.write(2, b"complaint of %d\\n" % sv.rank())
+    os.write(1, b"z" * 9000 + b"\\n")
+    for number in range(3):
+        sys.stdout.write(f"\\rprogress {number}")
+        sys.stdout.flush()
+    sys.stdout.write("\\nno end")
+    sys.stdout.flush()
+    sv.barrier()
+"""
+
+ENDS = {
+    "exits": ("sys.exit(3)", 3),
+    "raises": ("raise ValueError('of rank 2')", 1),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+    "leaves": ("os._exit(0)", 70),
+}
+ENDING = """
+    import os, signal, sys
+    import numpy as np
+    import probe
+    import syncvar as sv
+
+    def last_of_all(total):
+        print("before", flush=True)
+        {end}
+
+    total = sv.all_reduce(np.ones(3))
+    if sv.rank() == 2:
+        last_of_all(total)
+    sv.recv(2)
+"""
+
+
+def both(hosts, folder, script, *options, **named):
+    """Return a job on this machine and one on two others, with two ranks and one, at their ends."""
+    for name in ("here", "there"):
+        (folder / name).mkdir()
+    jobs = [
+        Job(folder / "here", script, workers=3, options=options, **named),
+        start(hosts, folder / "there", script, at(hosts, 0, 2, 1), *options, **named),
+    ]
+    for job in jobs:
+        job.wait(90)
+    return jobs
+
+
+def told(job, hosts):
+    """Return the launcher's words without what differs from run to run: names, times, and how far the others had come."""
+    text = job.report.replace(str(job.folder), "FOLDER")
+    for name in (*hosts.names, socket.gethostname()):
+        text = text.replace(f" on {name} ", " on HOST ")
+    text = re.sub(r"after [0-9.]+ s", "after S s", text)
+    text = re.sub(r"job-\w+ \(syncvar explain \w+\)", "job-ID", text)
+    text = re.sub(r"--ssh '.*' -H \S+ ", "", text)
+    return re.sub(r"(?<=others:\n)(  ranks? [0-9, -]+: .*PeerLost.*\n)+", "  PeerLost\n", text)
+
+
+def test_lines_colours_and_logs(hosts, tmp_path):
+    for job in (pair := both(hosts, tmp_path, WRITES, "--color", "always", "--log-dir", "logs")):
+        assert job.process.returncode == 0, job
+    here, there = pair
+    assert sorted(here.out.split("\n")) == sorted(there.out.split("\n"))
+    assert sorted(here.err.split("\n")) == sorted(there.err.split("\n"))
+    assert "\x1b[" in there.out
+    names = sorted(path.name for path in (here.folder / "logs").iterdir())
+    assert "rank-2.out" in names
+    assert sorted(path.name for path in (there.folder / "logs").iterdir()) == names
+    for name in names:
+        assert (there.folder / "logs" / name).read_bytes() == (here.folder / "logs" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_rank(hosts, tmp_path, name):
+    end, code = ENDS[name]
+    here, there = both(hosts, tmp_path, ENDING.format(end=end))
+    assert (here.process.returncode, there.process.returncode) == (code, code), there
+    assert told(here, hosts) == told(there, hosts)
+
+
+STUBBORN = """
+    import signal, time
+    import probe
+    import syncvar as sv
+
+    signal.signal(signal.SIGTERM, lambda *_: probe.note("ignored"))
+    sv.barrier()
+    probe.note("met")
+    time.sleep(60)
+"""
+
+
+def test_f14_the_second_ctrl_c_kills_on_all_hosts(hosts, tmp_path):
+    job = start(hosts, tmp_path, STUBBORN, at(hosts, 0, 2, 1), "--grace", "30")
+    job.await_events("met", 3, limit_s=60)
+    job.send(signal.SIGINT)
+    job.await_events("ignored", 3)
+    sent = job.send(signal.SIGINT)
+    assert job.wait(60) == 130, job
+    check_bound("F14 over hosts", job.ended - sent, 0.5)
+    assert not hosts.await_quiet(), "and nothing is left anywhere"
+
+
+def test_f13_the_first_ctrl_c_lets_all_ranks_end_in_order(hosts, tmp_path):
+    script = """
+        import probe
+        import syncvar as sv
+        sv.barrier()
+        try:
+            probe.note("met")
+            sv.recv((sv.rank() + 1) % sv.world_size())
+        finally:
+            probe.note("cleaned")
+    """
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        folder = tmp_path / str(code)
+        folder.mkdir()
+        job = start(hosts, folder, script, at(hosts, 0, 2, 1))
+        job.await_events("met", 3, limit_s=60)
+        sent = job.send(number)
+        assert job.wait(60) == code, job
+        check_bound(f"F13 over hosts, {code}", job.ended - sent, 3.0)
+        assert len(job.events("cleaned")) == 3
+
+
+def test_the_time_limit_ends_all_hosts(hosts, tmp_path):
+    here, there = both(hosts, tmp_path, STUBBORN, "--timeout", "4", "--grace", "0.3")
+    assert (here.process.returncode, there.process.returncode) == (124, 124), there
+    assert told(here, hosts) == told(there, hosts)
+
+
+def test_a_process_that_is_no_python_ends_with_its_own_code(hosts, tmp_path):
+    job = Job(tmp_path, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)),
+              target=["--no-python", "sh", "-c", 'echo "$SYNCVAR_RANK of $WORLD_SIZE"; exit $((SYNCVAR_RANK / 2 * 5))'])  # fmt: skip
+    assert job.wait(60) == 5, job
+    assert sorted(job.out.split()) == sorted(["[0]", "0", "of", "3", "[1]", "1", "of", "3", "[2]", "2", "of", "3"])
