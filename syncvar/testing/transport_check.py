@@ -275,6 +275,35 @@ def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
         assert time.monotonic() - began < _SOON_S, f"the frame was seen after {time.monotonic() - began:.1f} s"
 
 
+def _what_could_not_go_at_once_goes_while_the_sender_waits_idle(factory: TransportFactory) -> None:
+    for has_driven in (False, True):
+        with factory.connect(2, _GENERATION) as world:
+            seen = _Seen(world)
+            _send(world, 0, 1, 0, 10)  # its link is opened by this: the frame may have to wait for that
+            if has_driven:
+                world[0].wait_idle(0.0)
+                world[0].wait(0.5)
+            stop = threading.Event()
+
+            def idle(sender: Transport = world[0], stop: threading.Event = stop) -> None:
+                while not stop.is_set():
+                    sender.wait_idle(_PATIENCE_S)
+                    sender.receive()
+
+            thread = threading.Thread(target=idle, name="sender", daemon=True)
+            began = time.monotonic()
+            thread.start()
+            try:
+                while not seen.frames[1] and time.monotonic() - began < _PATIENCE_S:
+                    world[1].wait(0.05)
+                    seen.take([1])
+                assert time.monotonic() - began < _SOON_S, f"the frame came after {time.monotonic() - began:.1f} s"
+            finally:
+                stop.set()
+                world[0].wake()
+                thread.join()
+
+
 # -- ends ---------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +396,7 @@ TRANSPORT_CHECKS: Mapping[str, Callable[[TransportFactory], None]] = {
         _wait_ends_at_its_timeout,
         _wait_idle_ends_at_a_wake_beside_a_driver,
         _wait_idle_ends_at_an_arrival,
+        _what_could_not_go_at_once_goes_while_the_sender_waits_idle,
         _an_orderly_close_is_no_loss_and_loses_nothing,
         _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived,
         _loans_of_a_lost_link_end,

@@ -89,7 +89,10 @@ class Transport(Protocol):
         """
 
     def wait_idle(self, timeout_s: float) -> None:
-        """Wait like `wait`, without using the transport: the progress thread may call it beside a driver."""
+        """Wait like `wait`, without using the transport: the progress thread may call it beside a driver.
+
+        It ends too when frames that could not go at once can go: who has sent them may be busy elsewhere.
+        """
 
     def wake(self) -> None:
         """Make `wait` and `wait_idle` return, from any thread."""

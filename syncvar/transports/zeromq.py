@@ -268,7 +268,7 @@ class ZeromqTransport:
         self._closing: dict[int, float] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
         self._pending_losses: collections.deque[Lost] = collections.deque()
         self._watched = 0.0
-        self._unsent: set[int] = set()
+        self._unsent: dict[int, int] = {}  # peer whose link does not take frames yet -> descriptor that tells when it does
         self._is_open = False
         self._closed = False
         self.refused_frames = 0
@@ -342,7 +342,8 @@ class ZeromqTransport:
             else:
                 payload = memoryview(bytes(payload))
         link.outbox.append((header, payload, loan))
-        self._unsent.add(peer)
+        if peer not in self._unsent:
+            self._hold_back(peer, link)
         return loan
 
     def receive(self) -> Arrival | None:
@@ -392,6 +393,8 @@ class ZeromqTransport:
         items += [(link.monitor, zmq.POLLIN) for link in self._links.values() if link.monitor is not None]
         items += [(self._links[peer].socket, zmq.POLLOUT) for peer in self._unsent]
         ready = zmq_poll(items, milliseconds)
+        if self._unsent:
+            self._flush()  # now: the poll has taken the descriptors' signals, and the caller may have what it waits for
         self._watch_links(time.monotonic())
         return self._is_control(ready)
 
@@ -519,6 +522,17 @@ class ZeromqTransport:
         link.socket.send(payload, zmq.NOBLOCK)
         return None
 
+    def _hold_back(self, peer: int, link: _Link) -> None:
+        """Let `wait_idle` end when a link can take frames: whoever has left them may do something else for long."""
+        descriptor = self._unsent[peer] = link.socket.getsockopt(zmq.FD)
+        self._idle.register(descriptor, select.POLLIN)
+        os.eventfd_write(self._wake_idle, 1)
+
+    def _hold_no_more(self, peer: int) -> None:
+        descriptor = self._unsent.pop(peer, None)
+        if descriptor is not None:
+            self._idle.unregister(descriptor)
+
     def _flush(self) -> None:
         for peer in list(self._unsent):
             link = self._links.get(peer)
@@ -532,7 +546,7 @@ class ZeromqTransport:
                 if loan is not None:
                     loan.tracker = sent.tracker if isinstance(sent, _TrackedLoan) else _DONE
             if link is None or not link.outbox:
-                self._unsent.discard(peer)
+                self._hold_no_more(peer)
 
     def _receive_frame(self, identity: bytes, source: int | None) -> Frame | None:
         if not self._router.getsockopt(zmq.RCVMORE):
@@ -641,7 +655,7 @@ class ZeromqTransport:
             return
         link = self._links.pop(peer, None)
         if link is not None:
-            self._unsent.discard(peer)
+            self._hold_no_more(peer)
             self._close_link(link, 0)
 
     def _lose(self, peer: int, reason: str) -> None:
@@ -651,7 +665,7 @@ class ZeromqTransport:
         self._pending_losses.append(Lost(peer, reason))
         link = self._links.pop(peer, None)
         if link is not None:
-            self._unsent.discard(peer)
+            self._hold_no_more(peer)
             self._close_link(link, 0)
 
     @staticmethod
