@@ -254,7 +254,7 @@ class HostAgent:
             if not self._is_heeded:
                 self._is_heeded = True
                 self._signal({"ranks": list(workers), "number": int(signal.SIGTERM)})
-        elif self._notices > 1 or not self._unsent:
+        elif self._notices > 1 or not self._outbox.nbytes:
             self._is_over = True
 
     def _tell(self, event: Event) -> None:

@@ -69,9 +69,11 @@ def told(job, hosts):
     text = job.report.replace(str(job.folder), "FOLDER")
     for name in (*hosts.names, socket.gethostname()):
         text = text.replace(f" on {name} ", " on HOST ")
-    text = re.sub(r"after [0-9.]+ s", "after S s", text)
+    text = re.sub(r"syncvar: ranks? [0-9, -]+ waits? since .*\n", "", text)  # on a slow machine, while they meet
+    text = re.sub(r"after [0-9.]+ s( in all_reduce\(.*? in <module>)?", "after S s", text)
     text = re.sub(r"job-\w+ \(syncvar explain \w+\)", "job-ID", text)
     text = re.sub(r"--ssh '.*' -H \S+ ", "", text)
+    text = re.sub(r"  syncvar-launch --debug 2 .*\n", "", text)
     return re.sub(r"(?<=others:\n)(  ranks? [0-9, -]+: .*PeerLost.*\n)+", "  PeerLost\n", text)
 
 
