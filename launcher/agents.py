@@ -136,7 +136,7 @@ class Agents:
         """Return what serves, in few words and as a whole line."""
         several = len(self._fleet.sites) > 1
         within = "unix sockets" if self._job.config.transport == "zmq" else "shared memory"
-        between = f" on each host; encrypted tcp between {len(self._fleet.sites)} hosts" if several else ""
+        between = f" on each host; {self._job.config.between_hosts} between {len(self._fleet.sites)} hosts" if several else ""
         return f"{within}{between}", f"transport: {within}{between}"
 
     # -- the loop ---------------------------------------------------------------------------------------------------

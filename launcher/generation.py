@@ -146,11 +146,12 @@ class Generation:
 
     def _prepare_there(self, job: Job, fleet: Fleet, directory: JobDirectory) -> None:
         """Make what the ranks of other hosts need: a place to meet; their agents make the rest."""
-        from syncvar.transports.curve import link_keys
+        keys = None
+        if job.config.encryption != "off":
+            from syncvar.transports.curve import link_keys
 
-        self.store = Store(
-            f"tcp://{fleet.address}:*", self.options.workers, job.job_id, job.config, self.number, link_keys(fleet.secret)
-        )
+            keys = link_keys(fleet.secret, job.job_id)
+        self.store = Store(f"tcp://{fleet.address}:*", self.options.workers, job.job_id, job.config, self.number, keys)
         self.rendezvous = self.store.endpoint
         self.agent = self.sharing = self.stacks = Agents(fleet, job, Agent(directory.path, directory.lock), self.rendezvous, self.number, self.restarts)
 

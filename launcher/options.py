@@ -204,6 +204,10 @@ _OPTIONS = (
     _Option("ssh_port", ("--ssh-port",), _HOSTS, "its port, where the file names none", "port", "PORT"),
     _Option("ssh_always", ("--ssh-always",), _HOSTS, "go through ssh to this machine too", "switch", default=False),
     _Option("remote_python", ("--remote-python",), _HOSTS, "the interpreter there", "text", "PATH"),
+    _Option(
+        "encryption", ("--encryption",), _HOSTS, "of links", "choice", "HOW", choices=("required", "control-only", "off"), knob="encryption",
+    ),
+    _Option("insecure", ("--insecure",), _HOSTS, "lets encryption be off, for isolated networks", "switch", knob="insecure"),
     _Option("iface", ("--iface",), _HOSTS, "eth0, ^docker0 or 10.0.0.0/8", "text", "LIST"),
     _Option(
         "start_method", ("--start-method",), _WORKERS, "fresh, or forked from one", "choice", "HOW", "spawn", ("spawn", "fork"),
@@ -733,7 +737,8 @@ def _runtime(
             origin[name] = "environment"
     for option in _OPTIONS:
         if option.knob and option.key in line:
-            values[option.knob], origin[option.knob] = line[option.key], "command line"
+            value = ("on" if line[option.key] else "off") if option.is_switch else line[option.key]
+            values[option.knob], origin[option.knob] = value, "command line"
     return RuntimeConfig(**values).consistent()
 
 
@@ -808,8 +813,9 @@ def hosts_help_text() -> str:
         "",
         "Each host is logged in to by ssh, without a password, and needs this version of",
         "syncvar for the same Python, the script at the same path, and open ports above",
-        "1023 to the others. Links between hosts are encrypted. All that is wrong with any",
-        "host is told at once, before anything is started.",
+        "1023 to the others. Links between hosts are encrypted; --encryption control-only",
+        "leaves the data as it is, and still lets nobody else in. All that is wrong with",
+        "any host is told at once, before anything is started.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -823,5 +829,5 @@ def _help_line(option: _Option) -> str:
         text += f" [{option.default}]"
     if option.knob:
         default = next(item.default for item in RuntimeConfig.knobs() if item.name == option.knob)
-        text += f" [{default:g} s]"
+        text += "" if option.is_switch else f" [{default}]" if isinstance(default, str) else f" [{default:g} s]"
     return f"  {names:<27}{text}"

@@ -81,6 +81,9 @@ def _run(arguments: list[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
     for sentence in doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
+    if chosen.runtime.opened and (chosen.hosts or chosen.fake_hosts > 1):
+        words = f"syncvar-launch: {chosen.runtime.opened}"
+        sys.stderr.write(f"\x1b[31m{words}\x1b[0m\n" if chosen.color_on(sys.stderr.isatty()) else f"{words}\n")
     if chosen.hosts:
         return several.launch(chosen, arguments)
     job = Job(chosen, arguments, os.environ)

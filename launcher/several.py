@@ -80,6 +80,8 @@ def dry_run(chosen: LaunchOptions) -> str:
     else:
         lines += ["", f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores"]
     lines += [f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else 'of the network by which ssh goes'}"]
+    lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
+    lines += [chosen.runtime.opened] if chosen.runtime.opened else []
     return "".join(f"{escape(line)}\n" for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen))))
 
 

@@ -36,7 +36,7 @@ def sharing_of(
     sizes = divided(options.workers, options.fake_hosts)
     return Sharing(
         job_id, options.runtime.arena_bytes, sizes, [max(1, core_count * size // options.workers) for size in sizes], directories,
-        why_not=why_no_arena(options, os.uname().machine), generation=generation,
+        why_not=why_no_arena(options, os.uname().machine), generation=generation, between_hosts=options.runtime.between_hosts,
         hands_over=hands_over and options.runtime.transport != "zmq",
     )  # fmt: skip
 
@@ -77,6 +77,7 @@ class Sharing:
         why_not: Why there is to be none, in words; empty where there is.
         generation: The first generation of the ranks that will ask.
         hands_over: Workers will ask for it; not so where nobody looks (`transport`), or only wants to know (`--dry-run`).
+        between_hosts: What goes between the hosts as which this machine poses, in words.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class Sharing:
         why_not: str = "",
         generation: int = 0,
         hands_over: bool = True,
+        between_hosts: str = "",
     ) -> None:
+        self._between_hosts = between_hosts
         self._arena_bytes = arena_bytes
         self._sizes = sizes
         self._cores = cores
@@ -113,7 +116,7 @@ class Sharing:
     def describe(self) -> tuple[str, str]:
         """Return what serves, in two words and as a whole line that says why. Makes an arena, to know."""
         hosts = len(self._sizes)
-        between = f"; tcp on loopback between {hosts} fake hosts" if hosts > 1 else ""
+        between = f"; {self._between_hosts} on loopback between {hosts} fake hosts" if hosts > 1 else ""
         if self._why_not:
             return f"unix sockets{between}", f"transport zmq: {self._why_not}{between}"
         arena, reason = self._handings[0].prepare(self._generation) if 0 in self._handings else self.make(0, self._generation)

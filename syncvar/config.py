@@ -24,6 +24,9 @@ _INTERNAL = frozenset(
     )
 )  # fmt: skip
 
+_BETWEEN_HOSTS = {"required": "encrypted tcp", "control-only": "unencrypted tcp with encrypted control", "off": "unencrypted tcp"}
+_OPENED = "whoever reaches the ports of this job can read and change what its hosts send, and end it"
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean …?)" for the known name closest to `name`, or an empty text.
@@ -151,6 +154,11 @@ class RuntimeConfig(_Settings):
     log_level: str = _knob("", "what workers log on standard error", choices=("warning", "info", "debug"), default="warning")
     trace: str = _knob("path", "folder for the flight record of every rank, written at the end of every run", default="")
     transport: str = _knob("", "data path between processes of one host", choices=("auto", "zmq"), default="auto")
+    encryption: str = _knob(
+        "", "links between hosts: all encrypted, those of the launcher only, or none (which needs insecure)",
+        choices=("required", "control-only", "off"), default="required", is_shared=True,
+    )  # fmt: skip
+    insecure: str = _knob("", "encryption may be off: for networks that nobody else reaches", choices=("off", "on"), default="off")
     single_copy: str = _knob(
         "", "read arrays where they lie in another worker's memory, where the system allows it", choices=("auto", "off"), default="auto"
     )
@@ -188,6 +196,11 @@ class RuntimeConfig(_Settings):
                     f"heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not exceed {name} "
                     f"({getattr(self, name):g}): a silence shorter than the time between signs of life means nothing"
                 )
+        if self.encryption == "off" and self.insecure == "off":
+            raise ConfigError(
+                f"encryption off needs insecure on (--insecure, or SYNCVAR_INSECURE=on for ranks that another launcher starts): {_OPENED}. "
+                f"encryption control-only keeps strangers out, and is as fast"
+            )
         # Who only lowers lost_after_s has not asked for suspicion after that.
         said = self.suspect_after_s not in (math.inf, type(self)().suspect_after_s)
         if said and self.suspect_after_s > self.lost_after_s:
@@ -195,6 +208,16 @@ class RuntimeConfig(_Settings):
                 f"suspect_after_s ({self.suspect_after_s:g}) must not exceed lost_after_s ({self.lost_after_s:g})"
             )
         return self
+
+    @property
+    def between_hosts(self) -> str:
+        """What goes between hosts, in words."""
+        return _BETWEEN_HOSTS[self.encryption]
+
+    @property
+    def opened(self) -> str:
+        """What these settings open to others, in a sentence; empty where nothing."""
+        return f"encryption is off: {_OPENED}" if self.encryption == "off" else ""
 
     def shared(self) -> dict[str, int | str]:
         """Return the settings that all ranks of a job must have alike, for results depend on them."""

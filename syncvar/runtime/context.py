@@ -143,7 +143,7 @@ class Context:
     @property
     def transport(self) -> str:
         """The data path between processes of this host, and why."""
-        between = f"; tcp between {self.host_count} hosts" if self.host_count > 1 else ""
+        between = f"; {self.config.between_hosts} between {self.host_count} hosts" if self.host_count > 1 else ""
         if self.arena is not None:
             return f"arena: {self.local_world_size} ranks of this host share memory{between}"
         return f"zmq: {self.without_arena}{between}"
@@ -422,15 +422,16 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     outside = ""
     if environment.host_count > 1 or environment.rendezvous.startswith("tcp://"):
         secret = job_secret(environ)
-        if secret is None:
+        outside = f"tcp://{environment.host_address}" if environment.host_count > 1 else ""
+        if secret is None and config.encryption != "off":
             raise ConfigError(
                 f"rank {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE "
                 f"or SYNCVAR_KEY): start the script with syncvar-launch"
             )
-        from syncvar.transports.curve import link_keys
+        if secret is not None and config.encryption != "off":
+            from syncvar.transports.curve import link_keys
 
-        keys = link_keys(secret)
-        outside = f"tcp://{environment.host_address}" if environment.host_count > 1 else ""
+            keys = link_keys(secret, environment.job_id)
     zeromq: zmq.Context[Any] = zmq.Context()
     control: ZeromqControl | None = None
     transport: ZeromqTransport | None = None

@@ -60,7 +60,9 @@ def environment_of(
         ConfigError: Several hosts and no secret, or another job is told the same.
         RendezvousError: Rank 0 cannot listen, or the first rank of this host does not come.
     """
-    if told.host_count > 1 and secret is None:
+    if told.host_count > 1 and config.opened and told.rank == 0:
+        _log.warning("%s", config.opened)
+    if told.host_count > 1 and secret is None and config.encryption != "off":
         raise ConfigError(
             f"{told.source} names {told.host_count} hosts: links between hosts need a secret that all ranks have. Set "
             f"SYNCVAR_KEY_FILE to a file of 64 hexadecimal digits (chmod 600), or SYNCVAR_KEY to the digits; make them with "
@@ -159,7 +161,7 @@ class _Host:
         umask = os.umask(0o077)
         try:
             if told.rank == 0:
-                keys = None if secret is None else link_keys(secret)
+                keys = None if secret is None or config.encryption == "off" else link_keys(secret, job_id)
                 self.store = Store(_rendezvous(told, str(directory.path)), told.world_size, job_id, config, keys=keys)
                 self.store.watch()
             if told.local_world_size > 1 and config.transport != "zmq":

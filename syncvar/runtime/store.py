@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import ConfigError, RendezvousError, WireError
-from syncvar.transports.zeromq import milliseconds, monitored, parse_control_identity
+from syncvar.transports.zeromq import UNPROVED, milliseconds, monitor_of, monitored, parse_control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Mute, Say, pack_message, parse_message
 
 if TYPE_CHECKING:
@@ -68,12 +68,14 @@ class Store:
         self._gate: Gate | None = None
         try:
             if endpoint.startswith("tcp://"):
-                if keys is None:
+                if keys is None and config.encryption != "off":
                     raise ConfigError(f"nobody may listen on {endpoint} without the job's secret")
                 from syncvar.transports.curve import Gate
 
                 self._gate = Gate(self._context, keys)
-                keys.listen(self.socket)
+                self._monitor = monitor_of(self._context, self.socket, UNPROVED | zmq.EVENT_DISCONNECTED)
+                if keys is not None:
+                    keys.listen(self.socket)
             self.socket.bind(endpoint)
             self.endpoint = endpoint if not endpoint.endswith(":*") else self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             if self._gate is not None:
@@ -93,6 +95,7 @@ class Store:
             except zmq.Again:
                 break
             self._handle([one.bytes for one in frames], now, frames[-1])
+        self._note_closed()
         self._carry_out(self.coordinator.tick(now))
 
     def ended(self, rank: int, reason: str, now: float) -> None:
@@ -109,7 +112,8 @@ class Store:
 
     def watch(self) -> None:
         """Begin to watch for channels that close: nobody else tells how ranks end."""
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if self._monitor is None:
+            self._monitor = monitor_of(self._context, self.socket, zmq.EVENT_DISCONNECTED)
 
     def take_lost(self, now: float) -> list[int]:
         """Return the ranks whose channel has closed since the last call; what they had said before has been handled."""
@@ -136,12 +140,21 @@ class Store:
             self._gate.close()
         self._context.term()
 
+    @property
+    def refused_peers(self) -> int:
+        """How many tried to connect over tcp and are no members of the job."""
+        return 0 if self._gate is None else self._gate.refused_peers
+
     def _note_closed(self) -> None:
         while self._monitor is not None:
             try:
-                _, descriptor = monitored(self._monitor)
+                event, descriptor = monitored(self._monitor)
             except zmq.Again:
                 return
+            if event & UNPROVED:
+                if self._gate is not None:
+                    self._gate.refuse()
+                continue
             peer = self._on_descriptor.pop(descriptor, None)
             if peer is not None:
                 self._closed.append(peer)

@@ -1,8 +1,12 @@
-"""Who may connect over tcp: CURVE keys derived from the job's secret, and the gate that knows one key.
+"""Who may connect over tcp: keys and tickets derived from the job's secret, and the gate that knows them.
 
 CURVE encrypts and authenticates a link, but by itself only the listener's side of it: whoever knows the listener's
 public key is let in. The gate is ZeroMQ's way to decide about clients (ZAP, RFC 27): it lets the job's own key in, and
 nobody else. One pair of keys serves all members and one all listeners, because all members trust each other.
+
+Links that are not to be encrypted (`encryption = control-only`) begin with a ticket instead, one for each pair of ranks,
+which the gate compares (PLAIN, RFC 24): who does not see the network cannot know it. With `encryption = off` nothing is
+asked for, and the gate only counts, and ends those that say nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from syncvar.errors import HandshakeError
-from syncvar.transports.strangers import Strangers
+from syncvar.transports.strangers import UNPROVED_NBYTES, UNPROVED_PLAIN_NBYTES, Strangers
 from syncvar.wire import derive
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ _DOMAIN = b"syncvar"
 _VERSION = b"1.0"
 _TEST_MS = 5000
 _SAY_EVERY_S = 60.0
+_DIGITS_MAX = 9  # of a rank
 
 
 class LinkKeys(NamedTuple):
@@ -40,10 +45,12 @@ class LinkKeys(NamedTuple):
     Args:
         member: (public, secret) of whoever connects.
         listener: (public, secret) of whoever listens.
+        tickets: What the tickets of links that are not encrypted are derived from.
     """
 
     member: tuple[bytes, bytes]
     listener: tuple[bytes, bytes]
+    tickets: bytes
 
     def listen(self, socket: Any) -> None:
         """Make the tcp addresses that a socket binds from now on accept members only."""
@@ -58,9 +65,27 @@ class LinkKeys(NamedTuple):
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.member[0])
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.member[1])
 
+    def listen_for_tickets(self, socket: Any) -> None:
+        """Make the tcp addresses that a socket binds from now on accept those who have a ticket; nothing is encrypted."""
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
 
-def link_keys(secret: bytes) -> LinkKeys:
+    def connect_by_ticket(self, socket: Any, source: int, target: int) -> None:
+        """Make a socket that will connect over tcp show the ticket of a pair of ranks."""
+        socket.setsockopt(zmq.PLAIN_USERNAME, b"%d" % source)
+        socket.setsockopt(zmq.PLAIN_PASSWORD, self.ticket(source, target))
+
+    def ticket(self, source: int, target: int) -> bytes:
+        """Return what rank `source` shows to rank `target`."""
+        return derive(self.tickets, b"%d to %d" % (source, target)).hex().encode()
+
+
+def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
     """Return the keys that a job's secret stands for; the same in every process of the job.
+
+    Args:
+        secret: The job's.
+        job_id: Its identity: a secret may serve several jobs, a ticket serves one.
 
     Raises:
         HandshakeError: This build of ZeroMQ has no CURVE.
@@ -74,36 +99,42 @@ def link_keys(secret: bytes) -> LinkKeys:
     for role in (b"syncvar link member", b"syncvar link listener"):
         private = z85.encode(derive(secret, role))
         pairs.append((zmq.curve_public(private), private))
-    return LinkKeys(pairs[0], pairs[1])
+    return LinkKeys(pairs[0], pairs[1], derive(secret, b"syncvar link tickets " + job_id.encode()))
 
 
 class Gate:
     """Decides who may connect to the listeners of a ZeroMQ context: members. One thread, ended by `close`.
 
-    It also sees to it that strangers who connect and say nothing do not use up this process's descriptors.
+    It also counts those who are refused, and sees to it that those who connect and say nothing do not use up this process's
+    descriptors.
 
     Args:
         context: Whose listeners.
-        keys: Of the job.
+        keys: Of the job; None where nothing is asked for.
         clock: Seconds, to say the same not too often.
+        rank: Whose tickets are accepted; None for keys.
 
     Raises:
         HandshakeError: It does not answer as it should, so that nothing may listen.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], keys: LinkKeys, clock: Callable[[], float] = time.monotonic
+        self, context: zmq.Context[Any], keys: LinkKeys | None, clock: Callable[[], float] = time.monotonic, *, rank: int | None = None
     ) -> None:
         self.refused_peers = 0
-        self._member = z85.decode(keys.member[0])
+        self._keys = keys
+        self._rank = rank
+        self._unproved_nbytes = UNPROVED_NBYTES if keys is not None and rank is None else UNPROVED_PLAIN_NBYTES
         self._clock = clock
-        self._said = float("-inf")
+        self._said, self._said_peers = float("-inf"), 0
+        self._counting = threading.Lock()
         place = f"inproc://end-{id(self)}"
         self._socket: Any = context.socket(zmq.REP)
         self._end: Any = context.socket(zmq.PAIR)
         self._told: Any = context.socket(zmq.PAIR)
         try:
-            self._socket.bind(_ENDPOINT)
+            if keys is not None:
+                self._socket.bind(_ENDPOINT)
         except zmq.ZMQError as error:
             for one in (self._socket, self._end, self._told):
                 one.close(0)
@@ -113,7 +144,8 @@ class Gate:
         self._thread = threading.Thread(target=self._serve, name="syncvar-gate", daemon=True)
         self._thread.start()
         try:
-            self._test(context)
+            if keys is not None:
+                self._test(context, keys)
         except BaseException:
             self.close()
             raise
@@ -122,12 +154,27 @@ class Gate:
         """Keep the number of strangers small at an address that is listened on: "tcp://<address>:<port>"."""
         self._end.send(endpoint.rpartition(":")[2].encode())
 
+    def refuse(self, place: str = "") -> None:
+        """Count a stranger, and say so once in a while; from any thread."""
+        with self._counting:
+            self.refused_peers += 1
+            now = self._clock()
+            if now - self._said < _SAY_EVERY_S:
+                return
+            self._said, self._said_peers = now, self.refused_peers
+            count = self.refused_peers
+        who = f"a stranger at {place!r}" if place else "a stranger, a connection that did not prove to be a member's,"
+        _log.warning("%s was refused (%d so far)", who, count)
+
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread; say how many strangers there were, where that has not been said. Idempotent."""
         if not self._end.closed:
             self._end.send(b"")
             self._thread.join()
             self._end.close(0)
+            if self.refused_peers > self._said_peers:
+                self._said_peers = self.refused_peers
+                _log.warning("%d connections of strangers were refused in all", self.refused_peers)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -146,7 +193,7 @@ class Gate:
                     port = self._told.recv()
                     if not port:
                         return
-                    guarded.append(Strangers(int(port)))
+                    guarded.append(Strangers(int(port), self._unproved_nbytes))
                     if guarded[-1].listener is not None:
                         poller.register(guarded[-1].listener, zmq.POLLIN)
                 now = time.monotonic()
@@ -160,29 +207,27 @@ class Gate:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         number = request[1] if len(request) > 1 else b""
-        is_member = (
-            len(request) == 7
-            and request[0] == _VERSION
-            and request[2] == _DOMAIN
-            and request[5] == b"CURVE"
-            and hmac.compare_digest(request[6], self._member)
-        )
-        if is_member:
+        if len(request) > 6 and request[0] == _VERSION and request[2] == _DOMAIN and self._is_member(request[5], request[6:]):
             return [_VERSION, number, b"200", b"OK", b"member", b""]
-        self.refused_peers += 1
-        now = self._clock()
-        if now - self._said >= _SAY_EVERY_S:
-            self._said = now
-            place = request[3].decode("ascii", "replace")[:64] if len(request) > 3 else "nowhere"
-            _log.warning("a stranger at %r was refused (%d so far)", place, self.refused_peers)
+        self.refuse(request[3].decode("ascii", "replace")[:64] if len(request) > 3 else "nowhere")
         return [_VERSION, number, b"400", b"no member of this job", b"", b""]
 
-    def _test(self, context: zmq.Context[Any]) -> None:
+    def _is_member(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+        if self._keys is None:
+            return False
+        if self._rank is None:
+            return mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], z85.decode(self._keys.member[0]))
+        if mechanism != b"PLAIN" or len(credentials) != 2 or not credentials[0].isdigit() or len(credentials[0]) > _DIGITS_MAX:
+            return False
+        return hmac.compare_digest(credentials[1], self._keys.ticket(int(credentials[0]), self._rank))
+
+    def _test(self, context: zmq.Context[Any], keys: LinkKeys) -> None:
+        mine = [b"CURVE", z85.decode(keys.member[0])] if self._rank is None else [b"PLAIN", b"0", keys.ticket(0, self._rank)]
         with context.socket(zmq.REQ) as asks:
             asks.setsockopt(zmq.LINGER, 0)
             asks.setsockopt(zmq.RCVTIMEO, _TEST_MS)
             asks.connect(_ENDPOINT)
-            asks.send_multipart([_VERSION, b"test", _DOMAIN, b"self", b"", b"CURVE", self._member])
+            asks.send_multipart([_VERSION, b"test", _DOMAIN, b"self", b"", *mine])
             try:
                 answer = asks.recv_multipart()
             except zmq.Again:

@@ -14,7 +14,7 @@ import socket
 import stat
 import struct
 
-__all__ = ["WAITING_MAX", "Strangers"]
+__all__ = ["UNPROVED_NBYTES", "UNPROVED_PLAIN_NBYTES", "WAITING_MAX", "Strangers"]
 
 WAITING_MAX = 16
 """How many connections may stay that have not proved themselves within PROVE_S."""
@@ -26,7 +26,10 @@ _DESCRIPTORS_SHARE = 4  # one part in so many of all descriptors may be those of
 
 # What a listener sends before a client has proved itself: greeting 64 bytes, WELCOME 170 (RFC 26), or at most 20 of refusal.
 # READY, which a member alone is sent, is longer than what is left up to this number.
-_UNPROVED_NBYTES = 256
+UNPROVED_NBYTES = 256
+
+# Where nothing is encrypted: greeting 64 bytes, at most 20 of refusal. With READY a member has been sent 107 at least.
+UNPROVED_PLAIN_NBYTES = 96
 _BYTES_ACKED = struct.Struct("=120xQ")  # tcp_info.tcpi_bytes_acked, since Linux 4.1
 
 
@@ -35,10 +38,12 @@ class Strangers:
 
     Args:
         port: On which a socket of this process listens.
+        unproved_nbytes: The most that the listener sends before the other end has proved itself.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, unproved_nbytes: int = UNPROVED_NBYTES) -> None:
         self._port = port
+        self._unproved_nbytes = unproved_nbytes
         self._since: dict[int, float] = {}
         self.closed = 0
         self.listener: socket.socket | None = None
@@ -80,7 +85,7 @@ class Strangers:
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return False
             (sent,) = _BYTES_ACKED.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size))
-            return bool(sent <= _UNPROVED_NBYTES)
+            return bool(sent <= self._unproved_nbytes)
         return False
 
     def _sockets(self) -> list[socket.socket]:

@@ -2,8 +2,9 @@
 
 Each rank binds one ROUTER for everything that comes in, and opens one DEALER to each peer that it sends to. A link is
 fail-stop: it never reconnects (ZeroMQ loses messages silently when it does), and a DISCONNECTED event without a
-goodbye before it is a loss. Between hosts a link is encrypted, and both its ends prove that they know the job's secret. The sender's routing identity names job, generation, rank and incarnation, so that a
-process of another job, or an old one, is not taken for a member.
+goodbye before it is a loss. Between hosts a link is encrypted, and both its ends prove that they know the job's secret; where
+that is not wanted (`encryption`), each payload has a checksum. The sender's routing identity names job, generation, rank and
+incarnation, so that a process of another job, an old one, or one that comes a second time is not taken for a member.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import os
 import select
 import struct
 import time
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.backend import zmq_poll
 
-from syncvar.errors import ConfigError, TransportError, WireError
+from syncvar.errors import ConfigError, HandshakeError, TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
 from syncvar.wire import (
     CARRIERS,
@@ -39,7 +41,10 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.transports.curve import Gate, LinkKeys
 
-__all__ = ["ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "monitored", "parse_control_identity", "why_closed"]
+__all__ = [
+    "UNPROVED", "ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "monitor_of", "monitored", "parse_control_identity",
+    "why_closed",
+]  # fmt: skip
 
 _IDENTITY = struct.Struct("<c8sII8s")
 _CONTROL_IDENTITY = struct.Struct("<cI8s")
@@ -53,6 +58,9 @@ _HANDSHAKE_MS = 10_000
 _OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the other is about to; it may bring frames
 _MORE_S = 1.0  # as long as it brings frames, the next one may take so long: 1 MiB over 10 Mbit/s
 _UNIX_PATH_MAX = 107
+_CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, where nothing else would notice a change
+UNPROVED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # the gate counts those it refuses itself
+_REFUSALS_MAX = 5
 
 
 def _job_nonce(job_id: str) -> bytes:
@@ -71,6 +79,20 @@ def parse_control_identity(identity: bytes) -> int | None:
     if len(identity) != _CONTROL_IDENTITY.size or identity[:1] != b"C":
         return None
     return int(_CONTROL_IDENTITY.unpack(identity)[1])
+
+
+def monitor_of(context: zmq.Context[Any], socket: Any, events: int) -> Any:
+    """Return a socket on which the events of another one come.
+
+    ZeroMQ's own thread would wait for whoever takes no events, and everything else with it: strangers who come and go while a
+    rank computes must not get there. So they have no limit, unlike those of pyzmq's function.
+    """
+    place = f"inproc://events-{os.urandom(8).hex()}"
+    socket.monitor(place, events)
+    monitor = context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(place)
+    return monitor
 
 
 def monitored(monitor: Any) -> tuple[int, int]:
@@ -169,14 +191,19 @@ class ZeromqControl:
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.LINGER, 0)
-        if keys is not None and endpoint.startswith("tcp://"):
-            keys.connect(self.socket)
-        if keeper is not None and endpoint.startswith("tcp://"):
-            ask_for_signs_of_life(self.socket, config)
-            self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        if endpoint.startswith("tcp://"):
+            if keys is not None:
+                keys.connect(self.socket)
+            events = UNPROVED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if keeper is not None:
+                ask_for_signs_of_life(self.socket, config)
+                events |= zmq.EVENT_DISCONNECTED
+            self.monitor = monitor_of(context, self.socket, events)
         self.socket.connect(endpoint)
+        self._endpoint = endpoint
         self._closed = False
         self._has_sent = False
+        self._refusals = 0
 
     def send(self, data: bytes) -> None:
         """Send a control message; dropped when the launcher is gone, since this process is about to be ended then."""
@@ -190,7 +217,11 @@ class ZeromqControl:
         return has_sent
 
     def receive(self) -> Message | None:
-        """Return the next control message, or None."""
+        """Return the next control message, or None.
+
+        Raises:
+            HandshakeError: Who listens there does not take this process for a member.
+        """
         if self.monitor is not None:  # first: what had come before the end is still there to be taken
             self._watch()
         if self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -208,7 +239,8 @@ class ZeromqControl:
         if not self._closed:
             self._closed = True
             if self.monitor is not None:
-                self._watch()
+                with contextlib.suppress(HandshakeError):
+                    self._watch()
                 with contextlib.suppress(zmq.ZMQError):
                     self.socket.disable_monitor()
                 self.monitor.close(linger=0)
@@ -217,13 +249,30 @@ class ZeromqControl:
     def _watch(self) -> None:
         while True:
             try:
-                event, _ = monitored(self.monitor)
+                event, value = monitored(self.monitor)
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_up = True
+            elif event & UNPROVED:
+                self._refused(event, value)
             elif self._is_up:  # before, somebody else may have listened there
                 self._is_lost = True
+
+    def _refused(self, event: int, value: int) -> None:
+        if self._is_up:
+            return
+        self._refusals += 1
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            raise HandshakeError(
+                f"{self._endpoint} has another mode of encryption than this process: give all ranks the same setting "
+                f"(SYNCVAR_ENCRYPTION)"
+            )
+        if self._refusals >= _REFUSALS_MAX:  # once or twice, it may have been about to end
+            raise HandshakeError(
+                f"{self._endpoint} has closed the connection {self._refusals} times before it was one: does this process have "
+                f"the same secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY) as the others?"
+            )
 
 
 class ZeromqTransport:
@@ -238,7 +287,7 @@ class ZeromqTransport:
         config: Limits and intervals.
         control: Control channel to wait for beside the data.
         outside: Where to listen for other hosts too: "tcp://<address>"; empty where there are none.
-        keys: What links between hosts are protected by; needed with `outside`.
+        keys: What links between hosts are protected by; needed with `outside`, unless `encryption` is off.
     """
 
     def __init__(
@@ -262,6 +311,7 @@ class ZeromqTransport:
         self._addresses: Mapping[int, str] = {}
         self._links: dict[int, _Link] = {}
         self._sources: dict[bytes, int] = {}
+        self._checksummed: frozenset[int] = frozenset()  # peers whose payloads nothing else protects
         self._source_of_descriptor: dict[int, int] = {}
         self._lost: set[int] = set()
         self._departed: set[int] = set()
@@ -279,6 +329,7 @@ class ZeromqTransport:
         self._keys = keys
         self._gate: Gate | None = None
         self._router: Any = context.socket(zmq.ROUTER)
+        self._router_monitor: Any = None
         try:
             self._configure(self._router, endpoint)
             # The DEALERs ask for signs of life. A ROUTER answers and goes by the time to live that they name: its own
@@ -286,16 +337,17 @@ class ZeromqTransport:
             # failed: !_io_error"; with heartbeats every 10 ms, once in a few hundred ends of a world).
             self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._router_monitor: Any = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._router_monitor = monitor_of(context, self._router, zmq.EVENT_DISCONNECTED | UNPROVED)
             self.address = self._bind(endpoint)
             self.outside = ""
             if outside:
-                if keys is None:
+                if keys is None and config.encryption != "off":
                     raise ConfigError(f"rank {rank} may not listen on {outside} without the job's secret")
                 from syncvar.transports.curve import Gate
 
-                self._gate = Gate(context, keys)
-                keys.listen(self._router)  # addresses that are bound already stay as they were
+                self._gate = Gate(context, keys, rank=rank if config.encryption == "control-only" else None)
+                if keys is not None:  # addresses that are bound already stay as they were
+                    (keys.listen if config.encryption == "required" else keys.listen_for_tickets)(self._router)
                 self._configure(self._router, outside)
                 self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
                 self.outside = self._bind(outside)
@@ -318,6 +370,8 @@ class ZeromqTransport:
         """Learn where the peers are."""
         self._addresses = addresses
         self._generation = generation
+        if self._gate is not None and self._config.encryption != "required":
+            self._checksummed = frozenset(peer for peer, address in addresses.items() if address.startswith("tcp://"))
         # Not before: a peer may have opened earlier, and what nobody takes yet would keep waits from waiting.
         if not self._is_open:
             self._is_open = True
@@ -328,6 +382,8 @@ class ZeromqTransport:
         if peer in self._lost or peer in self._departed:
             return None
         link = self._links.get(peer) or self._open_link(peer)
+        if peer in self._checksummed:
+            header = self._with_checksum(header, payload)
         if not link.outbox:
             try:
                 return self._send_now(link, header, payload, borrow=borrow)
@@ -435,7 +491,8 @@ class ZeromqTransport:
         self._links.clear()
         with contextlib.suppress(zmq.ZMQError):
             self._router.disable_monitor()
-        self._router_monitor.close(linger=0) if hasattr(self, "_router_monitor") else None
+        if self._router_monitor is not None:
+            self._router_monitor.close(linger=0)
         self._router.close(linger=min(linger_ms, _GOODBYE_MS))  # it sends nothing but goodbyes
         if self._gate is not None:
             self._gate.close()
@@ -449,6 +506,10 @@ class ZeromqTransport:
     def refused_peers(self) -> int:
         """How many tried to connect over tcp and are no members of the job."""
         return 0 if self._gate is None else self._gate.refused_peers
+
+    @staticmethod
+    def _with_checksum(header: bytes, payload: memoryview | None = None) -> bytes:
+        return header + _CHECKSUM.pack(zlib.crc32(payload) if payload is not None else 0)
 
     def _wait_for(self, socket: Any) -> int:
         """Let arrivals at a socket end waits; returns its descriptor."""
@@ -495,12 +556,15 @@ class ZeromqTransport:
         socket = self._context.socket(zmq.DEALER)
         self._configure(socket, address)
         if self._keys is not None and address.startswith("tcp://"):
-            self._keys.connect(socket)
+            if self._config.encryption == "required":
+                self._keys.connect(socket)
+            else:
+                self._keys.connect_by_ticket(socket, self._rank, peer)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(
             zmq.ROUTING_ID, _IDENTITY.pack(b"s", self._nonce, self._generation, self._rank, self._incarnation)
         )
-        monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        monitor = monitor_of(self._context, socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -556,9 +620,15 @@ class ZeromqTransport:
             first = self._router.recv(zmq.NOBLOCK, copy=False)
             data = bytes(first.buffer)
             source = self._meet(identity, first)
+            if source is None and self._gate is not None:
+                self._gate.refuse(str(first.get("Peer-Address")))
         else:
             data = self._router.recv(zmq.NOBLOCK)
         payload: bytes | memoryview = b""
+        checksum = None
+        if source in self._checksummed:
+            checksum = data[HEADER_NBYTES : HEADER_NBYTES + _CHECKSUM.size]
+            data = data[:HEADER_NBYTES] + data[HEADER_NBYTES + _CHECKSUM.size :]
         if len(data) > HEADER_NBYTES:
             data, payload = data[:HEADER_NBYTES], memoryview(data)[HEADER_NBYTES:]
         if self._router.getsockopt(zmq.RCVMORE):
@@ -575,6 +645,8 @@ class ZeromqTransport:
                 raise WireError(f"a frame of rank {source} claims rank {header.source}, generation {header.generation}")
             if header.kind in CARRIERS and header.nbytes != len(payload):
                 raise WireError(f"a frame of rank {source} announces {header.nbytes} bytes and has {len(payload)}")
+            if checksum is not None and checksum != _CHECKSUM.pack(zlib.crc32(payload)):
+                raise WireError(f"the checksum of a payload of rank {source} is wrong")
         except WireError as error:
             self.refused_frames += 1
             self._lose(source, str(error))
@@ -593,6 +665,8 @@ class ZeromqTransport:
         kind, nonce, generation, rank, _ = _IDENTITY.unpack(identity)
         if kind != b"s" or nonce != self._nonce or generation != self._generation or rank not in self._addresses:
             return None
+        if rank in self._sources.values():  # a link opens once: whoever comes again is somebody else
+            return None
         # Disconnections already reported concern earlier users of this descriptor number: handle them first.
         self._watch_router()
         self._sources[identity] = rank
@@ -603,9 +677,13 @@ class ZeromqTransport:
     def _watch_router(self) -> None:
         while True:
             try:
-                _, descriptor = monitored(self._router_monitor)
+                event, descriptor = monitored(self._router_monitor)
             except zmq.Again:
                 return
+            if event != zmq.EVENT_DISCONNECTED:
+                if self._gate is not None:
+                    self._gate.refuse()
+                continue
             peer = self._source_of_descriptor.pop(descriptor, None)
             if peer is not None:
                 self._closing[peer] = 0.0
@@ -694,7 +772,7 @@ class ZeromqTransport:
         for peer, link in self._links.items():
             if peer not in self._departed:
                 with contextlib.suppress(zmq.ZMQError):
-                    link.socket.send(header, zmq.NOBLOCK)
+                    link.socket.send(self._with_checksum(header) if peer in self._checksummed else header, zmq.NOBLOCK)
         for identity, peer in self._sources.items():
             if peer in self._departed or peer in self._lost:
                 continue  # it has closed; what is sent to it would only hold up our own end

@@ -6,11 +6,13 @@ import shutil
 import socket
 import tempfile
 import time
+import zlib
 
 import pytest
 import zmq
 from zmq.utils import z85
 
+import syncvar.transports.zeromq as zeromq_module
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, HandshakeError
 from syncvar.runtime.secret import job_secret
@@ -22,6 +24,7 @@ from syncvar.wire import CONTROL_NBYTES_MAX, Kind, pack_header
 
 SECRET = bytes(range(32))
 CONFIG = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=2.0)
+MODES = {mode: CONFIG.replaced(encryption=mode) for mode in ("required", "control-only", "off")}
 
 
 @contextlib.contextmanager
@@ -32,10 +35,8 @@ def world(secrets=(SECRET, SECRET), config=CONFIG):
     ranks = []
     try:
         for rank, (context, secret) in enumerate(zip(contexts, secrets, strict=True)):
-            made = ZeromqTransport(
-                context, rank, f"ipc://{directory}", "job", config, outside="tcp://127.0.0.1", keys=link_keys(secret)
-            )
-            ranks.append(made)
+            keys = None if config.encryption == "off" else link_keys(secret)
+            ranks.append(ZeromqTransport(context, rank, f"ipc://{directory}", "job", config, outside="tcp://127.0.0.1", keys=keys))
         for one in ranks:
             one.open({rank: other.outside for rank, other in enumerate(ranks)}, 0)
         yield ranks
@@ -47,9 +48,9 @@ def world(secrets=(SECRET, SECRET), config=CONFIG):
         shutil.rmtree(directory)
 
 
-def passes(ranks, limit_s=5.0):
+def passes(ranks, limit_s=5.0, payload=b""):
     """Send a frame from rank 0 to rank 1; return what rank 1 gets."""
-    ranks[0].send(1, pack_header(Kind.DATA, 0, 0, 0, 7))
+    ranks[0].send(1, pack_header(Kind.DATA, 0, 0, 0, 7, nbytes=len(payload)), memoryview(payload))
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         for one in ranks:
@@ -72,17 +73,113 @@ def dealer(context, address, keys=None, server=None):
     return one
 
 
-def test_members_reach_each_other():
-    with world() as ranks:
-        arrival = passes(ranks)
-        assert arrival.header.call == 7
+@pytest.mark.parametrize("mode", MODES)
+def test_members_reach_each_other(mode):
+    with world(config=MODES[mode]) as ranks:
+        for payload in (b"", b"short", bytes(range(256)) * 100):
+            arrival = passes(ranks, payload=payload)
+            assert (arrival.header.call, bytes(arrival.payload)) == (7, payload)
+        ranks[0].close(1.0)
+        until = time.monotonic() + 5
+        while 0 not in ranks[1]._departed and time.monotonic() < until:
+            ranks[1].wait(0.01)
+            assert ranks[1].receive() is None, "its goodbye was not understood"
+        assert 0 in ranks[1]._departed
         assert [one.refused_peers for one in ranks] == [0, 0]
 
 
-def test_a_rank_with_another_secret_is_refused():
-    with world((SECRET, bytes(32))) as ranks:
+@pytest.mark.parametrize("mode", ["required", "control-only"])
+def test_a_rank_with_another_secret_is_refused(mode):
+    with world((SECRET, bytes(32)), MODES[mode]) as ranks:
         lost = passes(ranks)
         assert lost.peer == 1
+        if mode == "control-only":
+            assert ranks[1].refused_peers == 1
+
+
+def by_hand(context, address, *, ticket=None, rank=0, job="job"):
+    """Return a socket that says of itself that it is a rank."""
+    one = context.socket(zmq.DEALER)
+    one.setsockopt(zmq.LINGER, 0)
+    one.setsockopt(zmq.ROUTING_ID, zeromq_module._IDENTITY.pack(b"s", zeromq_module._job_nonce(job), 0, rank, b"12345678"))
+    if ticket is not None:
+        one.setsockopt(zmq.PLAIN_USERNAME, b"%d" % rank)
+        one.setsockopt(zmq.PLAIN_PASSWORD, ticket)
+    one.connect(address)
+    return one
+
+
+def refused(ranks, by, limit_s=5.0):
+    """Drive rank 1 until it has refused so many; return what came to it all the same."""
+    seen, until = [], time.monotonic() + limit_s
+    while ranks[1].refused_peers < by and time.monotonic() < until:
+        ranks[1].wait(0.01)
+        seen.append(ranks[1].receive())
+    assert ranks[1].refused_peers >= by
+    return [one for one in seen if one is not None]
+
+
+def test_a_link_that_is_not_encrypted_needs_the_ticket_of_its_pair():
+    keys, other = link_keys(SECRET), link_keys(SECRET, "another job")
+    wrong = [keys.ticket(1, 0), keys.ticket(0, 0), other.ticket(0, 1), b"x", b"x" * 255, None]
+    with world(config=MODES["control-only"]) as ranks, zmq.Context() as context:
+        peers = [by_hand(context, ranks[1].outside, ticket=one) for one in wrong]
+        for one in peers:
+            one.send(pack_header(Kind.DATA, 0, 0, 0, 7) + bytes(4))
+        assert refused(ranks, len(wrong)) == []
+        assert ranks[1].refused_frames == 0, "none of them got as far as a frame"
+        assert passes(ranks).header.call == 7
+        for one in peers:
+            one.close()
+
+
+@pytest.mark.parametrize("mode", ["control-only", "off"])
+def test_hello_is_checked_where_nothing_is_encrypted(mode):
+    ticket = link_keys(SECRET).ticket(0, 1) if mode == "control-only" else None
+    with world(config=MODES[mode]) as ranks, zmq.Context() as context:
+        one = by_hand(context, ranks[1].outside, ticket=ticket, job="another job")
+        one.send(pack_header(Kind.DATA, 0, 0, 0, 7) + bytes(4))
+        assert refused(ranks, 1) == []
+        assert passes(ranks).header.call == 7
+        again = by_hand(context, ranks[1].outside, ticket=ticket)
+        again.send(pack_header(Kind.DATA, 0, 0, 0, 9) + bytes(4))
+        assert refused(ranks, 2) == [], "rank 0 is there already: this is somebody else"
+        assert passes(ranks).header.call == 7
+        one.close()
+        again.close()
+
+
+@pytest.mark.parametrize("mode", ["control-only", "off"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_payload_that_has_changed_on_its_way_is_refused(mode, parts):
+    ticket = link_keys(SECRET).ticket(0, 1) if mode == "control-only" else None
+    payload = bytes(range(200))
+    header = pack_header(Kind.DATA, 0, 0, 0, 7, nbytes=len(payload)) + zlib.crc32(payload).to_bytes(4, "little")
+    flipped = bytes([*payload[:100], payload[100] ^ 4, *payload[101:]])
+    with world(config=MODES[mode]) as ranks, zmq.Context() as context:
+        one = by_hand(context, ranks[1].outside, ticket=ticket)
+        for data in (payload, flipped, payload):
+            one.send_multipart([header + data] if parts == 1 else [header, data])
+        seen, until = [], time.monotonic() + 5
+        while len(seen) < 2 and time.monotonic() < until:
+            ranks[1].wait(0.01)
+            seen += filter(None, [ranks[1].receive()])
+        assert bytes(seen[0].payload) == payload
+        assert (seen[1].peer, seen[1].reason) == (0, "the checksum of a payload of rank 0 is wrong")
+        one.close()
+
+
+def test_strangers_who_come_and_go_while_a_rank_computes_stop_nobody():
+    """ZeroMQ's own thread would wait where nobody takes what it tells of them: signs of life among what waits then."""
+    with world() as ranks:
+        assert passes(ranks).header.call == 7
+        host, port = ranks[1].outside.removeprefix("tcp://").split(":")
+        for _ in range(1100):  # two messages each, and two thousand is what there is place for by default
+            with socket.create_connection((host, int(port)), timeout=10) as one:
+                assert one.recv(10)
+        with socket.create_connection((host, int(port)), timeout=10) as one:
+            assert one.recv(64), "nobody is there who would answer a member's sign of life"
+        assert passes(ranks).header.call == 7
 
 
 def test_strangers_are_refused_and_members_do_not_notice(caplog):

@@ -25,6 +25,7 @@ STREAMS = "process/test_faults_streams.py::"
 UNREAD = "process/test_unread_output.py::"
 STOPPED = "process/test_stopped_job.py::"
 BEGINS = "process/test_launcher_begins.py::"
+ENCRYPTION = "process/test_encryption.py::"
 ARENA = "process/test_arena_launch.py::"
 
 
@@ -104,7 +105,7 @@ ROWS = {
     "F23": Row("TCP reset in the middle of a frame", (1, 0.5), _all("X", "contract/test_faults.py::test_a_cut_link_is_a_lost_peer_for_both_ends_and_for_everybody"), "hosts"),
     "F24": Row("10 Mbit/s between hosts", None, {}, "hosts"),
     "F25": Row("200 ms more between hosts", None, _all("X", "contract/test_faults.py::test_every_collective_is_exact_under_delay_and_reordering"), "hosts"),
-    "F26": Row("a bit flips in a payload on its way", (1, 0.5), {}, "hosts"),
+    "F26": Row("a bit flips in a payload on its way", (1, 0.5), _all("X", f"{CURVE}test_a_payload_that_has_changed_on_its_way_is_refused"), "hosts"),
     "F27": Row("a bad header: flipped, truncated, too large, of something else", (1, 0.5), _all(
         "HX", f"{TRANSPORT}test_a_header_with_any_bit_flipped_is_never_delivered",
         f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
@@ -195,6 +196,11 @@ MISSING: dict[str, str] = {}
 """By fault, the phases that no test shows yet, of the rows that wait for nothing."""
 
 CONTROLS = {
+    "C6": ("encryption is required, or weaker by a setting that all ranks have alike; off is said twice, told, and checks the nonce", (
+        f"{ENCRYPTION}test_off_is_refused_unless_it_is_said_twice", f"{ENCRYPTION}test_a_job_says_its_mode_and_sums_right",
+        f"{ENCRYPTION}test_a_rank_of_another_mode_is_refused_before_anything_starts",
+        f"{CURVE}test_hello_is_checked_where_nothing_is_encrypted", f"{CURVE}test_a_link_that_is_not_encrypted_needs_the_ticket_of_its_pair",
+    )),
     "C8": ("messages, handshakes and connections of strangers are limited", (
         f"{CURVE}test_every_socket_has_limits", f"{CURVE}test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay",
         f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
