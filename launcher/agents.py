@@ -21,7 +21,8 @@ from syncvar_launcher.exits import CONFIGURATION, INTERNAL, LIMITS
 from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.output import escape
 from syncvar_launcher.remote import NOT_UNDERSTOOD, polled
-from syncvar_launcher.stacks import Asked
+from syncvar_launcher.sharing import why_no_arena
+from syncvar_launcher.stacks import ENDED, NOT_STARTED, Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,12 +86,13 @@ class Agents:
         self._restarts = restarts
         self.workers: dict[int, Site] = {}
         self.places: dict[int, str] = {}
-        self.is_complete = len(fleet.sites) == 1 and job.config.transport != "zmq"
+        self._why_no_arena = [why_no_arena(job.options, job.processor_of(host), site.workers) for host, site in enumerate(fleet.sites)]
+        self.is_complete = self._why_no_arena == [""]
         self._running: set[int] = set()
         self._owed: dict[tuple[int, str], int] = {}
         self._allowed: dict[tuple[int, str], int] = {}
         self._received: dict[tuple[int, str], int] = {}
-        self._unanswered: dict[int, Site] = {}
+        self._unanswered: dict[int, tuple[Site, Asked]] = {}
         self._processes: dict[int, _Process] = {}
         self._noted: set[int] = set()
         self._asked = 0
@@ -118,13 +120,13 @@ class Agents:
                 }
                 for rank in ranks
             ]  # fmt: skip
-            why_not = "SYNCVAR_TRANSPORT=zmq asks for it" if config.transport == "zmq" else ""
-            why_not = why_not or ("there is one rank on this host" if site.workers == 1 else "")
             start = {
                 "job": self._job.job_id, "generation": self._generation, "secret": self._fleet.secret, "ranks": told,
-                "arena_bytes": config.arena_bytes, "core_count": site.facts["core_count"], "why_no_arena": why_not,
-                "hands_over": not why_not, "is_clear": chosen.env_clear, "start_method": chosen.start_method, "cwd": site.remote.host.cwd or str(chosen.cwd),
-                "kind_of_target": chosen.kind, "target": chosen.target, "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
+                "arena_bytes": config.arena_bytes, "core_count": site.facts["core_count"],
+                "why_no_arena": self._why_no_arena[index], "hands_over": config.transport != "zmq",
+                "is_clear": chosen.env_clear, "start_method": chosen.start_method,
+                "cwd": site.remote.host.cwd or str(chosen.cwd), "kind_of_target": chosen.kind, "target": chosen.target,
+                "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
             }  # fmt: skip
             self.workers |= dict.fromkeys(ranks, site)
             self._running |= set(ranks)
@@ -134,9 +136,11 @@ class Agents:
 
     def describe(self) -> tuple[str, str]:
         """Return what serves, in few words and as a whole line."""
-        several = len(self._fleet.sites) > 1
-        within = "unix sockets" if self._job.config.transport == "zmq" else "shared memory"
-        between = f" on each host; {self._job.config.between_hosts} between {len(self._fleet.sites)} hosts" if several else ""
+        within = "shared memory" if "" in self._why_no_arena else "unix sockets"
+        hosts, way = len(self._fleet.sites), self._job.config.between_hosts
+        between = f" on each host; {way} between {hosts} hosts" if hosts > 1 else ""
+        if hosts > 1 and all(site.workers == 1 for site in self._fleet.sites):
+            within, between = "", f"{way} between {hosts} hosts"
         return f"{within}{between}", f"transport: {within}{between}"
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -241,17 +245,21 @@ class Agents:
     def ask(self, rank: int, *, all_threads: bool = False) -> Asked:
         """Ask a rank where it stands; its answer comes a little later."""
         if rank not in self._running:
-            return Asked(rank, -1)
+            return Asked(rank, -1, ENDED if rank in self.workers else NOT_STARTED)
         self._asked += 1
-        self._unanswered[self._asked] = self.workers[rank]
-        self.workers[rank].remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
-        return Asked(rank, self._asked, "", all_threads)
+        site, asked = self.workers[rank], Asked(rank, self._asked, "", all_threads)
+        self._unanswered[self._asked] = site, asked
+        site.remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
+        return asked
 
     def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
         """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
         if asked.start < 0:
             return []
-        return self._stood.pop(asked.start, None) if is_last else self._stood.get(asked.start)
+        if is_last:
+            self._unanswered.pop(asked.start, None)
+            return self._stood.pop(asked.start, None)
+        return self._stood.get(asked.start)
 
     def place_now(self, rank: int) -> str:
         """Ask a rank where it stands, and wait a moment for the answer; empty where there is none."""
@@ -353,7 +361,12 @@ class Agents:
             for each, (letter, busy_s, pid) in message["states"].items():
                 if self.workers.get(each) is site:
                     self._processes[each] = _Process(str(letter)[:1], float(busy_s), int(pid))
-        elif kind == "stood" and self._unanswered.pop(message["number"], None) is site:
+        elif kind == "stood" and message["number"] in self._unanswered:
+            asked_of, asked = self._unanswered[message["number"]]
+            if asked_of is not site:
+                return
+            del self._unanswered[message["number"]]
+            asked.instead = escape(message["instead"])
             self._stood[message["number"]] = [
                 Thread(str(ident), bool(is_main), tuple(Frame(str(file), int(line), str(name)) for file, line, name in frames))
                 for ident, is_main, frames in message["threads"]

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "drop_passing"]
 
 _BUSY_SHARE = 0.2  # of a core
+_IN_ORDER = (0, exits.PREEMPTED)  # the statuses of ranks that have left
+_WORD_S = 5.0  # for what a rank has said to arrive behind the news that it has ended
+_PAUSE_S = 0.01
 _STACKS_S = 0.25  # for ranks to say where they stand, before they are told to end; those that run Python take microseconds
 
 
@@ -115,6 +118,7 @@ class Generation:
             self._prepare_here(job, directory, server)
         else:
             self._prepare_there(job, job.fleet, directory)
+        self.store.watch()
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.inquiries = Inquiries(directory.path, self._about, self.stacks, self.store.coordinator.position, chosen.workers)
@@ -122,6 +126,7 @@ class Generation:
         self.store.place = self.stacks.place_now
         self.busy: dict[int, tuple[float, float]] = {}
         self.passed: set[int] = set()
+        self.ends: dict[int, tuple[Ended, float]] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
 
     def _prepare_here(self, job: Job, directory: JobDirectory, server: ForkServer | None) -> None:
@@ -264,7 +269,7 @@ class Generation:
                 due = min(due, idle)
             if self.supervisor.is_ending:
                 self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
-            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now))
+            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now), now + _PAUSE_S if self.ends else due)
             # Who is told to end acts on what it knows of the ranks: one that had ended before is seen by a poll that begins after.
             is_told = bool(self.watch.pending)
             if is_told:
@@ -282,6 +287,7 @@ class Generation:
             self.forwarder.flush()
             # What workers say of themselves comes before what is seen of them.
             self._serve(now)
+            self._judge_ends(now)
             for item in ready:
                 if isinstance(item, int):
                     if item in forking:
@@ -339,15 +345,31 @@ class Generation:
         elif isinstance(event, Ended):
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
             self.events.add("rank_end", rank=event.rank, pid=self.stacks.pid(event.rank), exit_code=code, signal=number)
-            self._serve(now)
-            coordinator = self.store.coordinator
-            joined = event.rank in coordinator.roll.members and event.rank not in coordinator.left
+            self.ends[event.rank] = event, now + _WORD_S
+            self._judge_ends(now)
+
+    def _judge_ends(self, now: float) -> None:
+        """Judge the ends of processes; one that may be in order not before all has come that the rank has said.
+
+        A rank says on its control channel that it leaves, and its agent says on another way that it has ended: the order in
+        which both arrive is not fixed. A channel that is closed holds nothing any more.
+        """
+        self._serve(now)
+        for rank, (event, until) in list(self.ends.items()):
+            is_open = now < until and not self.store.has_closed(rank, now)
+            if event.status in _IN_ORDER and self._is_member(rank) and is_open:
+                continue
+            del self.ends[rank]
             beyond = event.beyond
             if not beyond and -event.status in self.passed:
                 beyond = "passed on to all ranks, and the script has no handler for it"
-            self._do(self.supervisor.exited(event.rank, event.status, now, joined=joined, beyond=beyond))
-            if event.rank not in self.supervisor.causes or event.rank in self.supervisor.stopped:
-                self.store.finished(event.rank, now)
+            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=beyond))
+            if rank not in self.supervisor.causes or rank in self.supervisor.stopped:
+                self.store.finished(rank, now)
+
+    def _is_member(self, rank: int) -> bool:
+        """Return whether a rank has joined and has not left."""
+        return rank in self.store.coordinator.roll.members and rank not in self.store.coordinator.left
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -121,12 +121,13 @@ class HostRanks:
         self.asked[number] = self._stacks.ask(rank, all_threads=all_threads), time.monotonic() + ANSWER_S
 
     def stood(self, now: float) -> Iterator[tuple[int, str, list[Any]]]:
-        """Yield the answers that are there, each with its number."""
+        """Yield the answers that are there, each with its number; who does not answer in time is asked no more."""
         for number, (asked, until) in list(self.asked.items()):
             threads = self._stacks.answer(asked, is_last=now >= until)
+            if threads is not None:
+                yield number, asked.instead, [[one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads]
             if threads is not None or now >= until:
                 del self.asked[number]
-                yield number, asked.instead, [[one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads or ()]
 
     def feed(self, data: bytes) -> None:
         """Pass on what came on the launcher's standard input; empty bytes are its end."""

@@ -86,6 +86,10 @@ class Job:
             return self.fleet.sites[self.hosts.host_of(rank)].name
         return f"{self.host}#{self.hosts.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
 
+    def processor_of(self, host: int) -> str:
+        """Return the kind of processor of a host, as `os.uname` names it."""
+        return os.uname().machine if self.fleet is None else str(self.fleet.sites[host].facts["processor"])
+
     def own_environment(
         self,
         rank: int,

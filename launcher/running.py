@@ -42,7 +42,8 @@ def run(job: Job, server: ForkServer | None) -> int:
         server: What the workers of the first start are forked from; None where each is a fresh process.
     """
     chosen = job.options
-    why_no_arena(chosen, os.uname().machine)  # raises where the settings do not fit together
+    for host, size in enumerate(job.hosts.sizes):
+        why_no_arena(chosen, job.processor_of(host), size)  # raises where the settings do not fit together
     with contextlib.closing(_outlets()) as outlets:
         return _run(job, server, outlets)
 

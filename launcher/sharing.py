@@ -36,17 +36,19 @@ def sharing_of(
     sizes = divided(options.workers, options.fake_hosts)
     return Sharing(
         job_id, options.runtime.arena_bytes, sizes, [max(1, core_count * size // options.workers) for size in sizes], directories,
-        why_not=why_no_arena(options, os.uname().machine), generation=generation, between_hosts=options.runtime.between_hosts,
+        why_not=why_no_arena(options, os.uname().machine, sizes[0]), generation=generation,
+        between_hosts=options.runtime.between_hosts,
         hands_over=hands_over and options.runtime.transport != "zmq",
     )  # fmt: skip
 
 
-def why_no_arena(options: LaunchOptions, machine: str) -> str:
-    """Return why a job uses no shared memory, or an empty text where it is to have some.
+def why_no_arena(options: LaunchOptions, machine: str, size: int) -> str:
+    """Return why the ranks of a host share no memory, or an empty text where they are to have some.
 
     Args:
         options: What was asked for.
-        machine: The kind of processor, as `os.uname` names it.
+        machine: The host's kind of processor, as `os.uname` names it.
+        size: How many ranks the host has.
 
     Raises:
         ConfigError: `arena_bytes` is too small for so many ranks.
@@ -54,14 +56,13 @@ def why_no_arena(options: LaunchOptions, machine: str) -> str:
     if options.runtime.transport == "zmq":
         said = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}
         return f"{said.get(options.origin['transport'], 'the default')} asks for it"
-    most = divided(options.workers, options.fake_hosts)[0]
     if options.workers == 1:
         return "a single rank sends nothing"
-    if most == 1:
-        return "there is one rank on each host"
+    if size == 1:
+        return "there is one rank on this host"
     reason = why_not_here(machine)
     if not reason:
-        Layout(options.runtime.arena_bytes, most)
+        Layout(options.runtime.arena_bytes, size)
     return f"unix sockets; no arena because {reason}" if reason else ""
 
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.agent import Agent
 
-__all__ = ["Asked", "Stacks"]
+__all__ = ["ENDED", "NOT_STARTED", "Asked", "Stacks"]
+
+ENDED, NOT_STARTED = "its process has ended", "its process has not been started"
 
 _LARGE = 1 << 20  # bytes of a file, after which it begins anew
 _PAUSE_S = 0.001
@@ -116,7 +118,7 @@ class Stacks:
         """Ask a rank; its answer comes a little later."""
         worker = self._agent.workers.get(rank)
         if worker is None or worker.status is not None:
-            return Asked(rank, -1, "its process has ended" if worker is not None else "its process has not been started")
+            return Asked(rank, -1, NOT_STARTED if worker is None else ENDED)
         pid, number = worker.process.pid, ALL_THREADS if all_threads else MAIN_THREAD
         status = _status(pid)
         if status.get("State", "").startswith(("T", "t")):

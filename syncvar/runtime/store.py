@@ -111,7 +111,7 @@ class Store:
         self._carry_out(self.coordinator.finished(rank, now))
 
     def watch(self) -> None:
-        """Begin to watch for channels that close: nobody else tells how ranks end."""
+        """Begin to watch for channels that close, for `take_lost` or `has_closed`."""
         if self._monitor is None:
             self._monitor = monitor_of(self._context, self.socket, zmq.EVENT_DISCONNECTED)
 
@@ -123,6 +123,14 @@ class Store:
         closed, self._closed = self._closed, []
         self.serve(now)
         return [rank for rank, peer in self._peers.items() if peer in closed]
+
+    def has_closed(self, rank: int, now: float) -> bool:
+        """Return whether a rank's channel has closed; what it had said before has been handled then."""
+        self._note_closed()
+        if self._peers.get(rank) not in self._closed:
+            return False
+        self.serve(now)
+        return True
 
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""

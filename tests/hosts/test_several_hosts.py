@@ -275,6 +275,24 @@ def test_a_running_job_says_where_its_ranks_stand_on_all_hosts(hosts, tmp_path):
     assert "ranks 0-2" in asked.stdout, asked.stdout
 
 
+def test_why_a_rank_shows_no_stack_is_told_of_other_hosts_too(tmp_path):
+    script = """
+        import probe
+        probe.note("begun")
+        probe.gate("go")
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    target = ["--no-python", sys.executable, str(tmp_path / "train.py")]
+    job = Job(tmp_path, workers=2, options=("-H", "localhost:2"), target=target)
+    job.await_events("begun", 2)
+    asked = subprocess.run(
+        [sys.executable, "-m", "syncvar", "stacks", str(job.process.pid)], capture_output=True, text=True, timeout=60, check=False
+    )
+    job.open_gate("go")
+    assert job.wait(60) == 0, job
+    assert "ranks 0, 1: not joined yet; it is no Python program of ours (--no-python)" in asked.stdout, asked
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -1,9 +1,16 @@
 """Whether a job shares memory, and the reason where it does not."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from syncvar.errors import ConfigError
 from syncvar_launcher import options as options_module
+from syncvar_launcher.agents import Agents
+from syncvar_launcher.fleet import Site
+from syncvar_launcher.hostfile import Host
+from syncvar_launcher.job import Job
+from syncvar_launcher.messages import Order, Reader, pack
 from syncvar_launcher.options import core_count, parse
 from syncvar_launcher.sharing import why_no_arena
 
@@ -14,20 +21,20 @@ def chosen(*argv, **environ):
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
 def test_shared_where_several_ranks_are_on_a_proven_processor(machine):
-    assert why_no_arena(chosen("-n", "2"), machine) == ""
+    assert why_no_arena(chosen("-n", "2"), machine, 2) == ""
 
 
 def test_reasons():
-    assert why_no_arena(chosen("-n", "1"), "x86_64") == "a single rank sends nothing"
-    assert why_no_arena(chosen("-n", "2", SYNCVAR_TRANSPORT="zmq"), "x86_64") == "SYNCVAR_TRANSPORT=zmq asks for it"
-    reason = why_no_arena(chosen("-n", "2"), "aarch64")
+    assert why_no_arena(chosen("-n", "1"), "x86_64", 1) == "a single rank sends nothing"
+    assert why_no_arena(chosen("-n", "2", SYNCVAR_TRANSPORT="zmq"), "x86_64", 2) == "SYNCVAR_TRANSPORT=zmq asks for it"
+    reason = why_no_arena(chosen("-n", "2"), "aarch64", 2)
     assert reason.startswith("unix sockets; no arena because aarch64 may show stores to other cores in another order")
 
 
 def test_a_size_too_small_for_the_ranks():
     with pytest.raises(ConfigError, match="too small for 8 ranks on a host: they need at least 18874368"):
-        why_no_arena(chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216"), "x86_64")
-    assert why_no_arena(chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216", SYNCVAR_TRANSPORT="zmq"), "x86_64")
+        why_no_arena(chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216"), "x86_64", 8)
+    assert why_no_arena(chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216", SYNCVAR_TRANSPORT="zmq"), "x86_64", 8)
 
 
 @pytest.mark.parametrize("text", ["16777215", "0", "-1", "1e12", "256M"])
@@ -43,3 +50,37 @@ def test_a_container_s_quota_counts_where_cores_are_counted(monkeypatch, quota, 
     assert core_count() == cores
     assert chosen("-n", "auto").workers == cores
     assert options_module.usable_cores() == (1, 3, 8, 9), "but nothing is bound because of it"
+
+
+def test_each_host_of_a_job_has_its_own_reason():
+    options = chosen("-n", "9", SYNCVAR_ARENA_BYTES="16777216")
+    assert why_no_arena(options, "x86_64", 2) == ""
+    assert why_no_arena(options, "x86_64", 1) == "there is one rank on this host"
+    assert "aarch64 may show stores" in why_no_arena(options, "aarch64", 8)
+    with pytest.raises(ConfigError, match="too small for 8 ranks on a host"):
+        why_no_arena(options, "x86_64", 8)
+
+
+class Told:
+    """Stands for the way to a host, and keeps what is said to it."""
+
+    def __init__(self):
+        self.host = Host("n")
+        self.orders = []
+
+    def send(self, kind, **fields):
+        (message,) = Reader().feed(pack(kind, **fields))
+        self.orders.append(Order.read(message["start"]))
+
+
+def test_hosts_of_other_processors_are_told_to_make_no_arena():
+    facts = {"cores": [0, 1], "cpu_count": 2, "core_count": 2}
+    sites = [Site(Told(), name, 2, "10.0.0.1", {**facts, "processor": name}) for name in ("x86_64", "aarch64")]
+    fleet = SimpleNamespace(sites=sites, secret=b"s" * 32)
+    agents = Agents(fleet, Job(chosen("-n", "4"), [], {}, fleet), None, "tcp://10.0.0.1:1", 0, 0)
+    agents.begin()
+    (first,), (second,) = (site.remote.orders for site in sites)
+    assert first.why_no_arena == ""
+    assert "aarch64 may show stores to other cores in another order" in second.why_no_arena
+    assert second.hands_over, "its ranks ask, and are told the reason"
+    assert not agents.is_complete
