@@ -96,14 +96,17 @@ class Fleet:
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
 
-    def open(self) -> None:
+    def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Log in everywhere, check, place the workers, and find addresses by which all reach each other.
+
+        Args:
+            meanwhile: Called once, while the first logins are under way.
 
         Raises:
             HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
             ConfigError: There is no place for so many workers.
         """
-        self._log_in()
+        self._log_in(meanwhile)
         self._check(self._remotes)
         self._put_together()
         rooms = [Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots) for one in self._remotes]
@@ -163,7 +166,7 @@ class Fleet:
 
     # -- one after another ----------------------------------------------------------------------------------------
 
-    def _log_in(self) -> None:
+    def _log_in(self, meanwhile: Callable[[], object]) -> None:
         waiting = deque(self._options.hosts)
         under_way: list[RemoteHost] = []
         while waiting or under_way:
@@ -171,6 +174,8 @@ class Fleet:
                 one = self._start(waiting.popleft())
                 self._remotes.append(one)
                 under_way.append(one)
+            if len(self._remotes) == len(under_way):
+                meanwhile()
             left_s = min(one.began for one in under_way) + _LOGIN_S - time.monotonic()
             self._await(under_way, "facts", self._keep_facts, max(0.0, left_s), is_one_enough=bool(waiting))
             for one in under_way:

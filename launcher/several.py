@@ -45,10 +45,15 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     _check_files(chosen)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading a terminal fails, and does not stop us and with us all ranks
     with contextlib.closing(Fleet(chosen, _say)) as fleet:
-        fleet.open()
+        fleet.open(_import_the_rest)
         workers = sum(one.workers for one in fleet.sites)
         output.shown_ranks(chosen.output, workers)
         return Job(chosen._replace(workers=workers), arguments, os.environ, fleet).run()
+
+
+def _import_the_rest() -> None:
+    """Import what a job needs when its hosts are there: a login takes longer."""
+    from syncvar_launcher import running  # noqa: F401
 
 
 def _check_files(chosen: LaunchOptions) -> None:
