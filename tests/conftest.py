@@ -31,6 +31,7 @@ SLOW_S = 600.0
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "syncvar-"  # of the names that the library makes there
 _LIMIT = pytest.StashKey()
+_BEFORE = pytest.StashKey()  # what variables were, and the folders that they name while the tests run
 
 
 # How long an example takes, or is drawn, says nothing here: another process of tests may have the core meanwhile.
@@ -47,13 +48,23 @@ def pytest_configure(config):
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    config.stash[_BEFORE] = {}
     # Short, because paths of unix sockets are limited to 107 bytes; private, because jobs keep their sockets in it.
-    config.syncvar_runtime_before = os.environ.get("XDG_RUNTIME_DIR")
-    config.syncvar_runtime = tempfile.mkdtemp(prefix="sv-", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp"))
-    os.environ["XDG_RUNTIME_DIR"] = config.syncvar_runtime
-    config.syncvar_state_before = os.environ.get("XDG_STATE_HOME")
-    config.syncvar_state = tempfile.mkdtemp(prefix="sv-state-")  # records of jobs that fail stay out of this user's home
-    os.environ["XDG_STATE_HOME"] = config.syncvar_state
+    runtime_parent = os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp")
+    config.syncvar_runtime = _folder_of_the_run(config, "XDG_RUNTIME_DIR", "sv-", runtime_parent)
+    _folder_of_the_run(config, "XDG_STATE_HOME", "sv-state-")  # records of jobs that fail stay out of this user's home
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        # Each of thousands of processes would compile all that it imports, for a third of its time; they share it here.
+        _folder_of_the_run(config, "PYTHONPYCACHEPREFIX", "sv-code-")
+        config.stash[_BEFORE]["PYTHONDONTWRITEBYTECODE"] = os.environ.pop("PYTHONDONTWRITEBYTECODE"), None
+
+
+def _folder_of_the_run(config, variable, prefix, parent=None):
+    """Make a folder that lasts as long as this run, and name it in the environment."""
+    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    config.stash[_BEFORE][variable] = os.environ.get(variable), folder
+    os.environ[variable] = folder
+    return folder
 
 
 def pytest_collection_modifyitems(items):
@@ -91,17 +102,12 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_unconfigure(config):
-    runtime = getattr(config, "syncvar_runtime", None)
-    if runtime is None:
-        return
-    for folder, name, before in (
-        (runtime, "XDG_RUNTIME_DIR", config.syncvar_runtime_before), (config.syncvar_state, "XDG_STATE_HOME", config.syncvar_state_before),
-    ):  # fmt: skip
-        shutil.rmtree(folder, ignore_errors=True)
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+    for variable, (before, folder) in config.stash.get(_BEFORE, {}).items():
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
 
 
 def _text(path):
@@ -265,7 +271,7 @@ class _Snapshot:
 
 @pytest.fixture(scope="module", autouse=True)
 def collections_are_short():
-    """Keep a collection as quick as in the first file: there are thousands, in tests and for what tests leave in cycles."""
+    """Keep a collection of garbage as quick as in the first file: there are thousands of them."""
     leave_alone_what_stays()
 
 

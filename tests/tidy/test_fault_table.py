@@ -35,7 +35,10 @@ def test_every_test_that_is_named_exists():
 def test_every_case_that_is_named_exists():
     cases = {test for test in named() if "[" in test}
     files = sorted({f"tests/{test.partition('::')[0]}" for test in cases})  # collecting takes its time: only what has cases
-    line = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files]
+    line = [
+        sys.executable, "-m", "pytest", "--collect-only", "--assert=plain", "-q",
+        "-m", "", "-p", "no:cacheprovider", *files,
+    ]  # fmt: skip
     done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=100, check=True)
     assert not sorted(cases - {text.removeprefix("tests/") for text in done.stdout.splitlines()})
 

@@ -119,12 +119,19 @@ def does_not_end():
 def test_stuck(does_not_end):
     threading.Event().wait(60)
 
+def test_compiled():
+    code = "import colorsys, sys; print(sys.pycache_prefix)"
+    folder = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    names = [name for _, _, names in os.walk(folder) for name in names]
+    assert [name for name in names if name.startswith("colorsys.")], "the next process need not compile it"
+    print("FOLDER", folder)
+
 def test_clean_again():
     assert not [name for name in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if name != "syncvar"]
 '''
 
 CLEAN = {
-    "test_clean", "test_shared_memory_of_others", "test_semaphore_of_others", "test_slow_end", "test_interrupted", "test_hung_up",
+    "test_clean", "test_compiled", "test_shared_memory_of_others", "test_semaphore_of_others", "test_slow_end", "test_interrupted", "test_hung_up",
     "test_clean_again",
 }  # fmt: skip
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # as under nohup in the background
@@ -172,6 +179,12 @@ def test_tests_that_leave_nothing_pass(outcome):
     assert not errors & CLEAN
     assert passed >= CLEAN
     assert outcome.returncode == 1
+
+
+def test_modules_that_processes_have_compiled_stay_out_of_the_tree_and_go_with_the_run(outcome):
+    (folder,) = re.findall(r"FOLDER (/\S+/sv-code-\w+)", outcome.stdout)
+    assert not Path(folder).exists()
+    assert not list(Path(outcome.args[-1]).rglob("__pycache__"))
 
 
 def test_a_test_that_is_stuck_fails_alone_and_its_fixtures_end_too(outcome):

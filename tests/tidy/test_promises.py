@@ -18,7 +18,10 @@ MARKS = {"default": "not slow and not tensors", "slow": "slow and not peers"}  #
 def collected(marks):
     """Return the ids of the cases that a run with these marks has, of the files that the table names."""
     files = sorted({promise["test"].partition("::")[0] for promise in PROMISES})
-    line = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks, *files]
+    line = [
+        sys.executable, "-m", "pytest", "--collect-only", "--assert=plain", "-q",
+        "-p", "no:cacheprovider", "-m", marks, *files,
+    ]  # fmt: skip
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "::" in line]
