@@ -26,6 +26,7 @@ from syncvar_launcher.stacks import ENDED, NOT_STARTED, Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from syncvar_launcher.agent import Agent
     from syncvar_launcher.fleet import Fleet, Site
@@ -67,6 +68,7 @@ class Agents:
         fleet: The hosts.
         job: What is started.
         here: The agent of this machine, which has no workers: its guardian removes the private folder if this process is killed.
+        folder: Private, for the totals of calls that ranks leave.
         rendezvous: Where the ranks meet.
         generation: The first that they may join.
         restarts: How often they have been started again before.
@@ -77,10 +79,11 @@ class Agents:
         is_complete: All ranks share one memory.
     """
 
-    def __init__(self, fleet: Fleet, job: Job, here: Agent, rendezvous: str, generation: int, restarts: int) -> None:
+    def __init__(self, fleet: Fleet, job: Job, here: Agent, folder: Path, rendezvous: str, generation: int, restarts: int) -> None:
         self._fleet = fleet
         self._job = job
         self._here = here
+        self._folder = folder
         self._rendezvous = rendezvous
         self._generation = generation
         self._restarts = restarts
@@ -107,6 +110,7 @@ class Agents:
         """Start all ranks."""
         chosen, config = self._job.options, self._job.config
         bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]  # refuses before anything is started
+        torch = {"MASTER_ADDR": self._fleet.sites[0].address, "MASTER_PORT": str(self._fleet.free_port())} if chosen.torch_env else {}
         first = 0
         for index, site in enumerate(self._fleet.sites):
             ranks = range(first, first + site.workers)
@@ -114,7 +118,7 @@ class Agents:
             told = [
                 {
                     "rank": rank,
-                    "environ": self._job.own_environment(rank, self._rendezvous, "", {}, self._generation, self._restarts),
+                    "environ": self._job.own_environment(rank, self._rendezvous, "", torch, self._generation, self._restarts),
                     "cores": bindings[index].cores[rank - ranks[0]],
                     "has_input": rank == 0,
                 }
@@ -124,7 +128,7 @@ class Agents:
                 "job": self._job.job_id, "generation": self._generation, "secret": self._fleet.secret, "ranks": told,
                 "arena_bytes": config.arena_bytes, "core_count": site.facts["core_count"],
                 "why_no_arena": self._why_no_arena[index], "hands_over": config.transport != "zmq",
-                "is_clear": chosen.env_clear, "start_method": chosen.start_method,
+                "is_clear": chosen.env_clear, "has_totals": bool(chosen.stats), "start_method": chosen.start_method,
                 "cwd": site.remote.host.cwd or str(chosen.cwd), "kind_of_target": chosen.kind, "target": chosen.target,
                 "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
             }  # fmt: skip
@@ -387,14 +391,15 @@ class Agents:
                 yield Gone(each, escape(f"it cannot be started: {message['reason']}"), code)
 
     def _keep(self, name: str, data: bytes, site: Site) -> None:
-        """Write a flight record that a rank has left on its host."""
+        """Write a flight record, or the totals of calls, that a rank has left on its host."""
         from syncvar.runtime.recorder import write_record  # only a job that went wrong needs it
         from syncvar.runtime.state import is_record
 
-        folder = self._job.records.folder
-        found = re.match(r"flight-rank(\d+)\.", name)
-        is_own = found is not None and self.workers.get(int(found[1])) is site
-        if folder is not None and is_own and is_record(name):
+        found = re.fullmatch(r"(?:flight-rank|stats-)(\d+)\..*", name)
+        if found is None or self.workers.get(int(found[1])) is not site:
+            return
+        folder = self._job.records.folder if is_record(name) else self._folder if re.fullmatch(r"stats-\d+\.\d+\.json", name) else None
+        if folder is not None:
             with contextlib.suppress(OSError):
                 write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
 

@@ -122,6 +122,18 @@ class Fleet:
             Site(one, one.host.name, size, address, one.facts) for (one, size), address in zip(used, addresses, strict=True)
         ]
 
+    def free_port(self) -> int:
+        """Return a port that nobody uses now at the first host's address, by which all others reach it.
+
+        Raises:
+            HostUnreachable: Its agent does not answer.
+        """
+        first, found = self.sites[0], list[int]()
+        first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
+        self._await([first.remote], "listening", lambda _, said: found.extend(checked_list(said["ports"], int, 1)), _ANSWER_S)
+        self._refuse_silent([] if found else [first.remote])
+        return found[0]
+
     def close(self) -> None:
         """Let all agents end. Idempotent."""
         for one in self._remotes:

@@ -158,7 +158,7 @@ class Generation:
             keys = link_keys(fleet.secret, job.job_id)
         self.store = Store(f"tcp://{fleet.address}:*", self.options.workers, job.job_id, job.config, self.number, keys)
         self.rendezvous = self.store.endpoint
-        self.agent = self.sharing = self.stacks = Agents(fleet, job, Agent(directory.path, directory.lock), self.rendezvous, self.number, self.restarts)
+        self.agent = self.sharing = self.stacks = Agents(fleet, job, Agent(directory.path, directory.lock), directory.path, self.rendezvous, self.number, self.restarts)
 
     def run(self) -> Outcome:
         """Start the ranks and stay until all have ended."""

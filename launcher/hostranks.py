@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
-from syncvar.runtime.state import RECORDS
+from syncvar.runtime.state import RECORDS, TOTALS
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.command import worker_command
 from syncvar_launcher.directory import JobDirectory
@@ -182,8 +182,8 @@ class HostRanks:
         return events
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the flight records that the ranks have left, each with its name."""
-        for path in sorted((self._folder / _FLIGHT).glob(RECORDS)):
+        """Yield the flight records and the totals of calls that the ranks have left, each with its name."""
+        for path in (*sorted((self._folder / _FLIGHT).glob(RECORDS)), *sorted(self._folder.glob(TOTALS))):
             with contextlib.suppress(OSError):
                 data = path.read_bytes()
                 if len(data) <= _RECORD_MAX:
@@ -210,6 +210,8 @@ class HostRanks:
                     os.set_blocking(self._input_end, False)
                     stdin = self._input
                 own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
+                if order.has_totals:
+                    own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 self.agent.start(
                     one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, terminal=False, named={KEY_FD: secret},
                 )  # fmt: skip

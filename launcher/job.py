@@ -99,9 +99,20 @@ class Job:
         generation: int = 0,
         restarts: int = 0,
     ) -> dict[str, str]:
-        """Return the variables that the launcher sets for a rank."""
+        """Return the variables that the launcher sets for a rank.
+
+        Args:
+            rank: Which one.
+            rendezvous: Where the ranks meet.
+            directory: The private folder of its host; empty where the agent there knows it.
+            torch: Where `--torch-env` lets torch.distributed meet; empty without.
+            generation: The first generation of the membership that it may join.
+            restarts: How often the ranks have been started again.
+        """
         chosen = self.options
         host = self.hosts.host_of(rank)
+        if torch:
+            torch = {**torch, "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(len(self.hosts.sizes))}
         contract = RankEnvironment(
             rank=rank,
             world_size=chosen.workers,
@@ -117,7 +128,7 @@ class Job:
             host_directory=directory,
             host_address=self._address_of(host),
             restarts=restarts,
-            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats else "",
+            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats and self.fleet is None else "",
         )
         return {**self._settings(host), **torch, **chosen.env, **contract.to_mapping()}
 

@@ -116,6 +116,7 @@ class Order(NamedTuple):
         why_no_arena: Why they share none; empty where they do.
         hands_over: They will ask for it.
         is_clear: They inherit only an allow-list of the login's variables.
+        has_totals: They leave the totals of their calls, for the launcher.
     """
 
     job: str
@@ -133,6 +134,7 @@ class Order(NamedTuple):
     why_no_arena: str
     hands_over: bool
     is_clear: bool
+    has_totals: bool
 
     @classmethod
     def read(cls, fields: Message) -> Order:

@@ -364,10 +364,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     if hosts and values["fake_hosts"] > 1:
         raise ConfigError("--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out")
-    if hosts and values["stats"]:
-        raise ConfigError("--stats adds up the calls of one host's ranks, and with --hostfile or -H the ranks are elsewhere; leave it out")
-    if hosts and values["torch_env"]:
-        raise ConfigError("--torch-env sets a port that is free on this machine, and the ranks are elsewhere; write --env MASTER_ADDR=... instead")
     if not hosts:
         try:
             divided(values["workers"], values["fake_hosts"])

@@ -6,6 +6,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
+from syncvar.runtime.state import TOTALS
 from syncvar.topology import rank_list
 from syncvar.topology.rates import bus_factor
 from syncvar_launcher.output import escape
@@ -24,7 +25,7 @@ _TEXTS, _NUMBERS = ("call", "ranks"), ("group", "size", "class", "calls", "nbyte
 def read_totals(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Return by rank the totals that ranks have left in a folder; what is no such file is left out."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("stats-*.json")):
+    for path in sorted(folder.glob(TOTALS)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if path.stat().st_size > _FILE_NBYTES_MAX:
                 continue

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["JOBS_KEPT", "RECORDS", "StateFolder", "find_job", "is_record", "job_folders", "job_name", "keep_newest", "remove_job", "state_folder"]
+__all__ = ["JOBS_KEPT", "RECORDS", "TOTALS", "StateFolder", "find_job", "is_record", "job_folders", "job_name", "keep_newest", "remove_job", "state_folder"]
 
 JOBS_KEPT = 10
 RECORDS = "flight-rank*.json"
+TOTALS = "stats-*.json"  # of the calls of a rank, for --stats
 _RECORD = re.compile(r"flight-rank\d+\.(?:generation\d+\.)?json(?:\.\d+\.tmp)?")
 _JOB = re.compile("job-[0-9a-f]{8}")
 _STICKY = stat.S_ISVTX

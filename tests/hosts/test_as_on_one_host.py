@@ -1,5 +1,6 @@
 """What a job on several hosts shows and ends with is what it is on one: each job runs both ways, and the words are compared."""
 
+import json
 import re
 import signal
 import socket
@@ -155,3 +156,34 @@ def test_a_process_that_is_no_python_ends_with_its_own_code(hosts, tmp_path):
               target=["--no-python", "sh", "-c", 'echo "$SYNCVAR_RANK of $WORLD_SIZE"; exit $((SYNCVAR_RANK / 2 * 5))'])  # fmt: skip
     assert job.wait(60) == 5, job
     assert sorted(job.out.split()) == sorted(["[0]", "0", "of", "3", "[1]", "1", "of", "3", "[2]", "2", "of", "3"])
+
+
+def test_totals_and_the_names_of_torch(hosts, tmp_path):
+    script = """
+        import os, socket, time
+        import numpy as np
+        import probe
+        import syncvar as sv
+
+        for _ in range(300):
+            sv.all_reduce(np.ones(2))
+        names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        probe.note("torch", **{name: os.environ[name] for name in names})
+        master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with socket.create_server(master) if sv.rank() == 0 else socket.socket() as end:  # as torch.distributed does
+            sv.barrier()
+            if sv.rank():
+                end.settimeout(20)
+                end.connect(master)
+            sv.barrier()
+    """
+    job = start(hosts, tmp_path, script, at(hosts, 0, 2, 1), "--torch-env", f"--stats={tmp_path / 'totals.json'}")
+    assert job.wait(60) == 0, job
+    told = json.loads((tmp_path / "totals.json").read_text())
+    assert (told["workers"], told["missing"]) == (3, [])
+    assert {row["call"]: row["calls"] for row in told["rows"]} == {"all_reduce(sum)": 300, "barrier": 2}
+    torch = {event["rank"]: event for event in job.events("torch")}
+    assert {(one["MASTER_ADDR"], one["WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in torch.values()} == {(hosts.names[1], "3", "2")}
+    assert len({one["MASTER_PORT"] for one in torch.values()}) == 1
+    places = [tuple(int(torch[rank][name]) for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")) for rank in range(3)]
+    assert places == [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]

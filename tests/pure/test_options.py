@@ -493,9 +493,7 @@ def test_options_of_several_hosts_that_do_not_fit_are_refused(tmp_path):
         (("-H", "a:2", "--hostfile", "hosts"), "both name hosts"),
         (("--include", "a"), "selects among the hosts of --hostfile or -H"),
         (("-H", "a:2", "--fake-hosts", "2"), "--fake-hosts poses, and --hostfile or -H name real hosts"),
-        (("-H", "a:2", "--stats=yes"), "--stats adds up the calls of one host's ranks"),
         (("-H", "a:2", "--ssh", "ssh -o 'x"), "it cannot be split into words"),
-        (("-H", "a:2", "--torch-env"), "write --env MASTER_ADDR=... instead"),
         (("-H", "a:2", "--debug", "0"), "the ranks are elsewhere"),
         (("-H", "a:2", "--exclude", "a"), "leave no host"),
     ):
