@@ -229,7 +229,7 @@ class Agents:
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""
         said, self._said = self._said, []
-        return said
+        return [*said, *self._fleet.take_said()]
 
     # -- where ranks stand --------------------------------------------------------------------------------------------
 

@@ -14,18 +14,20 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import syncvar
 from syncvar.begin import command_of
 from syncvar.errors import HostUnreachable, WireError
-from syncvar.wire import KEY_BYTES, PROTOCOL_VERSION
+from syncvar.wire import KEY_BYTES
+from syncvar_launcher import exits
 from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
 from syncvar_launcher.environment import inherited
+from syncvar_launcher.fitness import why_unfit
+from syncvar_launcher.gathering import Party
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
 from syncvar_launcher.login import local_command, ssh_command, why_failed
-from syncvar_launcher.messages import checked_facts, checked_list
+from syncvar_launcher.messages import checked_list
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
-from syncvar_launcher.remote import NOT_UNDERSTOOD, RemoteHost, polled
+from syncvar_launcher.remote import NOT_UNDERSTOOD, RemoteHost, polled, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -85,6 +87,7 @@ class Fleet:
         sites: The hosts that have workers, in the order of their ranks.
         address: Where the launcher listens.
         secret: The job's.
+        exit_code: Of the job, for the hosts that have joined.
     """
 
     def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
@@ -95,9 +98,11 @@ class Fleet:
         self.address = ""
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
+        self._party: Party | None = None
+        self.exit_code = exits.RENDEZVOUS
 
     def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Log in everywhere, check, place the workers, and find addresses by which all reach each other.
+        """Log in everywhere, or wait until hosts have joined; check, place the workers, and find addresses by which all reach each other.
 
         Args:
             meanwhile: Called once, while the first logins are under way.
@@ -106,9 +111,14 @@ class Fleet:
             HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
             ConfigError: There is no place for so many workers.
         """
-        self._log_in(meanwhile)
-        self._check(self._remotes)
-        self._put_together()
+        if self._options.listen is not None:
+            self._party = Party(self._options, self._say, self._ask)
+            meanwhile()
+            self._remotes = self._party.gather()
+        else:
+            self._log_in(meanwhile)
+            self._check(self._remotes)
+            self._put_together()
         rooms = [Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots) for one in self._remotes]
         workers = self._options.workers or None
         sizes = placed(rooms, workers, self._options.map_by)
@@ -141,6 +151,12 @@ class Fleet:
         for one in self._remotes:
             one.close()
         self._remotes.clear()
+        if self._party is not None:
+            self._party.close(self.exit_code)
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        return self._party.take_said() if self._party is not None else []
 
     def command(self, host: Host) -> list[str]:
         """Return what leads to the agent of a host."""
@@ -161,11 +177,13 @@ class Fleet:
         if not gone:
             return
         for place in gone:
-            self.sites[place].remote.close()
-            self.sites[place] = self.sites[place]._replace(remote=self._start(self.sites[place].remote.host))
+            one = self.sites[place]
+            one.remote.close()
+            again = self._start(one.remote.host) if self._party is None else self._party.again(one.remote.host, one.facts["machine"])
+            self.sites[place] = one._replace(remote=again)
         self._remotes = [one.remote for one in self.sites]
         renewed = [self.sites[place].remote for place in gone]
-        self._await(renewed, "facts", self._keep_facts, _LOGIN_S)
+        self._await([one for one in renewed if not one.facts], "facts", self._keep_facts, _LOGIN_S)
         self._refuse_silent(one for one in renewed if not one.facts)
         self._check(renewed)
         for place in gone:
@@ -202,22 +220,25 @@ class Fleet:
     def _start(self, host: Host) -> RemoteHost:
         try:
             environ = inherited(os.environ, is_clear=True) if self._is_without_ssh(host) else None
-            one = RemoteHost(host, self.command(host), environ)
+            one = RemoteHost(host, started(self.command(host), environ))
         except OSError as error:
             if error.errno in OF_LIMITS:
                 count = len(self._options.hosts)
                 raise LimitTooLow(f"a limit of the system is too low to log in to {count} hosts: {error.strerror}") from error
             raise HostUnreachable(f"{self._options.ssh[0]} cannot be started: {error.strerror}; give --ssh") from error
+        self._ask(one)
+        return one
+
+    def _ask(self, one: RemoteHost) -> None:
         options, runtime = self._options, self._options.runtime
         one.send(
-            "ask", kind_of_target=options.kind, target=options.target, cwd=host.cwd or str(options.cwd),
+            "ask", kind_of_target=options.kind, target=options.target, cwd=one.host.cwd or str(options.cwd),
             beat_s=runtime.heartbeat_interval_s, lost_after_s=runtime.lost_after_s,
         )  # fmt: skip
-        return one
 
     @staticmethod
     def _keep_facts(one: RemoteHost, message: dict[str, Any]) -> None:
-        one.facts = checked_facts(message["facts"])
+        one.learn(message["facts"])
 
     def _refuse_silent(self, silent: Iterable[RemoteHost]) -> None:
         reasons = {one.host: self._why_silent(one) for one in silent}
@@ -226,6 +247,8 @@ class Fleet:
 
     def _why_silent(self, one: RemoteHost) -> str:
         python = self._options.remote_python or sys.executable
+        if self._party is not None:
+            return one.words() or one.why_gone or "it does not answer in time"
         if one.why_gone.startswith(NOT_UNDERSTOOD):
             return f"{one.why_gone}; install the same syncvar on all"
         return why_failed(one.host, one.status() if one.why_gone and not one.is_ended else None, one.words(), python)
@@ -238,29 +261,7 @@ class Fleet:
 
     def _check(self, remotes: Iterable[RemoteHost]) -> None:
         """Refuse hosts on which the job could not run."""
-        own_python = ".".join(map(str, sys.version_info[:3]))
-        wrong: dict[Host, str] = {}
-        for one in remotes:
-            facts = one.facts
-            cwd = one.host.cwd or self._options.cwd
-            python = one.host.python or self._options.remote_python or sys.executable
-            if facts["protocol"] != PROTOCOL_VERSION or facts["syncvar"] != syncvar.__version__:
-                wrong[one.host] = (
-                    f"it has syncvar {facts['syncvar']} (protocol {facts['protocol']}), and here is {syncvar.__version__} (protocol "
-                    f"{PROTOCOL_VERSION}); install the same on all"
-                )
-            elif facts["byte_order"] != sys.byteorder:
-                wrong[one.host] = f"its numbers are {facts['byte_order']}-endian, and here they are {sys.byteorder}-endian"
-            elif facts["python"].split(".")[:2] != own_python.split(".")[:2]:
-                wrong[one.host] = (
-                    f"it has Python {facts['python']}, and here is {own_python}; give python=PATH or --remote-python"
-                )
-            elif not facts["numpy"]:
-                wrong[one.host] = f"NumPy is not installed there; {python} -m pip install numpy"
-            elif not facts["has_folder"]:
-                wrong[one.host] = f"there is no folder {cwd} there; give --cwd, or cwd= in the host file"
-            elif not facts["has_target"]:
-                wrong[one.host] = f"there is no script {self._options.target} in {cwd} there; copy it, or use a shared folder"
+        wrong = {one.host: why for one in remotes if (why := why_unfit(one.facts, one.host, self._options))}
         if wrong:
             self._refuse(wrong)
 

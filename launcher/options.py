@@ -54,6 +54,7 @@ _MOST = 1 << 16
 """The most ranks, fake hosts and cores: far more than a host can have, and no more than lists may be long."""
 
 _HOSTFILE_MAX = 1 << 20
+_KEY_FILE = ".syncvar-key"
 _LAYERS = ("default", "file", "environment", "command line")
 
 # What `--debug` sets, as configs/debug.toml does. Deadlines are endless: a person at a breakpoint is not a failure. The
@@ -86,6 +87,11 @@ class LaunchOptions(NamedTuple):
         remote_python: The interpreter there where a host names none; None for this one's path.
         iface: Which interfaces and networks the links between hosts use; None for those that serve.
         ssh_always: Go through ssh to this machine too.
+        listen: The address at which hosts join, perhaps with a port; None where they are named.
+        host_count: How many hosts are to join; None for as many as offer slots for all workers.
+        join: The launcher that this host joins, with the port; None to launch.
+        key_file: Where the key is by which hosts join, absolute.
+        slots: For how many workers this host has place where it joins; None for one for each usable core.
         env: Variables to set for every rank.
         env_clear: The ranks inherit no other variables than those of an allow-list.
         cwd: The folder in which the ranks start, absolute.
@@ -125,6 +131,11 @@ class LaunchOptions(NamedTuple):
     remote_python: str | None
     iface: str | None
     ssh_always: bool
+    listen: str | None
+    host_count: int | None
+    join: str | None
+    key_file: Path
+    slots: int | None
     env: Mapping[str, str]
     env_clear: bool
     cwd: Path
@@ -155,6 +166,11 @@ class LaunchOptions(NamedTuple):
             is_terminal: It is a terminal.
         """
         return is_terminal if self.color == "auto" else self.color == "always"
+
+    @property
+    def has_hosts(self) -> bool:
+        """The workers run where agents start them: on hosts that were named, or that join."""
+        return bool(self.hosts) or self.listen is not None
 
 
 class _Option(NamedTuple):
@@ -209,6 +225,10 @@ _OPTIONS = (
     ),
     _Option("insecure", ("--insecure",), _HOSTS, "lets encryption be off, for isolated networks", "switch", knob="insecure"),
     _Option("iface", ("--iface",), _HOSTS, "eth0, ^docker0 or 10.0.0.0/8", "text", "LIST"),
+    _Option("listen", ("--listen",), _HOSTS, "wait here for --hosts N that join, no ssh", "address", "ADDR[:PORT]"),
+    _Option("join", ("--join",), _HOSTS, "join a job that listens, with this host", "address", "HOST:PORT", in_file=False),
+    _Option("key_file", ("--key-file",), _HOSTS, "by which they join [~/.syncvar-key]", "path", "FILE"),
+    _Option("slots", ("--slots",), _HOSTS, "with --join: its place for workers [cores]", "count", "K"),
     _Option(
         "start_method", ("--start-method",), _WORKERS, "fresh, or forked from one", "choice", "HOW", "spawn", ("spawn", "fork"),
     ),
@@ -341,8 +361,17 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
                 env |= chosen
                 origin |= {f"env.{name}": source for name in chosen}
 
-    hosts, notices = _hosts(values, base)
-    if hosts and origin["workers"] == "default":
+    host_count = None
+    if values["join"] is not None or values["listen"] is not None:
+        from syncvar_launcher.joinoptions import check_join, check_listen  # only hosts that join need it
+
+        if values["join"] is not None:
+            check_join(values, origin, rest)
+        else:
+            host_count = check_listen(values, origin)
+    hosts, notices = _hosts(values, base) if values["listen"] is None else ((), ())
+    has_hosts = bool(hosts) or values["listen"] is not None
+    if has_hosts and origin["workers"] == "default":
         values["workers"] = 0  # all slots, as many as they turn out to be
     _apply_color_habits(values, origin, environ)
     runtime = _runtime(line, environ, knobs, origin)
@@ -353,7 +382,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     except ConfigError as error:
         raise ConfigError(f"--output {values['output']} ({origin['output']}): {error}") from None
     if values["debug"] is not None:
-        if hosts:
+        if has_hosts:
             raise ConfigError("--debug gives a rank this terminal, and with --hostfile or -H the ranks are elsewhere; debug it with one host")
         if values["debug"] >= values["workers"]:
             raise ConfigError(
@@ -364,18 +393,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     if hosts and values["fake_hosts"] > 1:
         raise ConfigError("--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out")
-    if not hosts:
+    if not has_hosts:
         try:
             divided(values["workers"], values["fake_hosts"])
         except ConfigError as error:
             raise ConfigError(f"--fake-hosts {values['fake_hosts']}: {error}") from None
 
     folder = base / values["cwd"] if values["cwd"] is not None else base
-    if not hosts and not folder.is_dir():  # elsewhere each host is asked
+    if not has_hosts and not folder.is_dir():  # elsewhere each host is asked
         if values["cwd"] is None:
             raise ConfigError(f"the current folder {folder} has been removed: start in another one, or give --cwd")
         raise ConfigError(f"--cwd {folder}: there is no such folder")
-    if not rest:
+    if not rest and values["join"] is None:
         parser.error(
             {
                 "script": "nothing to run: give a script, -m module or --no-python command",
@@ -383,7 +412,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
                 "command": "--no-python needs a command",
             }[kind]
         )
-    if kind == "script" and not hosts:
+    if kind == "script" and not has_hosts and rest:
         _check_script(parser, rest[0], folder)
     if kind == "command" and values["start_method"] == "fork":
         raise ConfigError(
@@ -392,7 +421,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         )
     return LaunchOptions(
         kind=kind,
-        target=rest[0],
+        target=rest[0] if rest else "",
         args=tuple(rest[1:]),
         workers=values["workers"],
         fake_hosts=values["fake_hosts"],
@@ -404,6 +433,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         remote_python=values["remote_python"],
         iface=values["iface"],
         ssh_always=values["ssh_always"],
+        listen=values["listen"],
+        host_count=host_count,
+        join=values["join"],
+        key_file=_key_file(values["key_file"], base, environ),
+        slots=values["slots"],
         env=env,
         env_clear=values["env_clear"],
         cwd=folder,
@@ -427,6 +461,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         runtime=runtime,
         origin=origin,
     )
+
+
+def _key_file(text: str | None, base: Path, environ: Mapping[str, str]) -> Path:
+    return base / text if text is not None else Path(environ.get("HOME", "/")) / _KEY_FILE
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -607,9 +645,13 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
             raise ConfigError(f"must be names of signals, such as {signals.DEFAULT!r}, or 'none', not {value!r}")
         signals.forwarded(value)
         return value
-    if kind == "text":
+    if kind in ("text", "address"):
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise ConfigError(f"must be a text, not {value!r}")
+        if kind == "address":
+            from syncvar_launcher.joinoptions import place_of  # likewise
+
+            place_of(value)
         return value
     if kind == "variables":
         return _read_variables(value, is_text=is_text)

@@ -1,4 +1,4 @@
-"""One other host, seen from the launcher: the process that leads to its agent, and what goes through its pipes."""
+"""One other host, seen from the launcher: what leads to its agent, and what goes through its pipes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import select
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from syncvar.errors import WireError
 from syncvar_launcher.children import child_of
-from syncvar_launcher.messages import Message, Reader, pack
+from syncvar_launcher.messages import Message, Reader, checked_facts, pack
 from syncvar_launcher.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hostfile import Host
 
-__all__ = ["NOT_UNDERSTOOD", "RemoteHost", "polled"]
+__all__ = ["NOT_UNDERSTOOD", "Leading", "RemoteHost", "polled", "started"]
 
 NOT_UNDERSTOOD = "its agent is not understood"
 
@@ -28,13 +28,57 @@ _WORDS_MAX = 8192
 _TAKEN_AT_ONCE = 8  # reads, so that a host that says much does not keep the launcher from the others
 
 
+class Leading(Protocol):
+    """What leads to an agent: a process of ours with three pipes, or what looks like one."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Takes what the launcher says."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Gives what the agent says."""
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Gives what is written there beside."""
+
+    def poll(self) -> int | None:
+        """Return how it ended; None where it has not."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return how it ended, once it has."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
+def started(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start what leads to an agent, or an agent.
+
+    Args:
+        argv: Its command line: ssh, or the agent itself on this machine.
+        environ: Its environment; None for our own.
+    """
+    return subprocess.Popen(
+        list(argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C is the launcher's
+        env=None if environ is None else dict(environ),
+        preexec_fn=child_of(os.getpid()),  # noqa: PLW1509  (one that hangs before it reads its input ends with us too)
+    )
+
+
 class RemoteHost:
     """The way to the agent of a host. It never blocks: its owner polls the descriptors.
 
     Args:
         host: Which one.
-        argv: What leads there: ssh, or the agent itself on this machine.
-        environ: Its environment; None for the launcher's own.
+        process: What leads there.
+        known: What is known of it better than its agent can: the addresses of one that has joined.
 
     Attributes:
         began: When it was begun to log in, in seconds of the monotonic clock.
@@ -44,26 +88,17 @@ class RemoteHost:
         is_ended: It was the launcher that ended the way, so that the exit status of what led there says nothing.
     """
 
-    def __init__(self, host: Host, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, host: Host, process: Leading, known: Mapping[str, Any] | None = None) -> None:
         self.host = host
+        self.process = process
+        self.known = dict(known or {})
         self.began = time.monotonic()
-        self.argv = list(argv)
         self.facts: dict[str, Any] = {}
         self.heard = time.monotonic()
         self.why_gone = ""
         self.is_ended = False
         self._words = bytearray()
         self._reader = Reader(awaits_greeting=True)
-        self.process = subprocess.Popen(
-            self.argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is the launcher's
-            env=None if environ is None else dict(environ),
-            preexec_fn=child_of(os.getpid()),  # noqa: PLW1509  (one that hangs before it reads its input ends with us too)
-        )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -119,6 +154,14 @@ class RemoteHost:
                     self.end(f"{NOT_UNDERSTOOD}: {error}")
                     break
         return messages
+
+    def learn(self, facts: Message) -> None:
+        """Keep what the agent says of its host.
+
+        Raises:
+            WireError: It has another form than it should.
+        """
+        self.facts = {**checked_facts(facts), **self.known}
 
     def words(self) -> str:
         """Return the last of what ssh, the remote shell and the agent wrote on their standard error."""

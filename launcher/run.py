@@ -65,7 +65,11 @@ def _run(arguments: list[str]) -> int:
     except FileNotFoundError:  # somebody has removed the folder; with --cwd nothing needs it
         here = Path(os.environ.get("PWD", "/"))
     chosen = options.parse(arguments, os.environ, here)
-    if chosen.hosts:
+    if chosen.join is not None:
+        from syncvar_launcher.joining import join
+
+        return join(chosen)
+    if chosen.has_hosts:
         from syncvar_launcher import several  # one host needs nothing of it
     seen = None if is_meant_alone(os.environ) else started_with_others(os.environ)
     if seen is not None:
@@ -74,17 +78,17 @@ def _run(arguments: list[str]) -> int:
             f"syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are meant)\n"
         )
     if chosen.dry_run:
-        sys.stdout.write(several.dry_run(chosen) if chosen.hosts else Job(chosen, arguments, os.environ).dry_run())
+        sys.stdout.write(several.dry_run(chosen) if chosen.has_hosts else Job(chosen, arguments, os.environ).dry_run())
         return 0
     for number in set(_EARLY).difference(forwarded(chosen.forward_signals)):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for sentence in doubtful_variables(os.environ):
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
-    if chosen.runtime.opened and (chosen.hosts or chosen.fake_hosts > 1):
+    if chosen.runtime.opened and (chosen.has_hosts or chosen.fake_hosts > 1):
         words = f"syncvar-launch: {chosen.runtime.opened}"
         sys.stderr.write(f"\x1b[31m{words}\x1b[0m\n" if chosen.color_on(sys.stderr.isatty()) else f"{words}\n")
-    if chosen.hosts:
+    if chosen.has_hosts:
         return several.launch(chosen, arguments)
     job = Job(chosen, arguments, os.environ)
     check_limits(chosen)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from syncvar.topology import rank_list
 from syncvar_launcher import output
 from syncvar_launcher.fleet import Fleet
+from syncvar_launcher.gathering import join_command, listen_address
 from syncvar_launcher.job import Job
 from syncvar_launcher.limits import LimitTooLow
 from syncvar_launcher.output import escape
@@ -48,7 +49,8 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
         fleet.open(_import_the_rest)
         workers = sum(one.workers for one in fleet.sites)
         output.shown_ranks(chosen.output, workers)
-        return Job(chosen._replace(workers=workers), arguments, os.environ, fleet).run()
+        fleet.exit_code = Job(chosen._replace(workers=workers, fake_hosts=1), arguments, os.environ, fleet).run()
+        return fleet.exit_code
 
 
 def _import_the_rest() -> None:
@@ -57,10 +59,11 @@ def _import_the_rest() -> None:
 
 
 def _check_files(chosen: LaunchOptions) -> None:
-    needed = _FILES + len(chosen.hosts) * _FILES_OF_A_HOST + 2 * (chosen.workers or len(chosen.hosts)) * (chosen.log_dir is not None)
+    hosts = len(chosen.hosts) or chosen.host_count or chosen.workers
+    needed = _FILES + hosts * _FILES_OF_A_HOST * (1 + (chosen.listen is not None)) + 2 * (chosen.workers or hosts) * (chosen.log_dir is not None)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
-        raise LimitTooLow(f"the launcher needs {needed} open files for {len(chosen.hosts)} hosts, and {soft} are allowed: ulimit -n {needed}")
+        raise LimitTooLow(f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: ulimit -n {needed}")
 
 
 def _say(sentence: str) -> None:
@@ -70,6 +73,8 @@ def _say(sentence: str) -> None:
 
 def dry_run(chosen: LaunchOptions) -> str:
     """Return what a launch on these hosts would do, as text; nobody is asked and nothing is started."""
+    if chosen.listen is not None:
+        return _dry_run_joined(chosen)
     rows = [("host", "slots", "named in", "reached by")]
     with contextlib.closing(Fleet(chosen, _say)) as fleet:
         for host in chosen.hosts:
@@ -88,6 +93,20 @@ def dry_run(chosen: LaunchOptions) -> str:
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
     lines += [chosen.runtime.opened] if chosen.runtime.opened else []
     return "".join(f"{escape(line)}\n" for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen))))
+
+
+def _dry_run_joined(chosen: LaunchOptions) -> str:
+    """Return what a launch on hosts that join would do; nothing listens."""
+    address, port = listen_address(chosen.listen or "")
+    whom = f"{chosen.host_count} hosts" if chosen.host_count is not None else f"as many hosts as have {chosen.workers} slots together"
+    is_there = chosen.key_file.exists()
+    lines = [
+        f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to {chosen.runtime.rendezvous_timeout_s:g} s; each runs:",
+        f"  {join_command(address, port or 'PORT', chosen)}",
+        f"key: {'read from' if is_there else 'to be made in'} {chosen.key_file}",
+        f"workers: {chosen.workers or 'one for each slot that is offered'}, placed by {chosen.map_by} when all have joined",
+    ]
+    return "".join(f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen))))
 
 
 def _spans(rooms: Sequence[Room], sizes: Sequence[int]) -> Iterator[tuple[Room, int, int]]:

@@ -13,7 +13,7 @@ from syncvar.wire import KEY_BYTES, parse_key
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = ["job_secret"]
+__all__ = ["job_secret", "secret_of_file"]
 
 _DESCRIPTOR, _FILE, _VARIABLE = PREFIX + "KEY_FD", PREFIX + "KEY_FILE", PREFIX + "KEY"
 _FILE_MAX = 1024
@@ -43,7 +43,7 @@ def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
     if path is not None:
         place = f"{_FILE}={path}"
         if place not in _kept:
-            _kept[place] = _of_file(path)
+            _kept[place] = secret_of_file(path, f"{_FILE}=")
         return _kept[place]
     return _kept.get(_VARIABLE)
 
@@ -60,13 +60,22 @@ def _of_descriptor(text: str) -> bytes:
     return key
 
 
-def _of_file(path: str) -> bytes:
+def secret_of_file(path: str, shown: str) -> bytes:
+    """Return the secret that a file holds.
+
+    Args:
+        path: The file.
+        shown: What named it, for messages: the variable or option, with what stands before its value.
+
+    Raises:
+        ConfigError: It cannot be read, holds no secret, or others may read it.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(f"{_FILE}={path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{shown}{path} cannot be read: {error.strerror}") from error
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise ConfigError(f"{_FILE}={path} must be a file of yours that nobody else can read: chmod 600 {path}")
-        return parse_key(file.read(_FILE_MAX).decode("ascii", "replace"), f"{_FILE}={path}")
+            raise ConfigError(f"{shown}{path} must be a file of yours that nobody else can read: chmod 600 {path}")
+        return parse_key(file.read(_FILE_MAX).decode("ascii", "replace"), f"{shown}{path}")

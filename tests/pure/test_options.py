@@ -58,7 +58,7 @@ def test_defaults(folder):
     assert options.log_dir is options.debug is options.config is options.cores_per_worker is None
     assert {options.timestamps, options.torch_env, options.dry_run, options.verbose} == {False}
     assert set(options.origin.values()) == {"default"}
-    assert set(options.origin) == {*launch_keys(), "config", *RuntimeConfig.names()}
+    assert set(options.origin) == {*launch_keys(), "config", "join", *RuntimeConfig.names()}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""What a host that joins and the launcher say to each other, around what its agent and the launcher say: a letter, then the rest.
+
+Bytes in, values out. The letters and the form of the greeting are the same in all versions: who has another version is told so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgpack
+
+from syncvar.errors import WireError
+
+__all__ = ["CHUNK", "DONE", "ENDED", "END_INPUT", "HELLO", "INPUT", "OUTPUT", "PING", "REFUSED", "START", "WORDS", "Hello"]
+
+CHUNK = 1 << 18
+"""The most bytes behind a letter."""
+
+# the host says
+HELLO, OUTPUT, WORDS, ENDED = b"h", b"o", b"e", b"x"
+# the launcher says
+START, INPUT, END_INPUT, REFUSED, DONE, PING = b"s", b"i", b"c", b"r", b"d", b"p"
+
+_FORM = 1
+_TEXT_MAX = 4096
+_SLOTS_MAX = 1 << 16
+_TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str,), "at": (str,), "slots": (int, type(None)), "cwd": (str, type(None)),
+    "syncvar": (str,), "protocol": (int,), "python": (str,), "byte_order": (str,),
+}  # fmt: skip
+
+
+class Hello(NamedTuple):
+    """What a host says of itself when it joins.
+
+    Args:
+        name: Its name, for messages.
+        at: The address by which it reaches the launcher, its own.
+        slots: For how many workers it has place; None for one for each usable core.
+        cwd: The folder in which they start; None for the launcher's own.
+        syncvar: The version there.
+        protocol: That of the wire.
+        python: The version there.
+        byte_order: "little" or "big".
+    """
+
+    name: str
+    at: str
+    slots: int | None
+    cwd: str | None
+    syncvar: str
+    protocol: int
+    python: str
+    byte_order: str
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        packed: bytes = msgpack.packb({"form": _FORM, **self._asdict()})
+        return packed
+
+    @classmethod
+    def read(cls, data: bytes) -> Hello:
+        """Return what bytes say.
+
+        Raises:
+            WireError: They say something else.
+        """
+        try:
+            found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
+        except (ValueError, TypeError, msgpack.UnpackException):
+            raise WireError("what it says of itself is no greeting") from None
+        if not isinstance(found, dict) or found.pop("form", None) != _FORM or found.keys() != _TYPES.keys():
+            raise WireError("what it says of itself has another form than here: it has another version of syncvar; install the same on all")
+        for name, value in found.items():
+            if type(value) not in _TYPES[name] or (isinstance(value, str) and len(value) > _TEXT_MAX):
+                raise WireError(f"the {name} that it says of itself cannot be")
+        if found["slots"] is not None and not 1 <= found["slots"] <= _SLOTS_MAX:
+            raise WireError(f"it offers {found['slots']} slots, and at least 1 and at most {_SLOTS_MAX} can be")
+        return cls(**found)

@@ -1,0 +1,43 @@
+"""The key by which hosts join a job: a file that only its owner may read."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from syncvar.errors import ConfigError
+from syncvar.runtime.secret import secret_of_file
+from syncvar.wire import KEY_BYTES, derive
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["join_secret", "make_key_file"]
+
+_SHOWN = "--key-file "
+
+
+def make_key_file(path: Path) -> bool:
+    """Make a key file where there is none; return whether it was made.
+
+    Raises:
+        ConfigError: It cannot be made there.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"--key-file {path} cannot be made: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(os.urandom(KEY_BYTES).hex() + "\n")
+    return True
+
+
+def join_secret(path: Path) -> bytes:
+    """Return what the connections of hosts that join are protected by.
+
+    Raises:
+        ConfigError: The file cannot be read, holds no key, or others may read it.
+    """
+    return derive(secret_of_file(str(path), _SHOWN), b"syncvar join")
