@@ -72,7 +72,8 @@ def test_two_hosts_join_and_all_refusals_are_told_on_both_sides(start, tmp_path)
     assert f"does not take the key of {tmp_path}/other" in other.words()
     assert readable.wait(20) == 78, job
     assert f"--key-file {tmp_path}/open must be a file of yours that nobody else can read: chmod 600" in readable.words()
-    assert "who came from 127.0.0.1 was refused: it has another key than that of --key-file" in job.err
+    said = await_true(lambda: re.search(r"who came from (\S+) was refused: it has another key than that of --key-file", job.err), what="the word of it")
+    assert said[1] in ("127.0.0.1", "somewhere")  # which ZeroMQ may have closed before it was asked
     second = job.join("--slots", "1")
     job.await_events("met", 3)
     third = job.join("--slots", "1")
