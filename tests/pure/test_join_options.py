@@ -30,7 +30,6 @@ def test_what_is_no_address_is_refused(text):
         (["--listen", "[::]:29400", "--hosts", "2", "-m", "x"], "would listen on all networks"),
         (["--listen", "10.0.0.1", "--hostfile", "h", "-n", "2", "-m", "x"], "--hostfile is for hosts that are logged in to"),
         (["--listen", "10.0.0.1", "--hosts", "2", "--slots", "2", "-m", "x"], "--slots is said by each host that joins"),
-        (["--listen", "10.0.0.1", "--hosts", "2", "--stats", "-m", "x"], "--stats"),
         (["--join", "10.0.0.1", "--key-file", "k"], "the port is missing"),
         (["--join", "10.0.0.1:9", "train.py"], "leave train.py out"),
         (["--join", "10.0.0.1:9", "--workers", "2"], "--workers is for syncvar-launch --listen"),
