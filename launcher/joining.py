@@ -93,7 +93,7 @@ class _Host:
         self._where = chosen.join or ""
         self._agent: _Agent | None = None
         self._unsent: list[bytes] = []
-        self._failures = 0
+        self._failures = self._notice = 0
         self._has_joined = self._is_cut = False
         self._code: int | None = None
         self._heard = time.monotonic()
@@ -121,7 +121,7 @@ class _Host:
         while self._code is None:
             self._poll()
             if self._watch.pending:
-                self._leave(self._watch.pending.popleft())
+                self._heed(self._watch.pending.popleft())
             elif not self._has_joined and time.monotonic() >= until:
                 raise HostUnreachable(f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is it running, and can it be reached?")
             elif self._agent is None and self._has_joined and time.monotonic() - self._heard > self._chosen.runtime.lost_after_s:
@@ -165,8 +165,11 @@ class _Host:
                     if descriptor in ready:
                         self._unsent += agent.read(descriptor)
             if not agent.sources() and not self._unsent:
-                self._unsent.append(ENDED + str(agent.close(_END_S)).encode())
-                self._agent = None
+                if self._notice:
+                    self._leave(self._notice)
+                else:
+                    self._unsent.append(ENDED + str(agent.close(_END_S)).encode())
+                    self._agent = None
         self._send()
         for _ in range(_QUEUED):
             if self._code is not None or (self._agent is not None and self._agent.sinks()):
@@ -231,6 +234,15 @@ class _Host:
             _say(f"{why}; its workers here are ended")
             self._code = exits.INTERNAL
 
+    def _heed(self, number: int) -> None:
+        """Pass the first SIGTERM on to the agent, which lets its workers save and end; all else ends them."""
+        if number == signal.SIGTERM and self._agent is not None and not self._notice:
+            self._notice = number
+            _say("SIGTERM goes on to the workers here, which may save; the next one ends them")
+            self._agent.send(number)
+        else:
+            self._leave(number)
+
     def _leave(self, number: int) -> None:
         """End this host's part of the job, because a signal says so."""
         name = exits.signal_name(number)
@@ -286,6 +298,10 @@ class _Agent:
             sys.stderr.write(data.decode("utf-8", "replace"))
             sys.stderr.flush()
         return [self._open[descriptor] + data]
+
+    def send(self, number: int) -> None:
+        """Send a signal to the agent."""
+        self._process.send_signal(number)
 
     def end_input(self) -> None:
         """Let the agent end, by the end of its input."""
