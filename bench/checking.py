@@ -1,9 +1,10 @@
 """What the replica checker costs at its default, on models of 1, 16 and 100 MiB: `python bench/checking.py`.
 
-Two workers make steps of SGD on ResNet-50's 161 variables, scaled to a size: in `strategy.run`, outside runs, and outside
-runs with a write of each variable by itself. Each begins with the multiplications that a batch of 32 needs in dense layers
-with so many weights (6 a weight and example), which is little: convolutions have more. `--batch 0` leaves them out. Processor time inside the comparisons is told as a share of that of the rest, so that the machine's load, which
-slows both, matters less. Also printed: the most that comparing took in one step.
+Two workers make steps of SGD on ResNet-50's 161 variables, scaled to a size: in `strategy.run`, outside runs, and
+outside runs with a write of each variable by itself. Each begins with the multiplications that a batch of 32 needs in
+dense layers with so many weights (6 a weight and example), which is little: convolutions have more. `--batch 0` leaves
+them out. Processor time inside the comparisons is told as a share of that of the rest, so that the machine's load,
+which slows both, matters less. Also printed: the most that comparing took in one step.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def work(mib: int, way: str, steps: int, batch: int) -> None:
         longest = max(longest, spent.now)
     if sv.rank() == 0:
         share = checking / (whole - checking) * 100
-        print(f"{mib:4} MiB  {way:17} {whole / steps * 1e3:8.2f} ms a step  comparing {share:5.2f} %  at most {longest * 1e3:6.2f} ms in one step")
+        step_ms, longest_ms = whole / steps * 1e3, longest * 1e3
+        spent_ms = f"comparing {share:5.2f} %  at most {longest_ms:6.2f} ms in one step"
+        print(f"{mib:4} MiB  {way:17} {step_ms:8.2f} ms a step  {spent_ms}")
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ python bench/compare.py --workers 2,4 --json FILE  the all-reduce
 python bench/compare.py --collective broadcast,all_gather --dtype float64    other collectives, another dtype
 python bench/compare.py --parts launch,import      other parts alone; see --parts
 python bench/compare.py --all --json FILE          every part, all collectives, every bound
-python bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root): times beside gloo, launch beside mpirun
+python bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root): beside gloo and mpirun
 python bench/compare.py --slow-peer                CPU time of a wait for a worker that comes 10 s late
 python bench/compare.py --busy-thread              slowdown beside a busy Python thread in each worker
 """
@@ -124,7 +124,8 @@ def _parts(
     if COMPARISON in chosen.parts:
         plan = _plan(chosen, setting.effort)
         found += [
-            (COMPARISON, lambda workers=workers: _compared(libraries, workers, plan, missing)) for workers in setting.workers
+            (COMPARISON, lambda workers=workers: _compared(libraries, workers, plan, missing))
+            for workers in setting.workers
         ]
     return found + [(name, lambda part=part: part(setting)) for name, part in PARTS.items() if name in chosen.parts]
 
@@ -133,15 +134,17 @@ def _compared(libraries: list[Library], workers: int, plan: Plan, missing: dict[
     """Compare the libraries with one number of workers."""
     times = measure(libraries, workers, plan, missing)
     rows = compare(times, plan, [one.name for one in libraries if one.name != "syncvar"])
-    parts = {"rows": rows, "turns": times.rows, "problems": times.problems, "skipped": times.skipped, "refused": times.refused}
     started = {one.name: one.started_as(workers) for one in libraries}
-    report = {"workers": workers, "dtype": plan.dtype, "started_as": started, **parts}
+    report = {
+        "workers": workers, "dtype": plan.dtype, "started_as": started, "rows": rows, "turns": times.rows,
+        "problems": times.problems, "skipped": times.skipped, "refused": times.refused,
+    }  # fmt: skip
     verdicts = bounds.judge_rows(rows, plan.dtype)
     return Part(report, tables(times, plan, libraries, rows), verdicts, "syncvar" in times.problems)
 
 
 def _plan(chosen: argparse.Namespace, effort: Effort) -> Plan:
-    """Return what to measure of each collective; without --kinds or --all, of other collectives than all_reduce one kind."""
+    """Return what to measure of each collective: of all but all_reduce one kind, unless --kinds or --all is given."""
     works = []
     for collective in chosen.collective:
         sizes = chosen.sizes or _sizes("1M" if chosen.busy_thread else SIZES.get(collective, OTHER_SIZES))
@@ -175,8 +178,10 @@ def _arguments() -> argparse.Namespace:
     add("--setup", action="store_true", help="make the peers' environments and end")
     add("--all", action="store_true", help="every part, with all collectives, against every bound")
     parts = (COMPARISON, *PARTS)
-    add("--parts", type=_names(parts), default=[COMPARISON], help=f"what to measure, of {','.join(parts)} [{COMPARISON}]")
-    add("--hosts", dest="parts", action="store_const", const=["hosts", HOSTS_LAUNCH], help="the parts over two hosts; needs root")
+    measured = f"what to measure, of {','.join(parts)} [{COMPARISON}]"
+    add("--parts", type=_names(parts), default=[COMPARISON], help=measured)
+    over_hosts = ["hosts", HOSTS_LAUNCH]
+    add("--hosts", dest="parts", action="store_const", const=over_hosts, help="the parts over two hosts; needs root")
     add("--slow-peer", action="store_true", help="measure what a wait costs instead")
     add("--busy-thread", action="store_true", help="measure what a busy thread costs instead")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments [.peers]")
@@ -186,7 +191,8 @@ def _arguments() -> argparse.Namespace:
     add("--workers", type=_numbers, help="numbers of workers [2,4; 2 with --busy-thread]")
     sizes = f"{SIZES['all_reduce']}; {OTHER_SIZES} of other collectives; 1M with --busy-thread"
     add("--sizes", type=_sizes, help=f"bytes of the larger buffer, with K or M [{sizes}]")
-    add("--kinds", type=_names(KINDS), help=f"of {','.join(KINDS)} [all of all_reduce; {KINDS[0]} of the others, with --all all]")
+    default = f"all of all_reduce; {KINDS[0]} of the others, with --all all"
+    add("--kinds", type=_names(KINDS), help=f"of {','.join(KINDS)} [{default}]")
     add("--libraries", type=_names(NAMES), default=list(NAMES), help=f"[{','.join(NAMES)}]")
     add("--crowd", type=int, default=64, help="workers of the part crowd [64]")
     add("--rounds", type=int, default=5, help="how often each library is started [5]")

@@ -67,8 +67,8 @@ def allowed(found: Sequence[Interface], spec: str | None, reached_at: str | None
 
     Args:
         found: All of a host.
-        spec: `--iface`: names, `^name` and networks ("10.0.0.0/8"), with commas. A host with one that is named uses only such; those
-            with ^ are never used. None for all but the bridges of containers.
+        spec: `--iface`: names, `^name` and networks ("10.0.0.0/8"), with commas. A host with one that is named uses
+            only such; those with ^ are never used. None for all but the bridges of containers.
         reached_at: The address at which ssh reached the host, which comes first.
 
     Raises:
@@ -106,7 +106,8 @@ def _understood(spec: str) -> tuple[list[str], list[str]]:
             except ValueError:
                 raise ConfigError(f"--iface {spec}: {name!r} is no network, such as 10.0.0.0/8") from None
         elif not name or len(name) > 15 or not name.isprintable():
-            raise ConfigError(f"--iface {spec}: {word!r} is no name of an interface; write for instance eth0, ^docker0 or 10.0.0.0/8")
+            what = f"--iface {spec}: {word!r} is no name of an interface"
+            raise ConfigError(f"{what}; write for instance eth0, ^docker0 or 10.0.0.0/8")
         (unwanted if word.startswith("^") else wanted).append(name)
     return wanted, unwanted
 

@@ -1,7 +1,7 @@
-"""The workers of all hosts of a job, through the agents there: one face to the loop of a start, like that of one agent here.
+"""The workers of all hosts of a job, through the agents there: one face to the loop of a start, as of one agent here.
 
-What an `Agent` does for the ranks of one host, with the memory that they share and the stacks that they tell, this does by
-messages. Output is taken on credit: a host sends no more than was used here, so that one that writes much stops itself.
+What an `Agent` does for the ranks of one host, with the memory that they share and the stacks that they tell, this does
+by messages. Output is taken on credit: a host sends no more than was used here, so that who writes much stops itself.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _UNFED_MAX = 1 << 20
 _MOMENT_S = 0.3
 _BEYOND = 1 << 18  # one read more than there was credit for
 _WORDS_SHOWN = 10
+_WORDS_OF_A_FAILURE = {"error", "message", "traceback", "exit_code"}
 
 
 class _Process(NamedTuple):
@@ -89,7 +90,9 @@ class Agents:
         self._restarts = restarts
         self.workers: dict[int, Site] = {}
         self.places: dict[int, str] = {}
-        self._why_no_arena = [why_no_arena(job.options, job.processor_of(host), site.workers) for host, site in enumerate(fleet.sites)]
+        self._why_no_arena = [
+            why_no_arena(job.options, job.processor_of(host), site.workers) for host, site in enumerate(fleet.sites)
+        ]
         self.is_complete = self._why_no_arena == [""]
         self._running: set[int] = set()
         self._owed: dict[tuple[int, str], int] = {}
@@ -157,7 +160,8 @@ class Agents:
                 self._allowed[rank, stream] = self._allowed.get((rank, stream), FIRST_CREDIT) + count
                 self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
         watched = [descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()]
-        return [*watched, self._input] if self._input >= 0 and self._unfed < _UNFED_MAX and _may_read(self._input) else watched
+        takes_input = self._input >= 0 and self._unfed < _UNFED_MAX and _may_read(self._input)
+        return [*watched, self._input] if takes_input else watched
 
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
@@ -271,8 +275,12 @@ class Agents:
         if asked.start < 0:
             return ""
         site, until = self.workers[rank], time.monotonic() + _MOMENT_S
-        while (threads := self.answer(asked)) is None and (left := until - time.monotonic()) > 0 and not site.remote.why_gone:
-            for message in polled([site.remote], left)[0][0]:
+        while (threads := self.answer(asked)) is None and not site.remote.why_gone:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            (said,), _ = polled([site.remote], left_s)
+            for message in said:
                 self._late += self._understood(message, site)
         return where(threads[0].frames, str(self._job.options.cwd)) if threads else ""
 
@@ -297,7 +305,7 @@ class Agents:
                         site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
                         self._allowed[rank, stream] = 1 << 60
             site.remote.send("end")
-        idle_s = dict.fromkeys((site.name for site in waiting), 0.0)  # without hearing of it; what the reader of our output takes does not count
+        idle_s = dict.fromkeys((site.name for site in waiting), 0.0)  # of waiting for it, and not for our reader
         while waiting:
             began = time.monotonic()
             said, _ = polled([site.remote for site in waiting], 1.0)
@@ -355,7 +363,7 @@ class Agents:
         elif kind == "spoke":
             record = message["record"]
             if all(isinstance(name, str) and isinstance(value, str | int) for name, value in record.items()):
-                if record.get("event") == "failed" and not record.keys() >= {"error", "message", "traceback", "exit_code"}:
+                if record.get("event") == "failed" and not record.keys() >= _WORDS_OF_A_FAILURE:
                     raise WireError("a failure without its words")
                 yield Spoke(rank, record)
         elif kind == "ended":
@@ -372,11 +380,13 @@ class Agents:
             del self._unanswered[message["number"]]
             asked.instead = escape(message["instead"])
             self._stood[message["number"]] = [
-                Thread(str(ident), bool(is_main), tuple(Frame(str(file), int(line), str(name)) for file, line, name in frames))
+                Thread(str(ident), bool(is_main), tuple(_frame(*one) for one in frames))
                 for ident, is_main, frames in message["threads"]
             ]
         elif kind == "placed":
-            self.places |= {int(each): escape(str(line)) for each, line in message["places"].items() if self.workers.get(int(each)) is site}
+            for each, line in message["places"].items():
+                if self.workers.get(each) is site:
+                    self.places[each] = escape(str(line))
         elif kind == "record":
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":
@@ -430,6 +440,10 @@ class Agents:
         self.workers[0].remote.send("input", data=data)
         if not data:
             self._input = -1
+
+
+def _frame(file: Any, line: Any, name: Any) -> Frame:
+    return Frame(str(file), int(line), str(name))
 
 
 def _may_read(descriptor: int) -> bool:

@@ -1,4 +1,4 @@
-"""The hosts of a job: logged in to at once, asked what they are, checked, given workers, and proven to reach each other.
+"""The hosts of a job: logged in to at once, asked what they are, checked, given workers, proven to reach each other.
 
 Nothing is started anywhere before every host has answered: whatever is wrong with any of them is told in one message.
 """
@@ -129,7 +129,8 @@ class Fleet:
         self._remotes = [one for one, _ in used]
         addresses = self._prove()
         self.sites = [
-            Site(one, one.host.name, size, address, one.facts) for (one, size), address in zip(used, addresses, strict=True)
+            Site(one, one.host.name, size, address, one.facts)
+            for (one, size), address in zip(used, addresses, strict=True)
         ]
 
     def free_port(self) -> int:
@@ -163,7 +164,8 @@ class Fleet:
         if self._is_without_ssh(host):
             python = host.python or self._options.remote_python
             return command_of(AGENT) if python is None else local_command(python)
-        return ssh_command(self._options.ssh, host, self._options.ssh_port, self._options.remote_python or sys.executable)
+        options = self._options
+        return ssh_command(options.ssh, host, options.ssh_port, options.remote_python or sys.executable)
 
     def renew(self) -> None:
         """Log in again where the agent of an earlier start is gone.
@@ -313,7 +315,10 @@ class Fleet:
             listeners.close()
         return self._chosen(own, candidates, answers)
 
-    def _chosen(self, own: Sequence[str], candidates: Sequence[Sequence[str]], answers: dict[int, list[bool]]) -> list[str]:
+    def _chosen(
+        self, own: Sequence[str], candidates: Sequence[Sequence[str]], answers: dict[int, list[bool]]
+    ) -> list[str]:
+        """Return for each host the first of its addresses that all others reach; set the launcher's own."""
         names = [one.host.name for one in self._remotes]
         position = 0
         found: list[str] = []
@@ -322,7 +327,8 @@ class Fleet:
             chosen = ""
             missing: dict[str, list[str]] = {}
             for offset, address in enumerate(addresses):
-                blind = [names[other] for other, said in answers.items() if other != owner and not said[position + offset]]
+                index = position + offset
+                blind = [names[other] for other, said in answers.items() if other != owner and not said[index]]
                 if not blind:
                     chosen = address
                     break
@@ -331,12 +337,12 @@ class Fleet:
             found.append(chosen)
             if not chosen:
                 who = names[owner] if owner >= 0 else "this machine"
-                tried = "; ".join(f"{address} not by {', '.join(blind)}" for address, blind in missing.items()) or "it has no address"
-                unreachable.append(f"  {who} is not reached by all others: {tried}")
+                tried = "; ".join(f"{address} not by {', '.join(blind)}" for address, blind in missing.items())
+                unreachable.append(f"  {who} is not reached by all others: {tried or 'it has no address'}")
         if unreachable:
             raise HostUnreachable(
-                "hosts do not reach each other; nothing was started. Open the ports above 1023 between them, or name the network by "
-                "--iface or addr=:\n" + "\n".join(unreachable)
+                "hosts do not reach each other; nothing was started. Open the ports above 1023 between them, or "
+                "name the network by --iface or addr=:\n" + "\n".join(unreachable)
             )
         self.address = found[0]
         return found[1:]
@@ -344,7 +350,7 @@ class Fleet:
     def _candidates(self, one: RemoteHost) -> list[str]:
         if one.host.addr is not None:
             return [one.host.addr]
-        found = [Interface(str(name), str(address)) for name, address in one.facts["interfaces"] if ":" not in str(address)]
+        found = [Interface(name, address) for name, address in one.facts["interfaces"] if ":" not in address]
         near = all(each.facts["launcher_at"] in ("", "127.0.0.1", "::1") for each in self._remotes)
         reached_at = one.facts["reached_at"] or ("127.0.0.1" if near else None)
         if reached_at is not None and ":" in reached_at:  # ssh went over IPv6, and links do not yet
@@ -355,7 +361,9 @@ class Fleet:
         seen = list(dict.fromkeys(at for one in self._remotes if (at := one.facts["launcher_at"]) and ":" not in at))
         found = [one for one in self._own_interfaces if ":" not in one.address]
         all_here = all(not one.facts["launcher_at"] for one in self._remotes)
-        first = seen[0] if seen and any(one.address == seen[0] for one in found) else ("127.0.0.1" if all_here else None)
+        first = "127.0.0.1" if all_here else None
+        if seen and any(one.address == seen[0] for one in found):
+            first = seen[0]
         more = seen if self._options.iface is None else []
         return list(dict.fromkeys([*allowed(found, self._options.iface, first), *more]))[: 2 * _ADDRESSES_MAX]
 

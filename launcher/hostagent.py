@@ -74,9 +74,10 @@ class HostAgent:
         self._is_stopped = False
         self._notices, self._is_heeded = 0, False  # that somebody wants this host back
         self._answers: dict[str, Callable[[Message], None]] = {
-            "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin, "signal": self._signal,
-            "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire, "kill": self._kill, "stop": self._stop,
-            "resume": self._resume, "abort": self._abort, "credit": self._credit, "input": self._input, "end": self._end, "beat": self._beat,
+            "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin,
+            "signal": self._signal, "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire,
+            "kill": self._kill, "stop": self._stop, "resume": self._resume, "abort": self._abort,
+            "credit": self._credit, "input": self._input, "end": self._end, "beat": self._beat,
         }  # fmt: skip
 
     def heed(self) -> None:

@@ -9,10 +9,10 @@ One tolerant reader takes what the launchers of this field take:
     gpu[01-04,07] slots=2            five hosts with one line
     ^gpu03                           removes a host
 
-Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not matter. A host without a count has
-as many slots as it has usable cores, in a file as in `-H`. A host that is named
-again has its counts added, one for each line without a count, with a notice.
-What cannot be understood is an error that shows file, line and column and says what to write: a host is never left out silently.
+Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not matter. A host
+without a count has as many slots as it has usable cores, in a file as in `-H`. A host that is named again has its
+counts added, one for each line without a count, with a notice. What cannot be understood is an error that shows file,
+line and column and says what to write: a host is never left out silently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Host", "HostfileError", "Hosts", "expanded", "parse_hostfile", "pars
 
 _TOKEN = re.compile(r'(?:"[^"]*"|[^\s"])+')
 _COUNTS = ("slots", "count", "cpu")
-_LIMITS = tuple(f"{first}{joint}{second}" for joint in "_-" for one in _COUNTS for first, second in ((one, "max"), ("max", one)))
+_LIMITS = tuple(limit for joint in "_-" for one in _COUNTS for limit in (f"{one}{joint}max", f"max{joint}{one}"))
 _USERS = ("user", "username", "user_name", "user-name")
 _TEXTS = ("addr", "python", "cwd")
 _OPTIONS = (*_COUNTS, *_LIMITS, *_USERS, "port", *_TEXTS)
@@ -145,7 +145,8 @@ def parse_hostfile(content: bytes, source: str) -> Hosts:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise HostfileError(source, number, 1, "", f"byte {error.start} is not UTF-8 text: is this a host file?") from None
+        reason = f"byte {error.start} is not UTF-8 text: is this a host file?"
+        raise HostfileError(source, number, 1, "", reason) from None
     named: list[tuple[Host, _Place]] = []
     removed: list[tuple[str, _Place]] = []
     for line_number, (line, shown) in enumerate(_without_comments(text), 1):
@@ -231,7 +232,7 @@ def expanded(name: str) -> Iterator[str]:
             yield name[: found.start()] + number + rest
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _without_comments(text: str) -> Iterator[tuple[str, str]]:
@@ -273,7 +274,9 @@ def _between_commas(value: str) -> Iterator[tuple[str, int]]:
     yield value[start:], start
 
 
-def _line(tokens: list[tuple[str, _Place]], named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]]) -> None:
+def _line(
+    tokens: list[tuple[str, _Place]], named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]]
+) -> None:
     """Add what one line, or one word of an option, names."""
     first, place = tokens[0]
     if first.startswith("^"):
@@ -338,8 +341,8 @@ def _names(name: str, place: _Place) -> list[str]:
         if not _NAME.fullmatch(one) or len(one) > _NAME_MAX:
             foreign = next((letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), one[:1])
             place.fail(
-                f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a host's name has letters, digits, ., - and _, and begins and ends with a letter "
-                f"or digit"
+                f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a host's name has "
+                f"letters, digits, ., - and _, and begins and ends with a letter or digit"
             )
     return found
 
@@ -402,7 +405,7 @@ def _numbers(inside: str) -> Iterator[str]:
             yield f"{number:0{width}d}"
 
 
-# -- putting together ----------------------------------------------------------------------------------------------------
+# -- putting together -------------------------------------------------------------------------------------------------
 
 
 def _joined(named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]], source: str) -> Hosts:
@@ -417,8 +420,10 @@ def _joined(named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]],
         for key in ("user", "port", "addr", "python", "cwd"):
             old, new = getattr(before, key), getattr(host, key)
             if old is not None and new is not None and old != new:
-                place.fail(f"{host.name} is named with {key}={old} in {before.origin} and with {key}={new} here; leave one away")
-        merged = {key: getattr(before, key) if getattr(before, key) is not None else getattr(host, key) for key in Host._fields}
+                what = f"{host.name} is named with {key}={old} in {before.origin} and with {key}={new} here"
+                place.fail(f"{what}; leave one away")
+        both = {key: (getattr(before, key), getattr(host, key)) for key in Host._fields}
+        merged = {key: new if old is None else old for key, (old, new) in both.items()}
         merged["slots"] = (before.slots or 1) + (host.slots or 1)  # in node files of schedulers each line is a slot
         if before.max_slots is not None and host.max_slots is not None:
             merged["max_slots"] = before.max_slots + host.max_slots

@@ -1,4 +1,4 @@
-"""The ranks of one host in one start, as the agent of that host has them: their processes, memory, stacks, input and records."""
+"""The ranks of one host in one start, as its agent has them: their processes, memory, stacks, input and records."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ class HostRanks:
 
     def descriptors(self, *, is_full: bool) -> list[int]:
         """Return the descriptors to poll for reading."""
-        watched = [*self.agent.descriptors(lambda rank, stream: not is_full and self.credit[rank, stream] > 0), *self.sharing.descriptors()]
+        spoken = self.agent.descriptors(lambda rank, stream: not is_full and self.credit[rank, stream] > 0)
+        watched = [*spoken, *self.sharing.descriptors()]
         return watched if self._server is None else [self._server.descriptor(), *watched]
 
     def readable(self, descriptor: int) -> list[Event]:
@@ -125,7 +126,8 @@ class HostRanks:
         for number, (asked, until) in list(self.asked.items()):
             threads = self._stacks.answer(asked, is_last=now >= until)
             if threads is not None:
-                yield number, asked.instead, [[one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads]
+                told = [[one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads]
+                yield number, asked.instead, told
             if threads is not None or now >= until:
                 del self.asked[number]
 
@@ -194,9 +196,9 @@ class HostRanks:
         self._stack.close()
 
     def _base(self) -> dict[str, str]:
-        """Return what all ranks get: what the login gave this agent, without settings of another job, and what was asked for."""
-        own = {name: value for name, value in inherited(os.environ, is_clear=self._order.is_clear).items() if not name.startswith(PREFIX)}
-        return {**own, **self._order.environ}
+        """Return the variables of all ranks: this login's without settings of another job, and what was asked for."""
+        own = inherited(os.environ, is_clear=self._order.is_clear)
+        return {**{name: value for name, value in own.items() if not name.startswith(PREFIX)}, **self._order.environ}
 
     def _start_all(self) -> None:
         order, base, argv = self._order, self._base(), self._argv
@@ -236,7 +238,8 @@ class HostRanks:
             finally:
                 server.close()
         if status is not None:
-            raise ConfigError(f"the process that workers are forked from {describe_exit(status)}; --start-method spawn does without it")
+            what = f"the process that workers are forked from {describe_exit(status)}"
+            raise ConfigError(f"{what}; --start-method spawn does without it")
         return []
 
 

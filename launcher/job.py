@@ -50,7 +50,10 @@ class Job:
         self.config = chosen.runtime
         self.job_id = os.urandom(16).hex()
         self.fleet = fleet
-        self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts) if fleet is None else tuple(one.workers for one in fleet.sites))
+        if fleet is None:
+            self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
+        else:
+            self.hosts = HostMap(tuple(one.workers for one in fleet.sites))
         self.host = socket.gethostname()
         self.records = FlightRecords(chosen.log_dir, environ, self.job_id)
         self.usable = options.usable_cores()
@@ -70,7 +73,8 @@ class Job:
         """Return the cores of the workers of a host of the fleet."""
         assert self.fleet is not None
         site, chosen = self.fleet.sites[host], self.options
-        return plan_binding(site.workers, site.facts["cores"], site.facts["cpu_count"], chosen.bind, chosen.cores_per_worker)
+        cores, cpu_count = site.facts["cores"], site.facts["cpu_count"]
+        return plan_binding(site.workers, cores, cpu_count, chosen.bind, chosen.cores_per_worker)
 
     def summary(self) -> str:
         """Return how many ranks there are, and where, in words."""

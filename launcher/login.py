@@ -20,7 +20,7 @@ __all__ = ["SSH_OPTIONS", "local_command", "remote_command", "ssh_command", "why
 SSH_OPTIONS = (
     "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes",
 )  # fmt: skip
-"""Of ours: no terminal, no display and no agent whatever `--ssh` or the user's own file say, no question, no long wait."""
+"""No terminal, no question, no long wait; no display and no agent, whatever `--ssh` or the user's own file say."""
 
 _AGENT = "from syncvar.begin import main; main()"
 _MODULE = "syncvar_launcher.hostagent"
@@ -29,15 +29,20 @@ _NOT_FOUND = (126, 127)
 _LINES_SHOWN = 3
 
 _MEANINGS = (
-    (r"could not resolve|name or service not known|temporary failure in name", "its name is unknown", "check the spelling, or give addr="),
+    (r"could not resolve|name or service not known|temporary failure in name", "its name is unknown",
+     "check the spelling, or give addr="),
     (r"connection refused", "nobody listens for ssh there", "start sshd, or give its port (port=N, --ssh-port)"),
-    (r"host key verification failed|no matching host key|host key is known", "its host key is not known, or has changed",
-     "compare the key with what the host's own administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts"),
+    (r"host key verification failed|no matching host key|host key is known",
+     "its host key is not known, or has changed",
+     "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts"),
     (r"permission denied|too many authentication failures|no more authentication methods", "the login is refused",
      "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key in ssh-agent"),
-    (r"timed out|no route to host|network is unreachable|host is down", "it cannot be reached", "check the network and `ssh {host} true`"),
-    (r"no module named '?syncvar", "syncvar is not installed for {python} there", "{python} -m pip install syncvar, on {host}"),
-    (r"no such file or directory|not found", "there is no {python} there", "give python=PATH in the host file, or --remote-python"),
+    (r"timed out|no route to host|network is unreachable|host is down", "it cannot be reached",
+     "check the network and `ssh {host} true`"),
+    (r"no module named '?syncvar", "syncvar is not installed for {python} there",
+     "{python} -m pip install syncvar, on {host}"),
+    (r"no such file or directory|not found", "there is no {python} there",
+     "give python=PATH in the host file, or --remote-python"),
 )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""What the launcher and the agent of another host say to each other: a length, then MessagePack. Bytes in, messages out.
+"""What the launcher and the agent of another host tell each other: a length, then MessagePack. Bytes in, messages out.
 
-The agent greets with one line, so that what a login shell prints before it does no harm; after that nothing but messages
-may come. Each kind has its fields with their types; what does not fit is refused and ends the connection.
+The agent greets with one line, so that what a login shell prints before it does no harm; after that nothing but
+messages may come. Each kind has its fields with their types; what does not fit is refused and ends the connection.
 
-Both ends trust each other as members of the job, not as parsers: lengths are checked before memory is taken, and nothing
-that comes is ever the name of code.
+Both ends trust each other as members of the job, not as parsers: lengths are checked before memory is taken, and
+nothing that comes is ever the name of code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import msgpack
 
 from syncvar.errors import WireError
 
-__all__ = ["FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "checked_facts", "checked_list", "pack"]
+__all__ = [
+    "FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "checked_facts",
+    "checked_list", "pack",
+]  # fmt: skip
 
 GREETING = b"syncvar-agent 1\n"
 MESSAGE_NBYTES_MAX = 16 << 20
@@ -75,7 +78,8 @@ def pack(kind: str, **fields: Any) -> bytes:
         >>> pack("end")
         b'\x00\x00\x00\n\x81\xa4kind\xa3end'
     """
-    body: bytes = msgpack.packb({"kind": kind, **_checked(kind, fields)}, use_bin_type=True, unicode_errors="surrogateescape")
+    content = {"kind": kind, **_checked(kind, fields)}
+    body: bytes = msgpack.packb(content, use_bin_type=True, unicode_errors="surrogateescape")
     if len(body) > MESSAGE_NBYTES_MAX:
         raise WireError(f"a message {kind!r} of {len(body)} bytes is above {MESSAGE_NBYTES_MAX}")
     return len(body).to_bytes(_LENGTH_NBYTES, "big") + body
@@ -147,9 +151,10 @@ class Order(NamedTuple):
         if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
             raise WireError("an order to start has other fields than it should")
         order = cls(**{**fields, "ranks": [_one_rank(one) for one in ranks]})
-        texts = (order.job, order.kind_of_target, order.target, order.cwd, order.start_method, order.why_no_arena, *order.args)
+        texts = (order.job, order.kind_of_target, order.target, order.cwd, order.start_method, order.why_no_arena)
         numbers = (order.generation, order.arena_bytes, order.core_count)
-        if not all(isinstance(one, str) for one in texts) or not all(type(one) is int and one >= 0 for one in numbers):
+        are_texts = all(isinstance(one, str) for one in (*texts, *order.args))
+        if not are_texts or not all(type(one) is int and one >= 0 for one in numbers):
             raise WireError("an order to start has a field of another type")
         if not isinstance(order.secret, bytes) or not _are_variables(order.environ):
             raise WireError("an order to start has no secret, or variables that are none")
@@ -160,13 +165,16 @@ def _one_rank(fields: Any) -> OneRank:
     if not isinstance(fields, dict) or fields.keys() != set(OneRank._fields):
         raise WireError("a rank of an order to start has other fields than it should")
     one = OneRank(**fields)
-    if type(one.rank) is not int or not _are_variables(one.environ) or not (one.cores is None or isinstance(one.cores, list)):
+    has_cores = one.cores is None or isinstance(one.cores, list)
+    if type(one.rank) is not int or not _are_variables(one.environ) or not has_cores:
         raise WireError("a rank of an order to start has a field of another type")
     return one
 
 
 def _are_variables(environ: Any) -> bool:
-    return isinstance(environ, dict) and all(isinstance(one, str) and "\0" not in one for pair in environ.items() for one in pair)
+    if not isinstance(environ, dict):
+        return False
+    return all(isinstance(one, str) and "\0" not in one for pair in environ.items() for one in pair)
 
 
 class Reader:
@@ -196,7 +204,8 @@ class Reader:
             if found < 0:
                 self.before = bytes(self._data)
                 if len(self._data) > _BEFORE_GREETING_MAX:
-                    raise WireError(f"more than {_BEFORE_GREETING_MAX} bytes came, and none of them is the agent's greeting")
+                    count = f"more than {_BEFORE_GREETING_MAX} bytes came"
+                    raise WireError(f"{count}, and none of them is the agent's greeting")
                 return []
             self.before = bytes(self._data[:found])
             del self._data[: found + len(GREETING)]
@@ -217,9 +226,9 @@ class Reader:
 
 
 _FACTS: dict[str, type] = {
-    "host": str, "machine": str, "python": str, "syncvar": str, "numpy": str, "protocol": int, "byte_order": str, "cores": list,
-    "cpu_count": int, "core_count": int, "processor": str, "interfaces": list, "launcher_at": str, "reached_at": str,
-    "has_folder": bool, "has_target": bool, "pid": int,
+    "host": str, "machine": str, "python": str, "syncvar": str, "numpy": str, "protocol": int, "byte_order": str,
+    "cores": list, "cpu_count": int, "core_count": int, "processor": str, "interfaces": list, "launcher_at": str,
+    "reached_at": str, "has_folder": bool, "has_target": bool, "pid": int,
 }  # fmt: skip
 _CORES_MAX = 1 << 14
 
@@ -233,7 +242,8 @@ def checked_facts(facts: Message) -> Message:
     if facts.keys() != _FACTS.keys() or any(type(facts[name]) is not kind for name, kind in _FACTS.items()):
         raise WireError("what it says of its host has other fields than it should")
     cores, interfaces = facts["cores"], facts["interfaces"]
-    if not 1 <= facts["core_count"] <= _CORES_MAX or not 1 <= facts["cpu_count"] <= _CORES_MAX or len(cores) > _CORES_MAX:
+    counts = (facts["core_count"], facts["cpu_count"])
+    if not all(1 <= count <= _CORES_MAX for count in counts) or len(cores) > _CORES_MAX:
         raise WireError("what it says of its cores cannot be")
     if not all(type(one) is int for one in cores) or not all(
         isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one) for one in interfaces
@@ -286,5 +296,6 @@ def _checked(kind: str, fields: Message) -> Message:
     for name, value in fields.items():
         types = wanted[name] if isinstance(wanted[name], tuple) else (wanted[name],)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):  # type: ignore[operator]
-            raise WireError(f"{name} of a message {kind!r} is no {'/'.join(one.__name__ for one in types)}")  # type: ignore[union-attr]
+            known = "/".join(one.__name__ for one in types)  # type: ignore[union-attr]
+            raise WireError(f"{name} of a message {kind!r} is no {known}")
     return fields

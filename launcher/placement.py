@@ -53,8 +53,8 @@ def placed(rooms: Sequence[Room], workers: int | None, map_by: str = "slot") -> 
     if workers > sum(most):
         there = ", ".join(f"{one.name} {limit}" for one, limit in zip(rooms, most, strict=True))
         raise ConfigError(
-            f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); write --workers {sum(most)}, or "
-            f"give a host more by slots=N or max_slots=N"
+            f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); "
+            f"write --workers {sum(most)}, or give a host more by slots=N or max_slots=N"
         )
     limits = [one.slots for one in rooms]
     given = _dealt(limits, min(workers, soft), map_by)

@@ -102,7 +102,8 @@ class RemoteHost:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        to_agent, self._out, self._err = (one.fileno() for one in (self.process.stdin, self.process.stdout, self.process.stderr))
+        pipes = (self.process.stdin, self.process.stdout, self.process.stderr)
+        to_agent, self._out, self._err = (one.fileno() for one in pipes)
         for descriptor in (to_agent, self._out, self._err):
             os.set_blocking(descriptor, False)
         self._outbox = Outbox(to_agent)
@@ -123,7 +124,7 @@ class RemoteHost:
             self.flush()
 
     def flush(self) -> None:
-        """Send what has not been sent, as far as it goes; where nobody reads it, the end of the agent's output says why."""
+        """Send what has not been sent, as far as it goes; who reads no more says why by the end of its output."""
         self._outbox.flush()
 
     def readable(self, descriptor: int) -> list[Message]:

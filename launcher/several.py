@@ -44,7 +44,8 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     for sentence in chosen.notices:
         _say(sentence)
     _check_files(chosen)
-    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading a terminal fails, and does not stop us and with us all ranks
+    # In the background reading a terminal fails, and does not stop us and with us all ranks.
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     with contextlib.closing(Fleet(chosen, _say)) as fleet:
         fleet.open(_import_the_rest)
         workers = sum(one.workers for one in fleet.sites)
