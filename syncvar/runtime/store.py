@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import ConfigError, RendezvousError, WireError
-from syncvar.transports.zeromq import UNPROVED, milliseconds, monitor_of, monitored, parse_control_identity
+from syncvar.transports.zeromq import (
+    COMING_AND_GOING,
+    milliseconds,
+    monitor_of,
+    monitored,
+    parse_control_identity,
+)
 from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Mute, Say, pack_message, parse_message
 
 if TYPE_CHECKING:
@@ -58,6 +64,7 @@ class Store:
         self._monitor: Any = None
         self._on_descriptor: dict[int, bytes] = {}  # who has joined by which connection, while they are watched
         self._closed: list[bytes] = []
+        self._balance = 0  # of connections that have ended, less those that had been proved
         self._context: zmq.Context[Any] = zmq.Context()
         self.socket: Any = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -73,7 +80,7 @@ class Store:
                 from syncvar.transports.curve import Gate
 
                 self._gate = Gate(self._context, keys)
-                self._monitor = monitor_of(self._context, self.socket, UNPROVED | zmq.EVENT_DISCONNECTED)
+                self._monitor = monitor_of(self._context, self.socket, COMING_AND_GOING)
                 if keys is not None:
                     keys.listen(self.socket)
             self.socket.bind(endpoint)
@@ -113,7 +120,7 @@ class Store:
     def watch(self) -> None:
         """Begin to watch for channels that close, for `take_lost` or `has_closed`."""
         if self._monitor is None:
-            self._monitor = monitor_of(self._context, self.socket, zmq.EVENT_DISCONNECTED)
+            self._monitor = monitor_of(self._context, self.socket, COMING_AND_GOING)
 
     def take_lost(self, now: float) -> list[int]:
         """Return the ranks whose channel has closed since the last call; what they had said before has been handled."""
@@ -158,14 +165,13 @@ class Store:
             try:
                 event, descriptor = monitored(self._monitor)
             except zmq.Again:
-                return
-            if event & UNPROVED:
-                if self._gate is not None:
-                    self._gate.refuse()
-                continue
-            peer = self._on_descriptor.pop(descriptor, None)
+                break
+            self._balance += 1 if event == zmq.EVENT_DISCONNECTED else -1
+            peer = self._on_descriptor.pop(descriptor, None) if event == zmq.EVENT_DISCONNECTED else None
             if peer is not None:
                 self._closed.append(peer)
+        if self._gate is not None:
+            self._gate.unproved(self._balance + len(self._on_descriptor))
 
     def _handle(self, parts: list[bytes], now: float, came: zmq.Frame) -> None:
         rank = parse_control_identity(parts[0])
@@ -184,6 +190,8 @@ class Store:
                     self._on_descriptor[int(came.get(zmq.SRCFD))] = parts[0]
                 refused, actions = self.coordinator.join(message, now)
                 if refused:
+                    if self._gate is not None:
+                        self._gate.refuse(str(came.get("Peer-Address")))
                     del self._peers[rank]  # a stranger has no say in this job
                     if previous is not None:
                         self._peers[rank] = previous

@@ -122,6 +122,7 @@ class Gate:
         self, context: zmq.Context[Any], keys: LinkKeys | None, clock: Callable[[], float] = time.monotonic, *, rank: int | None = None
     ) -> None:
         self.refused_peers = 0
+        self._asked = self._ended = 0  # of those: refused here, and ended without having come so far
         self._keys = keys
         self._rank = rank
         self._unproved_nbytes = UNPROVED_NBYTES if keys is not None and rank is None else UNPROVED_PLAIN_NBYTES
@@ -154,16 +155,32 @@ class Gate:
         """Keep the number of strangers small at an address that is listened on: "tcp://<address>:<port>"."""
         self._end.send(endpoint.rpartition(":")[2].encode())
 
-    def refuse(self, place: str = "") -> None:
-        """Count a stranger, and say so once in a while; from any thread."""
+    def refuse(self, place: str) -> None:
+        """Count a stranger of whom something is known; from any thread."""
+        self._count(1, f"a stranger at {place!r}")
+
+    def unproved(self, count: int) -> None:
+        """Note how many connections have ended without proving to be a member's, as far as that is certain; from any thread.
+
+        Args:
+            count: All that have ended, less those that had been proved, by the events of the socket, and those that are there and
+                have been heard of. Events do not tell which connection was proved: one that is there and silent hides one that
+                has failed, so no member is ever taken for a stranger.
+        """
+        new = count - self._ended - self._asked
+        if new > 0:
+            self._ended += new
+            self._count(new, "a stranger, whose connection did not prove to be a member's,")
+
+    def _count(self, new: int, who: str) -> None:
+        """Count strangers, and say so once in a while."""
         with self._counting:
-            self.refused_peers += 1
+            self.refused_peers += new
             now = self._clock()
             if now - self._said < _SAY_EVERY_S:
                 return
             self._said, self._said_peers = now, self.refused_peers
             count = self.refused_peers
-        who = f"a stranger at {place!r}" if place else "a stranger, a connection that did not prove to be a member's,"
         _log.warning("%s was refused (%d so far)", who, count)
 
     def close(self) -> None:
@@ -209,6 +226,7 @@ class Gate:
         number = request[1] if len(request) > 1 else b""
         if len(request) > 6 and request[0] == _VERSION and request[2] == _DOMAIN and self._is_member(request[5], request[6:]):
             return [_VERSION, number, b"200", b"OK", b"member", b""]
+        self._asked += 1
         self.refuse(request[3].decode("ascii", "replace")[:64] if len(request) > 3 else "nowhere")
         return [_VERSION, number, b"400", b"no member of this job", b"", b""]
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from syncvar.transports.curve import Gate, LinkKeys
 
 __all__ = [
-    "UNPROVED", "ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "monitor_of", "monitored", "parse_control_identity",
-    "why_closed",
+    "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "monitor_of", "monitored",
+    "parse_control_identity", "why_closed",
 ]  # fmt: skip
 
 _IDENTITY = struct.Struct("<c8sII8s")
@@ -59,7 +59,8 @@ _OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the ot
 _MORE_S = 1.0  # as long as it brings frames, the next one may take so long: 1 MiB over 10 Mbit/s
 _UNIX_PATH_MAX = 107
 _CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, where nothing else would notice a change
-UNPROVED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # the gate counts those it refuses itself
+COMING_AND_GOING = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSALS_MAX = 5
 
 
@@ -194,7 +195,7 @@ class ZeromqControl:
         if endpoint.startswith("tcp://"):
             if keys is not None:
                 keys.connect(self.socket)
-            events = UNPROVED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            events = _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
             if keeper is not None:
                 ask_for_signs_of_life(self.socket, config)
                 events |= zmq.EVENT_DISCONNECTED
@@ -254,7 +255,7 @@ class ZeromqControl:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_up = True
-            elif event & UNPROVED:
+            elif event & _REFUSED:
                 self._refused(event, value)
             elif self._is_up:  # before, somebody else may have listened there
                 self._is_lost = True
@@ -322,6 +323,7 @@ class ZeromqTransport:
         self._is_open = False
         self._closed = False
         self.refused_frames = 0
+        self._balance = 0  # of connections that have ended, less those that had been proved
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_idle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._idle = select.poll()
@@ -337,7 +339,7 @@ class ZeromqTransport:
             # failed: !_io_error"; with heartbeats every 10 ms, once in a few hundred ends of a world).
             self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._router_monitor = monitor_of(context, self._router, zmq.EVENT_DISCONNECTED | UNPROVED)
+            self._router_monitor = monitor_of(context, self._router, COMING_AND_GOING)
             self.address = self._bind(endpoint)
             self.outside = ""
             if outside:
@@ -679,14 +681,13 @@ class ZeromqTransport:
             try:
                 event, descriptor = monitored(self._router_monitor)
             except zmq.Again:
-                return
-            if event != zmq.EVENT_DISCONNECTED:
-                if self._gate is not None:
-                    self._gate.refuse()
-                continue
-            peer = self._source_of_descriptor.pop(descriptor, None)
+                break
+            self._balance += 1 if event == zmq.EVENT_DISCONNECTED else -1
+            peer = self._source_of_descriptor.pop(descriptor, None) if event == zmq.EVENT_DISCONNECTED else None
             if peer is not None:
                 self._closing[peer] = 0.0
+        if self._gate is not None:
+            self._gate.unproved(self._balance + len(self._source_of_descriptor))
 
     def _watch_links(self, now: float) -> None:
         self._watched = now

@@ -5,6 +5,7 @@ reachable from outside: the bridge lies in a namespace of its own, without any o
 """
 
 import contextlib
+import ipaddress
 import os
 import shutil
 import signal
@@ -139,6 +140,13 @@ class Hosts:
 
     def listening(self, index):
         """Return the addresses at which a host listens over tcp, but for its sshd."""
+        return [address for address, _ in self._listeners(index)]
+
+    def ports(self, index):
+        """Return where a host listens over tcp, as address:port, but for its sshd."""
+        return [f"[{address}]:{port}" if ":" in address else f"{address}:{port}" for address, port in self._listeners(index)]
+
+    def _listeners(self, index):
         lines = subprocess.run(
             ["ip", "netns", "exec", self.spaces[index], "cat", "/proc/net/tcp", "/proc/net/tcp6"],
             capture_output=True, text=True, check=True, timeout=_LIMIT_S,
@@ -147,9 +155,10 @@ class Hosts:
         for line in lines:
             fields = line.split()
             if len(fields) > 3 and fields[3] == "0A":
-                address, port = fields[1].split(":")
+                digits, port = fields[1].split(":")
+                words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]  # each in the host's order
                 if int(port, 16) != 22:
-                    found.append(".".join(str(one) for one in reversed(bytes.fromhex(address))) if len(address) == 8 else address)
+                    found.append((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
         return found
 
     def set_link(self, index, state):

@@ -49,6 +49,15 @@ def _lost(case, phases):
     return {phase: (f"{LOST_RANK}[{case}-{phase}]",) for phase in phases}
 
 
+def _strangers(kind, phases):
+    return tuple(f"hosts/test_safety.py::test_strangers_cost_a_job_nothing[{kind}-{phase}]" for phase in phases)
+
+
+def _with_strangers(phases, tests, kinds):
+    """Add to the tests of phases those of strangers of some kinds, over hosts."""
+    return tests | {phase: (*tests[phase], *(test for kind in kinds for test in _strangers(kind, phase))) for phase in phases}
+
+
 def _all(phases, *tests):
     return dict.fromkeys(phases, tests)
 
@@ -110,16 +119,19 @@ ROWS = {
         "HX", f"{TRANSPORT}test_a_header_with_any_bit_flipped_is_never_delivered",
         f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
         f"{TRANSPORT}test_a_frame_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered",
+        *_strangers("oversized", "C"), *_strangers("truncated", "C"),
     )),
-    "F28": Row("garbage, HTTP, TLS, idle connections to each port", None, _all(
-        "RC", f"{TRANSPORT}test_bytes_of_another_protocol_on_a_tcp_port_are_ignored", f"{TRANSPORT}test_random_bytes_on_a_tcp_port_are_ignored",
+    "F28": Row("garbage, HTTP, TLS, idle connections to each port", None, _with_strangers("RC", _all(
+        "RC", "process/test_fake_hosts.py::test_strangers_of_all_kinds_cost_a_job_nothing", f"{CURVE}test_strangers_who_come_and_go_while_a_rank_computes_stop_nobody",
+        f"{TRANSPORT}test_bytes_of_another_protocol_on_a_tcp_port_are_ignored", f"{TRANSPORT}test_random_bytes_on_a_tcp_port_are_ignored",
         f"{CURVE}test_strangers_are_refused_and_members_do_not_notice",
         f"{CURVE}test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay",
-    )),
-    "F29": Row("a rank of another job, or one that comes again", (1, 0.5), {
+    ), ("raw_tcp", "http", "tls", "no_key", "wrong_key", "oversized", "truncated", "random", "idle"))),
+    "F29": Row("a rank of another job, or one that comes again", (1, 0.5), _with_strangers("R", {
         "R": ("contract/test_store.py::test_a_refused_stranger_is_answered_and_has_no_say", "contract/test_store.py::test_a_rank_that_claims_to_be_another_is_refused"),
-        "H": (f"{TRANSPORT}test_a_stranger_is_refused_and_counted_and_disturbs_nobody", f"{CURVE}test_a_rank_with_another_secret_is_refused"),
-    }),
+        "H": (f"{TRANSPORT}test_a_stranger_is_refused_and_counted_and_disturbs_nobody", f"{CURVE}test_a_rank_with_another_secret_is_refused",
+              f"{CURVE}test_hello_is_checked_where_nothing_is_encrypted", *_strangers("again", "C")),
+    }, ("another_job", "replayed"))),
     "F30": Row("another op, dtype, count, shape, root or name", (1, 0.5), {"X": (f"{DISAGREE}test_f30_other_arguments",)}),
     "F31": Row("the same calls in another order, one too few, one too many", (11, 2), {
         "X": (f"{DISAGREE}test_f31_other_calls",), "E": (f"{DISAGREE}test_f31_an_extra_call_at_the_end",),
@@ -196,6 +208,10 @@ MISSING: dict[str, str] = {}
 """By fault, the phases that no test shows yet, of the rows that wait for nothing."""
 
 CONTROLS = {
+    "C7": ("one host listens at no tcp port; several at one address of each host", (
+        "process/test_fake_hosts.py::test_only_loopback_is_listened_on_and_the_secret_is_nowhere",
+        "hosts/test_safety.py::test_nothing_listens_but_at_the_address_of_its_host",
+    )),
     "C6": ("encryption is required, or weaker by a setting that all ranks have alike; off is said twice, told, and checks the nonce", (
         f"{ENCRYPTION}test_off_is_refused_unless_it_is_said_twice", f"{ENCRYPTION}test_a_job_says_its_mode_and_sums_right",
         f"{ENCRYPTION}test_a_rank_of_another_mode_is_refused_before_anything_starts",

@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from besieging import SUMS, besiege
 from launching import check_bound, last_exception
+from strangers import KINDS
 
 ABOUT = """
 import os
@@ -55,6 +57,10 @@ sv.barrier()
 
 def listeners(pids):
     """Return the addresses on which processes listen, from /proc."""
+    return {(pid, table, address) for pid, table, address, _ in _listening(pids)}
+
+
+def _listening(pids):
     found = set()
     for pid in pids:
         sockets = set()
@@ -66,8 +72,20 @@ def listeners(pids):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and fields[9] in sockets:
-                    found.add((pid, table, fields[1].split(":")[0]))
+                    found.add((pid, table, *fields[1].split(":")))
     return found
+
+
+def ports(pids):
+    """Return where processes listen on loopback, as address:port."""
+    return sorted(f"127.0.0.1:{int(port, 16)}" for _, _, _, port in _listening(pids))
+
+
+@pytest.mark.parametrize("mode", ["required", pytest.param("control-only", marks=pytest.mark.slow)])
+def test_strangers_of_all_kinds_cost_a_job_nothing(launch, tmp_path, mode):
+    job = launch(SUMS, workers=2, options=["--fake-hosts", "2", "--encryption", mode])
+    kinds = [kind for kind in KINDS if mode == "required" or kind not in ("replayed", "truncated")]  # who hears a ticket has it
+    besiege(job, tmp_path, ",".join(kinds), 30, lambda: ports(job.pids().values()), size=2)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
