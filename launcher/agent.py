@@ -133,7 +133,8 @@ class Agent:
         cores: Sequence[int] | None,
         *,
         stdin: int,
-        terminal: bool,
+        outputs: tuple[int, int] | None = None,
+        source: int = -1,
         pass_fds: Sequence[int] = (),
         named: Mapping[str, int] | None = None,
     ) -> None:
@@ -148,18 +149,21 @@ class Agent:
             cwd: Where it starts.
             cores: The cores it may use, or None for all.
             stdin: Descriptor of its standard input.
-            terminal: It keeps the launcher's output streams (a rank that is being debugged).
+            outputs: Descriptors of its standard output and error (of a rank that is debugged); None for pipes to here.
+            source: Where what it writes to `outputs` is read, which is the agent's then; -1 for nowhere.
             pass_fds: Descriptors it inherits.
             named: More of them, by the variable that tells the number.
         """
         word, word_end = os.pipe2(os.O_CLOEXEC)
         ends = [word_end]
-        out = err = -1
+        out, err = source, -1
         streams = {"stdin": stdin}
         inherited = {**(named or {}), "SYNCVAR_STATUS_FD": word_end}
         process: subprocess.Popen[bytes] | Forked
         try:
-            if not terminal:
+            if outputs is not None:
+                streams |= {"stdout": outputs[0], "stderr": outputs[1]}
+            else:
                 out, out_end = os.pipe2(os.O_CLOEXEC)
                 err, err_end = os.pipe2(os.O_CLOEXEC)
                 ends += [out_end, err_end]
@@ -172,8 +176,8 @@ class Agent:
                     env={**environ, **{name: str(number) for name, number in inherited.items()}},
                     cwd=cwd,
                     stdin=stdin,
-                    stdout=streams.get("stdout"),
-                    stderr=streams.get("stderr"),
+                    stdout=streams["stdout"],
+                    stderr=streams["stderr"],
                     pass_fds=(*inherited.values(), *pass_fds),
                     start_new_session=True,
                     preexec_fn=child_of(self._pid, cores),  # noqa: PLW1509  (this process has no Python threads)

@@ -7,8 +7,6 @@ by messages. Output is taken on credit: a host sends no more than was used here,
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import re
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +21,7 @@ from syncvar_launcher.output import escape
 from syncvar_launcher.remote import NOT_UNDERSTOOD, polled
 from syncvar_launcher.sharing import why_no_arena
 from syncvar_launcher.stacks import ENDED, NOT_STARTED, Asked
+from syncvar_launcher.terminal import Input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,8 +36,6 @@ __all__ = ["Agents"]
 
 _CLOSE_S = 10.0
 _GRANT = 1 << 18  # bytes that have been used before more are asked for
-_INPUT_NBYTES = 1 << 16
-_UNFED_MAX = 1 << 20
 _MOMENT_S = 0.3
 _BEYOND = 1 << 18  # one read more than there was credit for
 _WORDS_SHOWN = 10
@@ -105,8 +102,8 @@ class Agents:
         self._late: list[Event] = []  # came while something else was waited for
         self._stood: dict[int, list[Thread]] = {}
         self._said: list[str] = []
-        self._input = -1
-        self._unfed = 0  # bytes of standard input that rank 0's pipe has not taken
+        self._reader = job.options.debug or 0  # the rank that gets the standard input
+        self._input = Input(0, 1, is_debugged=job.options.debug is not None)
         self._is_closing = False
 
     def begin(self) -> None:
@@ -123,7 +120,8 @@ class Agents:
                     "rank": rank,
                     "environ": self._job.own_environment(rank, self._rendezvous, "", torch, self._generation, self._restarts),
                     "cores": bindings[index].cores[rank - ranks[0]],
-                    "has_input": rank == 0,
+                    "has_input": rank == self._reader,
+                    "terminal": list(self._input.size) if rank == self._reader and self._input.size is not None else None,
                 }
                 for rank in ranks
             ]  # fmt: skip
@@ -139,7 +137,7 @@ class Agents:
             self._running |= set(ranks)
             site.remote.heard = time.monotonic()
             site.remote.send("begin", start=start)
-        self._input = 0
+        self._input.take()
 
     def describe(self) -> tuple[str, str]:
         """Return what serves, in few words and as a whole line."""
@@ -160,8 +158,7 @@ class Agents:
                 self._allowed[rank, stream] = self._allowed.get((rank, stream), FIRST_CREDIT) + count
                 self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
         watched = [descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()]
-        takes_input = self._input >= 0 and self._unfed < _UNFED_MAX and _may_read(self._input)
-        return [*watched, self._input] if takes_input else watched
+        return [*watched, *self._input.descriptors()] if self._reader in self.workers else watched
 
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
@@ -171,8 +168,10 @@ class Agents:
         """Handle a descriptor that poll reported."""
         late, self._late = self._late, []
         yield from late
-        if descriptor == self._input:
-            self._feed()
+        if self._input.is_at(descriptor):
+            data = self._input.read()
+            if data is not None:
+                self.workers[self._reader].remote.send("input", data=data)
             return
         for site in self._fleet.sites:
             site.remote.flush()
@@ -189,6 +188,10 @@ class Agents:
             silent_s = now - site.remote.heard
             if silent_s > self._job.config.lost_after_s and not site.remote.why_gone:
                 site.remote.end(f"nothing has come from it for {silent_s:.1f} s")
+        if self._reader not in self._running:
+            self._input.let_go()
+        elif (size := self._input.take()) is not None:
+            self.workers[self._reader].remote.send("window", rank=self._reader, size=list(size))
 
     def state(self, rank: int) -> str:
         """Return the last known state letter of a worker's process, or an empty text when it has ended."""
@@ -215,6 +218,7 @@ class Agents:
 
     def stop(self) -> set[int]:
         """Stop the sessions of all workers."""
+        self._input.let_go()
         for site in self._fleet.sites:
             site.remote.send("stop")
         return set()
@@ -295,7 +299,7 @@ class Agents:
         if self._is_closing:
             return
         self._is_closing = True
-        self._input = -1
+        self._input.close()
         yield from self._here.close()
         waiting = [site for site in self._fleet.sites if not site.remote.why_gone]
         for site in waiting:
@@ -390,7 +394,7 @@ class Agents:
         elif kind == "record":
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":
-            self._unfed = max(0, self._unfed - max(0, message["count"]))
+            self._input.fed(message["count"])
         elif kind == "said":
             self._said.append(escape(f"{site.name}: {message['sentence']}"))
         elif kind == "refused":
@@ -426,29 +430,6 @@ class Agents:
             self._running.discard(rank)
             yield Gone(rank, escape(f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}"))
 
-    def _feed(self) -> None:
-        """Pass on what comes on the launcher's standard input to rank 0."""
-        try:
-            data = os.read(self._input, _INPUT_NBYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if error.errno == errno.EIO and os.isatty(self._input):  # the shell has the terminal again
-                return
-            data = b""
-        self._unfed += len(data)
-        self.workers[0].remote.send("input", data=data)
-        if not data:
-            self._input = -1
-
 
 def _frame(file: Any, line: Any, name: Any) -> Frame:
     return Frame(str(file), int(line), str(name))
-
-
-def _may_read(descriptor: int) -> bool:
-    """Return whether reading is ours to do: a terminal belongs to whom the shell has in its foreground."""
-    try:
-        return not os.isatty(descriptor) or os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:
-        return False

@@ -222,7 +222,7 @@ class Generation:
                     chosen.cwd,
                     self.job.binding.cores[rank],
                     stdin=0 if has_input else null,
-                    terminal=has_terminal,
+                    outputs=(1, 2) if has_terminal else None,
                     pass_fds=self.job.pass_fds(),
                     named=named,
                 )
@@ -319,12 +319,14 @@ class Generation:
                 self._do(self.supervisor.signalled(signal.SIGPIPE, now))
 
     def _takes(self, rank: int, stream: Stream) -> bool:
-        return not (self.outlets.is_full(stream) and self.forwarder.is_forwarded(rank))
+        return not (self.outlets.is_full(stream) and (rank == self.options.debug or self.forwarder.is_forwarded(rank)))
 
     def _handle(self, event: Event) -> None:
         now = self.watch.now()
         if isinstance(event, Output):
-            if event.data:
+            if event.rank == self.options.debug:
+                self.forwarder.pass_raw(event.stream, event.data)
+            elif event.data:
                 self.forwarder.feed(event.rank, event.stream, event.data, now)
             else:
                 self.forwarder.close(event.rank, event.stream)

@@ -21,7 +21,7 @@ from syncvar_launcher.exits import CONFIGURATION, LIMITS
 from syncvar_launcher.facts import facts_of
 from syncvar_launcher.hostranks import HostRanks
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
-from syncvar_launcher.messages import GREETING, Message, Order, Reader, pack
+from syncvar_launcher.messages import GREETING, Message, Order, Reader, checked_list, pack
 from syncvar_launcher.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class HostAgent:
             "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin,
             "signal": self._signal, "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire,
             "kill": self._kill, "stop": self._stop, "resume": self._resume, "abort": self._abort,
-            "credit": self._credit, "input": self._input, "end": self._end, "beat": self._beat,
+            "credit": self._credit, "input": self._input, "window": self._window, "end": self._end, "beat": self._beat,
         }  # fmt: skip
 
     def heed(self) -> None:
@@ -215,6 +215,11 @@ class HostAgent:
     def _input(self, message: Message) -> None:
         if self._start is not None:
             self._start.feed(message["data"])
+
+    def _window(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.resize(checked_list(message["size"], int, 2))
+            self._start.agent.send([message["rank"]], signal.SIGWINCH)
 
     def _end(self, _: Message) -> None:
         start, self._start = self._start, None

@@ -24,6 +24,7 @@ from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.secret import KEY_FD, secret_descriptor
 from syncvar_launcher.sharing import Sharing
 from syncvar_launcher.stacks import Asked, Stacks
+from syncvar_launcher.terminal import open_terminal, resize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,6 +137,11 @@ class HostRanks:
         self._unfed += data
         self._has_all = not data
 
+    def resize(self, size: list[int]) -> None:
+        """Give the terminal of the rank that has one so many rows and columns."""
+        if self._input_end >= 0:
+            resize(self._input_end, size)
+
     def feed_on(self) -> int:
         """Write what the pipe of rank 0 takes of its standard input; return how much of it is done with."""
         count = 0
@@ -206,16 +212,20 @@ class HostRanks:
         secret = secret_descriptor(order.secret, self._folder)
         try:
             for one in order.ranks:
-                stdin = null
-                if one.has_input:
+                stdin, outputs, source = null, None, -1
+                if one.terminal is not None:
+                    source, self._input = open_terminal(one.terminal)
+                    self._input_end, outputs = os.dup(source), (self._input, self._input)
+                elif one.has_input:
                     self._input, self._input_end = os.pipe2(os.O_CLOEXEC)
+                if one.has_input:
                     os.set_blocking(self._input_end, False)
                     stdin = self._input
                 own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
                 if order.has_totals:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 self.agent.start(
-                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, terminal=False, named={KEY_FD: secret},
+                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source, named={KEY_FD: secret},
                 )  # fmt: skip
                 self._begun[one.rank] = self.agent.workers[one.rank].process.pid
         except OSError as error:

@@ -47,6 +47,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "abort": {"generation": (int, type(None))},
     "credit": {"rank": int, "stream": str, "count": int},
     "input": {"data": bytes},
+    "window": {"rank": int, "size": list},
     "end": {},
     "beat": {},
     # the agent says
@@ -93,12 +94,14 @@ class OneRank(NamedTuple):
         environ: Its own variables, beside those of all.
         cores: The cores it may use, or None for all.
         has_input: The launcher's standard input is its own.
+        terminal: Rows and columns of the terminal that it gets for its standard streams; None for pipes.
     """
 
     rank: int
     environ: dict[str, str]
     cores: list[int] | None
     has_input: bool
+    terminal: list[int] | None
 
 
 class Order(NamedTuple):
@@ -168,6 +171,8 @@ def _one_rank(fields: Any) -> OneRank:
     has_cores = one.cores is None or isinstance(one.cores, list)
     if type(one.rank) is not int or not _are_variables(one.environ) or not has_cores:
         raise WireError("a rank of an order to start has a field of another type")
+    if one.terminal is not None:
+        checked_list(one.terminal, int, 2)
     return one
 
 

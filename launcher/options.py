@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAUNCH_PREFIX",
     "LaunchOptions",
+    "check_debugged",
     "core_count",
     "help_text",
     "host_keys",
@@ -382,13 +383,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     except ConfigError as error:
         raise ConfigError(f"--output {values['output']} ({origin['output']}): {error}") from None
     if values["debug"] is not None:
-        if has_hosts:
-            raise ConfigError("--debug gives a rank this terminal, and with --hostfile or -H the ranks are elsewhere; debug it with one host")
-        if values["debug"] >= values["workers"]:
-            raise ConfigError(
-                f"--debug {values['debug']}: there is no such rank among {values['workers']} "
-                f"({'the only rank is 0' if values['workers'] == 1 else 'ranks are 0 to ' + str(values['workers'] - 1)})"
-            )
+        check_debugged(values["debug"], values["workers"] or _MOST)
         runtime = _debugged(runtime, origin)
 
     if hosts and values["fake_hosts"] > 1:
@@ -778,6 +773,17 @@ def _runtime(
             value = ("on" if line[option.key] else "off") if option.is_switch else line[option.key]
             values[option.knob], origin[option.knob] = value, "command line"
     return RuntimeConfig(**values).consistent()
+
+
+def check_debugged(rank: int | None, workers: int) -> None:
+    """Check that there is the rank of `--debug`.
+
+    Raises:
+        ConfigError: There are too few workers.
+    """
+    if rank is not None and rank >= workers:
+        others = "the only rank is 0" if workers == 1 else f"ranks are 0 to {workers - 1}"
+        raise ConfigError(f"--debug {rank}: there is no such rank among {workers} ({others})")
 
 
 def _debugged(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:

@@ -216,6 +216,10 @@ class OutputForwarder:
             self._logs.write(rank, stream, data)
         self._consume(source, data)
 
+    def pass_raw(self, stream: Stream, data: bytes) -> None:
+        """Forward bytes of a rank that has the terminal as they are."""
+        self._write(stream, data)
+
     def close(self, rank: int, stream: Stream) -> None:
         """End a stream: a line without an end is forwarded as it is, and its file is closed. Repeating is harmless."""
         source = self._source(rank, stream)

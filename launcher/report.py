@@ -326,8 +326,7 @@ def _others(others: Sequence[Other]) -> list[str]:
 def _commands(rank: int, arguments: Sequence[str], log_dir: str) -> list[str]:
     if not arguments:
         return []
-    is_elsewhere = any(word.partition("=")[0] in ("-H", "--hosts", "--hostfile") for word in arguments)
-    options = [] if rank < 0 or is_elsewhere or "--debug" in arguments else [["--debug", str(rank)]]
+    options = [] if rank < 0 or "--debug" in arguments else [["--debug", str(rank)]]
     if not log_dir:
         options.append(["--log-dir", "logs"])
     return [shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options]

@@ -16,6 +16,7 @@ from syncvar_launcher.fleet import Fleet
 from syncvar_launcher.gathering import join_command, listen_address
 from syncvar_launcher.job import Job
 from syncvar_launcher.limits import LimitTooLow
+from syncvar_launcher.options import check_debugged
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
 from syncvar_launcher.show import columns, settings_rows
@@ -50,6 +51,7 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
         fleet.open(_import_the_rest)
         workers = sum(one.workers for one in fleet.sites)
         output.shown_ranks(chosen.output, workers)
+        check_debugged(chosen.debug, workers)
         fleet.exit_code = Job(chosen._replace(workers=workers, fake_hosts=1), arguments, os.environ, fleet).run()
         return fleet.exit_code
 

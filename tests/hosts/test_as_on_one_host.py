@@ -74,7 +74,6 @@ def told(job, hosts):
     text = re.sub(r"after [0-9.]+ s( in all_reduce\(.*? in <module>)?", "after S s", text)
     text = re.sub(r"job-\w+ \(syncvar explain \w+\)", "job-ID", text)
     text = re.sub(r"--ssh '.*' -H \S+ ", "", text)
-    text = re.sub(r"  syncvar-launch --debug 2 .*\n", "", text)
     return re.sub(r"(?<=others:\n)(  ranks? [0-9, -]+: .*PeerLost.*\n)+", "  PeerLost\n", text)
 
 

@@ -21,7 +21,7 @@ from syncvar_launcher.messages import (
 ORDER = {
     "job": "1a2b", "generation": 0, "secret": b"s" * 32, "kind_of_target": "script", "target": "train.py", "args": ["--lr", "0.1"],
     "cwd": "/data", "environ": {"A": "1"}, "start_method": "spawn", "arena_bytes": 1 << 40, "core_count": 2, "why_no_arena": "",
-    "hands_over": True, "is_clear": False, "has_totals": False, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False}],
+    "hands_over": True, "is_clear": False, "has_totals": False, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False, "terminal": None}],
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_any_bytes_are_understood_or_refused(data):
 
 def test_an_order_is_read():
     order = Order.read(ORDER)
-    assert order.ranks == [OneRank(3, {"B": "2"}, [0, 1], False)]
+    assert order.ranks == [OneRank(3, {"B": "2"}, [0, 1], False, None)]
     assert order._replace(ranks=ORDER["ranks"])._asdict() == ORDER
 
 
@@ -101,8 +101,9 @@ def test_an_order_is_read():
     [
         {"job": 1}, {"generation": -1}, {"generation": True}, {"secret": "text"}, {"args": ["a", 1]}, {"environ": {"A": 1}},
         {"environ": {"A": "1\0"}}, {"ranks": None}, {"ranks": [3]}, {"ranks": [{"rank": 3}]}, {"more": 1},
-        {"ranks": [{"rank": "3", "environ": {}, "cores": None, "has_input": False}]},
-        {"ranks": [{"rank": 3, "environ": {}, "cores": "0", "has_input": False}]},
+        {"ranks": [{"rank": "3", "environ": {}, "cores": None, "has_input": False, "terminal": None}]},
+        {"ranks": [{"rank": 3, "environ": {}, "cores": None, "has_input": False, "terminal": [24]}]},
+        {"ranks": [{"rank": 3, "environ": {}, "cores": "0", "has_input": False, "terminal": None}]},
     ],
     ids=str,
 )  # fmt: skip

@@ -494,7 +494,6 @@ def test_options_of_several_hosts_that_do_not_fit_are_refused(tmp_path):
         (("--include", "a"), "selects among the hosts of --hostfile or -H"),
         (("-H", "a:2", "--fake-hosts", "2"), "--fake-hosts poses, and --hostfile or -H name real hosts"),
         (("-H", "a:2", "--ssh", "ssh -o 'x"), "it cannot be split into words"),
-        (("-H", "a:2", "--debug", "0"), "the ranks are elsewhere"),
         (("-H", "a:2", "--exclude", "a"), "leave no host"),
     ):
         with pytest.raises(ConfigError) as caught:
