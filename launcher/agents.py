@@ -65,7 +65,7 @@ class Agents:
     Args:
         fleet: The hosts.
         job: What is started.
-        here: The agent of this machine, which has no workers: its guardian removes the private folder if this process is killed.
+        here: The agent of this machine, which has no workers: its guardian removes `folder` if this process is killed.
         folder: Private, for the totals of calls that ranks leave.
         rendezvous: Where the ranks meet.
         generation: The first that they may join.
@@ -77,7 +77,9 @@ class Agents:
         is_complete: All ranks share one memory.
     """
 
-    def __init__(self, fleet: Fleet, job: Job, here: Agent, folder: Path, rendezvous: str, generation: int, restarts: int) -> None:
+    def __init__(
+        self, fleet: Fleet, job: Job, here: Agent, folder: Path, rendezvous: str, generation: int, restarts: int
+    ) -> None:
         self._fleet = fleet
         self._job = job
         self._here = here
@@ -109,8 +111,11 @@ class Agents:
     def begin(self) -> None:
         """Start all ranks."""
         chosen, config = self._job.options, self._job.config
-        bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]  # refuses before anything is started
-        torch = {"MASTER_ADDR": self._fleet.sites[0].address, "MASTER_PORT": str(self._fleet.free_port())} if chosen.torch_env else {}
+        # For all hosts before the first one is told: what does not fit is refused before anything is started.
+        bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
+        torch = {}
+        if chosen.torch_env:
+            torch = {"MASTER_ADDR": self._fleet.sites[0].address, "MASTER_PORT": str(self._fleet.free_port())}
         first = 0
         for index, site in enumerate(self._fleet.sites):
             ranks = range(first, first + site.workers)

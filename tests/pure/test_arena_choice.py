@@ -73,11 +73,11 @@ class Told:
         self.orders.append(Order.read(message["start"]))
 
 
-def test_hosts_of_other_processors_are_told_to_make_no_arena():
+def test_hosts_of_other_processors_are_told_to_make_no_arena(tmp_path):
     facts = {"cores": [0, 1], "cpu_count": 2, "core_count": 2}
     sites = [Site(Told(), name, 2, "10.0.0.1", {**facts, "processor": name}) for name in ("x86_64", "aarch64")]
     fleet = SimpleNamespace(sites=sites, secret=b"s" * 32)
-    agents = Agents(fleet, Job(chosen("-n", "4"), [], {}, fleet), None, "tcp://10.0.0.1:1", 0, 0)
+    agents = Agents(fleet, Job(chosen("-n", "4"), [], {}, fleet), None, tmp_path, "tcp://10.0.0.1:1", 0, 0)
     agents.begin()
     (first,), (second,) = (site.remote.orders for site in sites)
     assert first.why_no_arena == ""
