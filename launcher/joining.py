@@ -171,16 +171,17 @@ class _Host:
                     self._unsent.append(ENDED + str(agent.close(_END_S)).encode())
                     self._agent = None
         self._send()
+        is_cut = self._is_cut
         for _ in range(_QUEUED):
             if self._code is not None or (self._agent is not None and self._agent.sinks()):
                 break
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                if is_cut:  # and all that came before is heard
+                    self._lose("the connection to the launcher is lost")
                 break
             self._handle(data[:1], data[1:])
-        if self._is_cut:  # and all that came before is heard
-            self._lose("the connection to the launcher is lost")
 
     def _send(self) -> None:
         while self._unsent:

@@ -1,0 +1,59 @@
+"""Jobs by a real ssh to a real sshd on this machine, by whoever runs the tests."""
+
+import pytest
+from launching import Job, free_ports
+from loopback import Sshd
+
+WORLD = """
+    import os
+    import numpy as np
+    import probe
+    import syncvar as sv
+
+    probe.note("met", total=float(sv.all_reduce(np.full(1000, sv.rank() + 1.0))[0]), way=os.environ.get("SSH_CONNECTION", ""))
+"""
+
+
+@pytest.fixture
+def serve(tmp_path_factory):
+    servers = []
+
+    def begin(**named):
+        servers.append(Sshd(tmp_path_factory.mktemp("sshd"), free_ports(), **named))
+        return servers[-1]
+
+    yield begin
+    for one in servers:
+        one.close()
+
+
+def start(folder, sshd, *options):
+    (folder / "list").write_text(f"{sshd.place} slots=2\n")
+    return Job(folder, WORLD, options=(*sshd.ssh, "--hostfile", str(folder / "list"), *options))
+
+
+@pytest.mark.slow
+def test_ranks_are_started_by_the_ssh_of_this_user(serve, tmp_path):
+    sshd = serve()
+    job = start(tmp_path, sshd)
+    assert job.wait(60) == 0, (job, sshd.log)
+    met = job.events("met")
+    assert [event["total"] for event in met] == [3.0, 3.0]
+    assert all(event["way"].endswith(f" 127.0.0.1 {sshd.port}") for event in met), met
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["login", "host key", "port"])
+def test_what_ssh_refuses_is_told_with_the_line_that_names_the_host(serve, tmp_path, wrong):
+    sshd = serve(takes=wrong != "login")
+    if wrong == "host key":
+        sshd.known.write_text("")
+    if wrong == "port":
+        sshd.close()
+    job = start(tmp_path, sshd)
+    assert job.wait(60) == 69, (job, sshd.log)
+    why = {
+        "login": "the login is refused", "host key": "its host key is not known, or has changed", "port": "nobody listens for ssh there",
+    }[wrong]  # fmt: skip
+    assert f"127.0.0.1 ({tmp_path}/list:1): {why}" in job.err
+    assert not job.events("began")
