@@ -37,6 +37,7 @@ _TEXTS = ("addr", "python", "cwd")
 _OPTIONS = (*_COUNTS, *_LIMITS, *_USERS, "port", *_TEXTS)
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _USER = re.compile(r"[a-z_][a-z0-9_-]*")
+_SCOPE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,14})")
 _RANGES = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _NAME_MAX = 253
@@ -348,6 +349,9 @@ def _names(name: str, place: _Place) -> list[str]:
 
 
 def _address(literal: str, place: _Place) -> str:
+    scope = literal.partition("%")[2]
+    if scope and not _SCOPE.fullmatch(scope):  # `ipaddress` takes any text there, and ssh puts it into a user's ProxyCommand
+        place.moved(literal.index("%") + 2).fail(f"{scope!r} is no name of an interface, which has letters, digits, ., - and _")
     try:
         return str(ipaddress.IPv6Address(literal))
     except ValueError:

@@ -208,6 +208,10 @@ MISSING: dict[str, str] = {}
 """By fault, the phases that no test shows yet, of the rows that wait for nothing."""
 
 CONTROLS = {
+    "C2": ("the secret is handed over by a descriptor, or a private file; it is on no command line, in no log, record and report", (
+        "hosts/test_secrets.py::test_the_secret_and_what_a_variable_hides_are_nowhere", f"{CURVE}test_the_secret_comes_from_descriptor_file_or_variable",
+        "process/test_fake_hosts.py::test_only_loopback_is_listened_on_and_the_secret_is_nowhere",
+    )),
     "C7": ("one host listens at no tcp port; several at one address of each host", (
         "process/test_fake_hosts.py::test_only_loopback_is_listened_on_and_the_secret_is_nowhere",
         "hosts/test_safety.py::test_nothing_listens_but_at_the_address_of_its_host",
@@ -222,6 +226,7 @@ CONTROLS = {
         f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
         "contract/test_store.py::test_a_message_that_is_too_long_closes_only_its_own_connection",
     )),
+    "C12": ("nothing that is sent or stored is compressed", ("tidy/test_source.py::test_nothing_is_compressed",)),
     "C13": ("values from the wire are no names of attributes, files, formats or log templates", (
         "tidy/test_source.py::test_log_templates_and_formats_are_our_own", "tidy/test_source.py::test_no_name_comes_from_the_wire",
     )),
@@ -232,6 +237,25 @@ CONTROLS = {
     "C18": ("names of variables and checkpoints never reach outside their folder", (
         f"{CHECKPOINT}test_no_name_reaches_outside_the_folder", f"{CHECKPOINT}test_a_manifest_that_names_files_elsewhere_opens_none",
         f"{CHECKPOINT}test_a_link_in_place_of_a_shard_is_not_followed",
+    )),
+    "C21": ("the remote command is fixed and quoted; all else travels in a message on standard input, and nothing of it is run on the way", (
+        "pure/test_login.py::test_the_remote_command_is_fixed_and_quoted", "hosts/test_secrets.py::test_what_runs_on_a_host_is_the_fixed_command",
+        "hosts/test_secrets.py::test_what_a_shell_would_run_arrives_as_it_is",
+    )),
+    "C22": ("names of hosts and users mean nothing to a shell, and are no options of ssh", (
+        "pure/test_hostfile.py::test_a_name_that_is_none_never_becomes_a_host", "pure/test_hostfile.py::test_a_name_of_one_word_that_is_none_is_refused",
+        "pure/test_login.py::test_the_host_comes_last_and_after_the_dashes",
+    )),
+    "C23": ("the user's policy of ssh is not weakened, and nothing is forwarded", (
+        "pure/test_login.py::test_the_policy_of_the_user_is_not_weakened",
+        "hosts/test_secrets.py::test_ssh_takes_our_options_before_those_of_the_user_and_keeps_the_rest",
+        "hosts/test_several_hosts.py::test_an_unknown_host_key_is_refused_and_explained",
+    )),
+    "C24": ("of the launcher's variables an allow-list travels, and what is named; reports mask what looks like a secret", (
+        "pure/test_options.py::test_what_a_worker_inherits", "pure/test_options.py::test_variables_are_copied_by_name_and_by_their_beginning",
+        "hosts/test_several_hosts.py::test_ranks_of_other_hosts_are_what_they_are_on_one", "pure/test_report.py::test_secrets_are_masked",
+        "pure/test_report.py::test_secrets_on_the_command_line_are_masked_in_what_to_try",
+        "process/test_launcher_options.py::test_what_a_rank_of_a_cleared_environment_gets",
     )),
     "C27": ("flight records and traces are readable by this user only", (
         "contract/test_recorder.py::test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it",

@@ -1,11 +1,14 @@
 """Host files: the spellings of Open MPI, MPICH, DeepSpeed and node files of schedulers, and errors that show the place."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.errors import ConfigError
 from syncvar_launcher.hostfile import Host, HostfileError, expanded, parse_hostfile, parse_hosts, selected
+from syncvar_launcher.login import remote_command, ssh_command
 
 
 def read(text):
@@ -83,6 +86,7 @@ def test_what_is_put_together_is_told():
         ("fd00::7", 1, 1, "an IPv6 address stands in brackets: [fd00::7]"),
         ("[fd00::7", 1, 1, "is not closed"),
         ("[fd00::zz]", 1, 2, "no IPv6 address"),
+        ("[fe80::7%e;x]", 1, 10, "'e;x' is no name of an interface"),
         ("[fd00::7]4", 1, 10, "write :N or slots=N behind it"),
         ("n[04-01]", 1, 2, "write 01-04"),
         ("n[a-b]", 1, 2, "no list of numbers and ranges"),
@@ -162,3 +166,31 @@ def test_any_bytes_are_understood_or_refused(content):
     assert names
     assert len(set(names)) == len(names)
     assert not any(one.startswith("-") for one in names)
+
+
+HOSTILE_NAMES = [
+    "-oProxyCommand=touch${IFS}x", "-oProxyCommand", "-v", "--", "a b", "a;b", "a|b", "a&b", "a`b`", "a$(b)", "a${b}", "a$b", "a>b", "a<b", "a'b", 'a"b', "a\\b", "a\nb", "a\rb",
+    "a\tb", "a\0b", "a/b", "../a", "a*", "a?", "a~", "~", "a!b", "a%h", "a=b", "a(b)", "a{b,c}", "\u0430bc", "a\u200bb", "a\u202eb", "\uff41", "ä", ".", "..", ".a", "a.", "_a", "a_",
+    "a-", "a" * 254, "[::1", "::1]", "[x]", "[fd00::1%eth0;id]", "[fe80::1%$(id)]", "\x1b[31ma", "user name@a", "-l@a", "Root@a", "$(id)@a", "a;b@a", "@a", "a@b@c d",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE_NAMES, ids=ascii)
+def test_a_name_that_is_none_never_becomes_a_host(text):
+    """What passes is a name, or an address, that means nothing to a shell and is no option."""
+    for parse in (lambda: parse_hosts(text), lambda: parse_hostfile(text.encode(), "hosts"), lambda: selected(parse_hosts("a").hosts, text, None)):
+        try:
+            found = parse()
+        except ConfigError:
+            continue
+        for host in getattr(found, "hosts", found):
+            assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-f:]+(%[A-Za-z0-9._-]+)?", host.name), host
+            assert host.user is None or re.fullmatch(r"[a-z_][a-z0-9_-]*", host.user), host
+            line = ssh_command(("ssh",), host, None, "python3")
+            assert line[-3:] == ["--", host.login(), remote_command("python3")]
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE_NAMES if not {" ", "\n", "\r", "\t", "="} & set(text)], ids=ascii)
+def test_a_name_of_one_word_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError):
+        parse_hosts(text)

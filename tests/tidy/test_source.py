@@ -105,6 +105,34 @@ def test_the_search_lets_pass(text):
     assert not list(unsafe(ast.parse(text)))
 
 
+COMPRESSING = {"zlib", "gzip", "bz2", "lzma", "zipfile", "tarfile", "zstandard", "zstd", "lz4", "snappy", "brotli", "blosc"}
+
+
+def compressing(tree):
+    """Yield what a file uses of modules that compress, but for checksums."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module else []
+        yield from (name for name in names if name.split(".")[0] in COMPRESSING and name not in ("zlib", "zlib.crc32"))
+        if isinstance(node, ast.Attribute) and dotted(node).startswith("zlib.") and dotted(node) != "zlib.crc32":
+            yield dotted(node)
+        if isinstance(node, ast.Call):
+            yield from (f"{one.arg}=" for one in node.keywords if one.arg in ("compress", "compression", "compresslevel"))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("Compression="):
+            yield node.value  # an option of ssh
+
+
+def test_nothing_is_compressed():
+    """What a few bytes unpack to has no bound: nothing that is sent or stored is packed, so that nothing has to be unpacked."""
+    found = {str(path.relative_to(REPOSITORY)): list(compressing(tree_of(path))) for path in SOURCES}
+    assert not {name: words for name, words in found.items() if words}
+
+
+@pytest.mark.parametrize("text", ["import gzip", "from zlib import decompress", "import zlib\nzlib.compress(b'')", "import lz4.frame", "np.savez(f, compress=True)", "x = ('-o', 'Compression=yes')"])
+def test_the_search_finds_what_compresses(text):
+    assert list(compressing(ast.parse(text)))
+
+
 def test_no_test_is_left_out():
     # A test that is skipped or expected to fail hides what it was written for.
     # So does one whose module may be missing: what tests need comes with the extra `test`.
