@@ -309,6 +309,7 @@ def test_a_rank_that_computes_writes_when_the_others_break(tmp_path):
 
 def test_an_interrupted_call_has_failed():
     recorders = {}
+    interrupted = threading.Event()
 
     class Alarm(BaseException):
         pass
@@ -324,13 +325,14 @@ def test_an_interrupted_call_has_failed():
             engine._look = look
             with pytest.raises(Alarm):
                 sv.all_reduce(1.0)
+            interrupted.set()
             with pytest.raises((sv.GroupBroken, UsageError)):
                 sv.barrier()
         else:
+            assert interrupted.wait(20.0)
             with pytest.raises(PeerLost):
                 sv.barrier()
-                sv.barrier()
 
-    run_ranks(2, interrupt)
+    assert run_ranks(2, interrupt) == [None, None]
     failed = [event for event in recorders[0].events() if event.state == "failed"]
     assert [event.detail for event in failed] == ["Alarm: "]
