@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["TRANSPORT_CHECKS", "TransportFactory", "check_transport"]
 
 _PATIENCE_S = 20.0
-_QUIET_S = 0.25
+_QUIET_S = 0.1  # what has been sent on one machine has arrived, and what must not come would have come
 _SOON_S = 2.0
 _GENERATION = 7
 

@@ -19,7 +19,6 @@ from syncvar.errors import ConfigError
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports import Lost
 from syncvar.transports.curve import link_keys
-from syncvar.transports.memory import MemoryNetwork, MemoryTransport
 from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire import Kind, pack_header
 
@@ -36,17 +35,6 @@ def start_the_collector_of_pyzmq():
 start_the_collector_of_pyzmq()
 
 CONFIG = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=5.0)
-
-
-@contextlib.contextmanager
-def memory(world_size, generation):
-    network = MemoryNetwork(world_size)
-    world = [MemoryTransport(network, rank) for rank in range(world_size)]
-    for transport in world:
-        transport.open({rank: one.address for rank, one in enumerate(world)}, generation)
-    yield world
-    for transport in world:
-        transport.close(0)
 
 
 @contextlib.contextmanager
@@ -107,10 +95,8 @@ def far(world_size, generation, config=CONFIG):
         shutil.rmtree(directory)
 
 
-FACTORIES = {
-    name: TransportFactory(connect)
-    for name, connect in (("memory", memory), ("ipc", ipc), ("tcp", tcp), ("far", far))
-}
+# The transport in memory is checked by the example of `check_transport`.
+FACTORIES = {name: TransportFactory(connect) for name, connect in (("ipc", ipc), ("tcp", tcp), ("far", far))}
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
