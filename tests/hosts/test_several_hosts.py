@@ -41,7 +41,7 @@ WAITS = """
 
 def start(hosts, folder, script, where, *options, **named):
     return Job(folder, script, workers=named.pop("workers", 0) or sum(int(one.rpartition(":")[2]) for one in where.split(",")),
-               prefix=hosts.prefix, options=(*hosts.ssh, "-H", where, *options), **named)  # fmt: skip
+               prefix=(*named.pop("prefix", ()), *hosts.prefix), options=(*hosts.ssh, "-H", where, *options), **named)  # fmt: skip
 
 
 def at(hosts, *slots):
