@@ -21,6 +21,7 @@ from syncvar_launcher.output import escape
 from syncvar_launcher.remote import NOT_UNDERSTOOD, polled
 from syncvar_launcher.sharing import why_no_arena
 from syncvar_launcher.stacks import ENDED, NOT_STARTED, Asked
+from syncvar_launcher.staging import place_there
 from syncvar_launcher.terminal import Input
 
 if TYPE_CHECKING:
@@ -130,12 +131,13 @@ class Agents:
                 }
                 for rank in ranks
             ]  # fmt: skip
+            cwd, target = place_there(site.remote, chosen)
             start = {
                 "job": self._job.job_id, "generation": self._generation, "secret": self._fleet.secret, "ranks": told,
                 "arena_bytes": config.arena_bytes, "core_count": site.facts["core_count"],
                 "why_no_arena": self._why_no_arena[index], "hands_over": config.transport != "zmq",
                 "is_clear": chosen.env_clear, "has_totals": bool(chosen.stats), "start_method": chosen.start_method,
-                "cwd": site.remote.host.cwd or str(chosen.cwd), "kind_of_target": chosen.kind, "target": chosen.target,
+                "cwd": cwd, "kind_of_target": chosen.kind, "target": target,
                 "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
             }  # fmt: skip
             self.workers |= dict.fromkeys(ranks, site)

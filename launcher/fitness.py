@@ -61,8 +61,8 @@ def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> s
     if not facts["numpy"]:
         python = "python" if joins else host.python or options.remote_python or sys.executable
         return f"NumPy is not installed there; {python} -m pip install numpy"
-    if not facts["has_folder"]:
+    if not facts["has_folder"] and (host.cwd or not options.stage):
         return f"there is no folder {cwd} there; give --cwd{' to its --join' if joins else ', or cwd= in the host file'}"
-    if not facts["has_target"]:
-        return f"there is no script {options.target} in {cwd} there; copy it, or use a shared folder"
+    if not facts["has_target"] and not options.stage:
+        return f"there is no script {options.target} in {cwd} there; --stage copies it, or use a shared folder"
     return ""

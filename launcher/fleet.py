@@ -28,6 +28,7 @@ from syncvar_launcher.messages import checked_list
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
 from syncvar_launcher.remote import NOT_UNDERSTOOD, RemoteHost, polled, started
+from syncvar_launcher.staging import Collection, collected, stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -99,6 +100,7 @@ class Fleet:
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
         self._party: Party | None = None
+        self._collection: Collection | None = None
         self.exit_code = exits.RENDEZVOUS
 
     def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
@@ -111,6 +113,9 @@ class Fleet:
             HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
             ConfigError: There is no place for so many workers.
         """
+        if self._options.stage:
+            self._collection = collected(self._options)
+            self._say(f"--stage copies to each host {self._collection.describe()}")
         if self._options.listen is not None:
             self._party = Party(self._options, self._say, self._ask)
             meanwhile()
@@ -127,6 +132,7 @@ class Fleet:
             if not size:
                 one.close()
         self._remotes = [one for one, _ in used]
+        self._stage(self._remotes)
         addresses = self._prove()
         self.sites = [
             Site(one, one.host.name, size, address, one.facts)
@@ -188,6 +194,7 @@ class Fleet:
         self._await([one for one in renewed if not one.facts], "facts", self._keep_facts, _LOGIN_S)
         self._refuse_silent(one for one in renewed if not one.facts)
         self._check(renewed)
+        self._stage(renewed)
         for place in gone:
             one = self.sites[place]
             listed = [address for _, address in one.remote.facts["interfaces"]]
@@ -237,6 +244,10 @@ class Fleet:
             "ask", kind_of_target=options.kind, target=options.target, cwd=one.host.cwd or str(options.cwd),
             beat_s=runtime.heartbeat_interval_s, lost_after_s=runtime.lost_after_s,
         )  # fmt: skip
+
+    def _stage(self, remotes: Sequence[RemoteHost]) -> None:
+        if self._collection is not None and (why := stage(remotes, self._collection)):
+            self._refuse({one.host: why[one.host.name] for one in remotes if one.host.name in why})
 
     @staticmethod
     def _keep_facts(one: RemoteHost, message: dict[str, Any]) -> None:

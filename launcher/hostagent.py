@@ -19,6 +19,7 @@ from syncvar_launcher.addresses import Listeners, reachable
 from syncvar_launcher.agent import Ended, Event, Output, Spoke
 from syncvar_launcher.exits import CONFIGURATION, LIMITS
 from syncvar_launcher.facts import facts_of
+from syncvar_launcher.hostcopy import HostCopy
 from syncvar_launcher.hostranks import HostRanks
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
 from syncvar_launcher.messages import GREETING, Message, Order, Reader, checked_list, pack
@@ -71,6 +72,7 @@ class HostAgent:
         self._looked = 0.0
         self._listeners: Listeners | None = None
         self._start: HostRanks | None = None
+        self._copy = HostCopy()
         self._is_stopped = False
         self._notices, self._is_heeded = 0, False  # that somebody wants this host back
         self._answers: dict[str, Callable[[Message], None]] = {
@@ -78,6 +80,7 @@ class HostAgent:
             "signal": self._signal, "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire,
             "kill": self._kill, "stop": self._stop, "resume": self._resume, "abort": self._abort,
             "credit": self._credit, "input": self._input, "window": self._window, "end": self._end, "beat": self._beat,
+            "stage": self._copied, "stage_data": self._copied, "stage_end": self._copied,
         }  # fmt: skip
 
     def heed(self) -> None:
@@ -123,6 +126,7 @@ class HostAgent:
             start.close()
         if self._listeners is not None:
             self._listeners.close()
+        self._copy.close()
 
     # -- what the launcher says -----------------------------------------------------------------------------------
 
@@ -230,6 +234,11 @@ class HostAgent:
                 self._send("record", name=name, data=data)
             start.close()
         self._send("closed")
+
+    def _copied(self, message: Message) -> None:
+        answer = self._copy.take(message)
+        if answer is not None:
+            self._send("staged", **answer)
 
     def _beat(self, _: Message) -> None:
         pass

@@ -173,7 +173,7 @@ class _Host:
         self._send()
         is_cut = self._is_cut
         for _ in range(_QUEUED):
-            if self._code is not None or (self._agent is not None and self._agent.sinks()):
+            if self._code is not None or (self._agent is not None and self._agent.sinks() and not is_cut):
                 break
             try:
                 data = self._socket.recv(zmq.NOBLOCK)

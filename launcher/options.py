@@ -93,6 +93,7 @@ class LaunchOptions(NamedTuple):
         join: The launcher that this host joins, with the port; None to launch.
         key_file: Where the key is by which hosts join, absolute.
         slots: For how many workers this host has place where it joins; None for one for each usable core.
+        stage: Copy the script's folder to the hosts, and start the ranks in the copy.
         env: Variables to set for every rank.
         env_clear: The ranks inherit no other variables than those of an allow-list.
         cwd: The folder in which the ranks start, absolute.
@@ -137,6 +138,7 @@ class LaunchOptions(NamedTuple):
     join: str | None
     key_file: Path
     slots: int | None
+    stage: bool
     env: Mapping[str, str]
     env_clear: bool
     cwd: Path
@@ -226,6 +228,7 @@ _OPTIONS = (
     ),
     _Option("insecure", ("--insecure",), _HOSTS, "lets encryption be off, for isolated networks", "switch", knob="insecure"),
     _Option("iface", ("--iface",), _HOSTS, "eth0, ^docker0 or 10.0.0.0/8", "text", "LIST"),
+    _Option("stage", ("--stage",), _HOSTS, "copy the script's folder there first", "switch", default=False),
     _Option("listen", ("--listen",), _HOSTS, "wait here for --hosts N that join, no ssh", "address", "ADDR[:PORT]"),
     _Option("join", ("--join",), _HOSTS, "join a job that listens, with this host", "address", "HOST:PORT", in_file=False),
     _Option("key_file", ("--key-file",), _HOSTS, "by which they join [~/.syncvar-key]", "path", "FILE"),
@@ -388,6 +391,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
 
     if hosts and values["fake_hosts"] > 1:
         raise ConfigError("--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out")
+    if values["stage"] and origin["stage"] == "command line" and not has_hosts:
+        raise ConfigError("--stage copies the script to other hosts, and none are named: give --hostfile, -H or --listen, or leave it out")
+    if values["stage"] and values["cwd"] is not None:
+        raise ConfigError("--stage starts the ranks in the copy of the script's folder, and --cwd says otherwise: leave one of them out")
     if not has_hosts:
         try:
             divided(values["workers"], values["fake_hosts"])
@@ -433,6 +440,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         join=values["join"],
         key_file=_key_file(values["key_file"], base, environ),
         slots=values["slots"],
+        stage=values["stage"],
         env=env,
         env_clear=values["env_clear"],
         cwd=folder,

@@ -85,6 +85,7 @@ class RemoteHost:
         facts: What its agent said of it; empty until then.
         heard: When something came last, in seconds of the monotonic clock.
         why_gone: Why nothing more will come, in words; empty while it may.
+        staged: The folder there to which the script's was copied; empty where it was not.
         is_ended: It was the launcher that ended the way, so that the exit status of what led there says nothing.
     """
 
@@ -97,6 +98,7 @@ class RemoteHost:
         self.heard = time.monotonic()
         self.why_gone = ""
         self.is_ended = False
+        self.staged = ""
         self._words = bytearray()
         self._reader = Reader(awaits_greeting=True)
         assert self.process.stdin is not None
@@ -116,6 +118,11 @@ class RemoteHost:
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
         return self._outbox.descriptors()
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """How much is still to be sent."""
+        return self._outbox.nbytes
 
     def send(self, kind: str, **fields: Any) -> None:
         """Say something to the agent; nothing where it is gone."""

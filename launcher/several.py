@@ -20,6 +20,7 @@ from syncvar_launcher.options import check_debugged
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
 from syncvar_launcher.show import columns, settings_rows
+from syncvar_launcher.staging import collected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,6 +87,8 @@ def dry_run(chosen: LaunchOptions) -> str:
             rows.append((host.name, slots, host.origin, shlex.join(fleet.command(host))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if chosen.stage:
+        lines += ["", f"--stage copies to each host {collected(chosen).describe()}"]
     known = [Room(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts]
     if all(one.slots is not None for one in chosen.hosts):
         sizes = placed(known, chosen.workers or None, chosen.map_by)
@@ -107,6 +110,7 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
         f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to {chosen.runtime.rendezvous_timeout_s:g} s; each runs:",
         f"  {join_command(address, port or 'PORT', chosen)}",
         f"key: {'read from' if is_there else 'to be made in'} {chosen.key_file}",
+        *([f"--stage copies to each host {collected(chosen).describe()}"] if chosen.stage else []),
         f"workers: {chosen.workers or 'one for each slot that is offered'}, placed by {chosen.map_by} when all have joined",
     ]
     return "".join(f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen))))
