@@ -30,7 +30,7 @@ _LINES_SHOWN = 3
 
 _MEANINGS = (
     (r"could not resolve|name or service not known|temporary failure in name", "its name is unknown",
-     "check the spelling, or give addr="),
+     "check the spelling, or name it in /etc/hosts or ~/.ssh/config"),
     (r"connection refused", "nobody listens for ssh there", "start sshd, or give its port (port=N, --ssh-port)"),
     (r"host key verification failed|no matching host key|host key is known",
      "its host key is not known, or has changed",

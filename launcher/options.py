@@ -374,6 +374,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         else:
             host_count = check_listen(values, origin)
     hosts, notices = _hosts(values, base) if values["listen"] is None else ((), ())
+    if values["hostfile"] is not None:
+        origin["hosts"] = origin["hostfile"]
     has_hosts = bool(hosts) or values["listen"] is not None
     if has_hosts and origin["workers"] == "default":
         values["workers"] = 0  # all slots, as many as they turn out to be
@@ -858,6 +860,7 @@ def hosts_help_text() -> str:
         "A line of a host file, with what is left out in brackets:",
         "  [user@]name[:slots] [slots=N] [max_slots=M] [port=P] [addr=A] [python=PATH] [cwd=DIR]",
         "name may be an address ([fd00::7] for IPv6) or stand for several: gpu[01-04,07].",
+        "ssh goes to name, at port P; the other ranks reach it at A, where that differs.",
         "^name removes one; # begins a comment. Without slots: one for each usable core.",
         "",
         f"{_HOSTS}:",

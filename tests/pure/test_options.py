@@ -485,6 +485,13 @@ def test_two_hosts_holds_the_defaults_of_all_options_for_several():
         assert getattr(options, key) == getattr(without, key), key
 
 
+def test_hosts_of_a_file_were_named_where_the_file_was(tmp_path):
+    (tmp_path / "hosts").write_text("a:2\nb:2\n")
+    options = run("--hostfile", "hosts", "-m", "x", cwd=tmp_path)
+    assert [one.name for one in options.hosts] == ["a", "b"]
+    assert options.origin["hosts"] == "command line"
+
+
 def test_options_of_several_hosts_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "hosts").write_text("a:2\nb:2 slot=3\n")
     for arguments, words in (
