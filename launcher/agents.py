@@ -430,7 +430,7 @@ class Agents:
         if not ranks:
             return
         words = site.remote.words().splitlines()
-        status = site.remote.status(0.2)
+        status = None if site.remote.is_ended else site.remote.status(0.2)
         ended = f"; its connection ended with {status}" if status is not None else ""
         last = f" ({words[-1].strip()})" if words else ""
         for rank in ranks:

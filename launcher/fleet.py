@@ -242,7 +242,8 @@ class Fleet:
         options, runtime = self._options, self._options.runtime
         one.send(
             "ask", kind_of_target=options.kind, target=options.target, cwd=one.host.cwd or str(options.cwd),
-            beat_s=runtime.heartbeat_interval_s, lost_after_s=runtime.lost_after_s,
+            beat_s=runtime.heartbeat_interval_s, lost_after_s=runtime.lost_after_s, abort_grace_s=runtime.abort_grace_s,
+            term_grace_s=runtime.term_grace_s,
         )  # fmt: skip
 
     def _stage(self, remotes: Sequence[RemoteHost]) -> None:

@@ -568,6 +568,8 @@ class Generation:
 
     def _position(self, rank: int) -> str:
         told = self.supervisor.causes.get(rank)
+        if told is not None and told.status is None and not told.error:  # nothing more has been heard of it
+            return told.reason.split(": ", 1)[0]
         position = self.positions.get(rank) or self.store.coordinator.position(rank)
         place = self.stacks.places.get(rank, "")
         did_not_answer = "; " in position  # then how we ended it says less

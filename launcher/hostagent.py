@@ -1,8 +1,9 @@
 """The agent of one host of several: started by ssh, it starts the workers there, and speaks for them over its two pipes.
 
 Nothing of the job is on its command line: all it is told comes on standard input, and the end of that input is the end of
-its workers, as is a silence of the launcher longer than `lost_after_s` while they run. Whoever kills the agent leaves its
-guardian, which kills the workers' sessions and removes the private folder.
+its workers. If the launcher is silent for longer than `lost_after_s` while they run, this host or that one is cut off: they
+are ended as the launcher ends the others, and may raise PeerLost before. Whoever kills the agent leaves its guardian, which
+kills the workers' sessions and removes the private folder.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class HostAgent:
         self._outbox.add(GREETING)
         self._is_over = False
         self._heard = time.monotonic()
-        self._beat_s, self._lost_after_s = 1.0, 60.0
+        self._beat_s, self._lost_after_s, self._abort_grace_s, self._term_grace_s = 1.0, 60.0, 2.0, 10.0
+        self._cut_at: float | None = None  # when the launcher was given up
+        self._has_told = False
         self._looked = 0.0
         self._listeners: Listeners | None = None
         self._start: HostRanks | None = None
@@ -151,6 +154,7 @@ class HostAgent:
 
     def _asked(self, message: Message) -> None:
         self._beat_s, self._lost_after_s = max(0.05, message["beat_s"]), message["lost_after_s"]
+        self._abort_grace_s, self._term_grace_s = message["abort_grace_s"], message["term_grace_s"]
         self._send("facts", facts=facts_of(message["kind_of_target"], message["target"], message["cwd"]))
 
     def _listen(self, message: Message) -> None:
@@ -246,9 +250,14 @@ class HostAgent:
     # -- what this host says --------------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        if not self._is_stopped and now - self._heard > (self._lost_after_s if self._start is not None else max(self._lost_after_s, _IDLE_S)):
+        limit_s = self._lost_after_s if self._start is not None else max(self._lost_after_s, _IDLE_S)
+        if self._cut_at is None and not self._is_stopped and now - self._heard > limit_s:
             sys.stderr.write(f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n")
-            self._is_over = True
+            self._cut_at = now
+            if self._start is not None:
+                self._start.sharing.abort()
+        if self._cut_at is not None:
+            self._end_by_steps(now - self._cut_at)
         if self._start is not None:
             for sentence in self._start.sharing.take_said():
                 self._send("said", sentence=sentence)
@@ -271,6 +280,15 @@ class HostAgent:
                 self._signal({"ranks": list(workers), "number": int(signal.SIGTERM)})
         elif self._notices > 1 or not self._outbox.nbytes:
             self._is_over = True
+
+    def _end_by_steps(self, since_s: float) -> None:
+        """Let the workers end by themselves, tell them to, and kill them, each in its time; then end."""
+        running = [] if self._start is None else self._start.running()
+        if self._start is None or not running or since_s >= self._abort_grace_s + self._term_grace_s:
+            self._is_over = True
+        elif since_s >= self._abort_grace_s and not self._has_told:
+            self._has_told = True
+            self._start.agent.send(running, signal.SIGTERM)
 
     def _tell(self, event: Event) -> None:
         if isinstance(event, Output):

@@ -110,8 +110,11 @@ class HostRanks:
     def look(self) -> dict[int, list[Any]]:
         """Return the state and the seconds of work of each worker that runs."""
         self.agent.look()
-        running = [rank for rank, worker in self.agent.workers.items() if worker.status is None]
-        return {rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)] for rank in running}
+        return {rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)] for rank in self.running()}
+
+    def running(self) -> list[int]:
+        """Return the ranks whose processes have not ended."""
+        return [rank for rank, worker in self.agent.workers.items() if worker.status is None]
 
     def take_begun(self) -> dict[int, int]:
         """Return, once, the process of each rank that has been started."""

@@ -33,7 +33,10 @@ Message = dict[str, Any]
 
 _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     # the launcher says
-    "ask": {"kind_of_target": str, "target": str, "cwd": str, "beat_s": float, "lost_after_s": float},
+    "ask": {
+        "kind_of_target": str, "target": str, "cwd": str, "beat_s": float, "lost_after_s": float, "abort_grace_s": float,
+        "term_grace_s": float,
+    },
     "listen": {"addresses": list, "token": bytes},
     "reach": {"targets": list, "token": bytes, "timeout_s": float},
     "begin": {"start": dict},

@@ -37,6 +37,14 @@ def hosts(tmp_path_factory):
     made.close()
 
 
+@pytest.fixture
+def own_hosts(tmp_path_factory):
+    """Three hosts, for a test that does not leave them as they were."""
+    made = Hosts(tmp_path_factory.mktemp("own"), 3)
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request):
     """No test leaves a process on any host."""

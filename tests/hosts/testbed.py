@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces on one bridge, each with an sshd, a host key, an address and a /tmp of its own.
+"""Hosts for tests: network namespaces on one bridge, each with an sshd, a host key, an address and temporary folders of its own.
 
 Whoever may not make namespaces, or has no sshd, gets no such hosts: `why_none` says what is missing. Nothing of them is
 reachable from outside: the bridge lies in a namespace of its own, without any other interface.
@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 NETWORK = "10.77.0"
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 _LIMIT_S = 20.0
+_LISTENS, _OPEN = "0A", ("01", "08")  # states of sockets, as the kernel shows them; what is closing belongs to nobody any more
 
 
 def why_none():
@@ -68,38 +70,50 @@ class Hosts:
         _run("ip", "netns", "add", self.switch)
         _run("ip", "link", "add", "br0", "type", "bridge", namespace=self.switch)
         _run("ip", "link", "set", "br0", "up", namespace=self.switch)
-        for index, (space, name) in enumerate(zip(self.spaces, self.names, strict=True)):
-            _run("ip", "netns", "add", space)
-            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", f"p{index}", "netns", self.switch)
-            _run("ip", "link", "set", f"p{index}", "master", "br0", "up", namespace=self.switch)
-            _run("ip", "addr", "add", f"{name}/24", "dev", "eth0", namespace=space)
-            for link in ("lo", "eth0"):
-                _run("ip", "link", "set", link, "up", namespace=space)
         for index in range(len(self.names)):
-            self._serve(index)
+            self._connect(index)
+        for index in range(len(self.names)):
+            self.servers.append(self._serve(index))
 
-    def _serve(self, index, *, is_known=True):
+    def _connect(self, index):
+        space = self.spaces[index]
+        _run("ip", "netns", "add", space)
+        own = f"02:00:00:00:77:{10 + index:02x}"  # the same after `restore`: the others remember it
+        _run("ip", "link", "add", "eth0", "address", own, "netns", space, "type", "veth", "peer", "name", f"p{index}", "netns", self.switch)
+        _run("ip", "link", "set", f"p{index}", "master", "br0", "up", namespace=self.switch)
+        _run("ip", "addr", "add", f"{self.names[index]}/24", "dev", "eth0", namespace=space)
+        for link in ("lo", "eth0"):
+            _run("ip", "link", "set", link, "up", namespace=space)
+
+    def temporary(self, index):
+        """Return the folder in which a host keeps what lives as long as a job, where ssh has led there."""
+        return self.folder / f"t{index}"
+
+    def _serve(self, index):
         key = self.folder / f"host{index}"
-        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
-        if is_known:
+        if not key.exists():
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
             with self.known.open("a") as file:
                 file.write(f"{self.names[index]} {' '.join(Path(f'{key}.pub').read_text().split()[:2])}\n")
+        self.temporary(index).mkdir(mode=0o700, exist_ok=True)
         config = self.folder / f"sshd{index}.conf"
         config.write_text(
             f"Port 22\nListenAddress {self.names[index]}\nHostKey {key}\nAuthorizedKeysFile {self.folder}/key.pub\nPidFile none\n"
             "StrictModes no\nUsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nMaxStartups 100:30:200\nPrintMotd no\n"
+            f"SetEnv XDG_RUNTIME_DIR={self.temporary(index)} TMPDIR={self.temporary(index)}\n"
         )
         with (self.folder / f"sshd{index}.log").open("wb") as log:
             server = subprocess.Popen(
                 ["ip", "netns", "exec", self.spaces[index], _SSHD, "-D", "-e", "-f", str(config)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
             )  # fmt: skip
-        self.servers.append(server)
         until = time.monotonic() + _LIMIT_S
         while "listening on" not in (self.folder / f"sshd{index}.log").read_text():
             if server.poll() is not None or time.monotonic() > until:
+                server.kill()
                 raise AssertionError((self.folder / f"sshd{index}.log").read_text())
             time.sleep(0.01)
+        return server
 
     @property
     def prefix(self):
@@ -130,34 +144,39 @@ class Hosts:
         return found[0]
 
     def await_quiet(self, limit_s=20.0):
-        """Wait until nothing of a job is left on any host; return what is."""
+        """Wait until nothing of a job is left on any host: no process, no socket, no file; return what is."""
         until = time.monotonic() + limit_s
         while True:
-            left = {name: found for index, name in enumerate(self.names) if (found := self.processes(index))}
+            left = {name: found for index, name in enumerate(self.names) if (found := self.left(index))}
             if not left or time.monotonic() > until:
                 return left
             time.sleep(0.05)
 
+    def left(self, index):
+        """Return what jobs have left on a host: processes, sockets that are open, files in its own temporary folder.
+
+        Names of shared memory are not of one host: the check after each test (tests/conftest.py) looks for them.
+        """
+        files = [str(path) for path in self.temporary(index).rglob("*") if path.name not in ("syncvar", ".lock")]
+        return {**self.processes(index), **{f"socket {one}": "open" for one in self._sockets(index, _LISTENS, *_OPEN)}, **dict.fromkeys(files, "a file")}
+
     def listening(self, index):
         """Return the addresses at which a host listens over tcp, but for its sshd."""
-        return [address for address, _ in self._listeners(index)]
+        return [address for address, _ in self._sockets(index, _LISTENS)]
 
     def ports(self, index):
         """Return where a host listens over tcp, as address:port, but for its sshd."""
-        return [f"[{address}]:{port}" if ":" in address else f"{address}:{port}" for address, port in self._listeners(index)]
+        return [f"[{address}]:{port}" if ":" in address else f"{address}:{port}" for address, port in self._sockets(index, _LISTENS)]
 
-    def _listeners(self, index):
-        lines = subprocess.run(
-            ["ip", "netns", "exec", self.spaces[index], "cat", "/proc/net/tcp", "/proc/net/tcp6"],
-            capture_output=True, text=True, check=True, timeout=_LIMIT_S,
-        ).stdout.splitlines()  # fmt: skip
+    def _sockets(self, index, *states):
+        """Return address and port of the tcp sockets in some states, but for those of sshd."""
         found = []
-        for line in lines:
-            fields = line.split()
-            if len(fields) > 3 and fields[3] == "0A":
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.servers[index].pid}/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
                 digits, port = fields[1].split(":")
                 words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]  # each in the host's order
-                if int(port, 16) != 22:
+                if fields[3] in states and int(port, 16) != 22:
                     found.append((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
         return found
 
@@ -166,9 +185,61 @@ class Hosts:
         _run("ip", "link", "set", f"p{index}", state, namespace=self.switch)
 
     def set_rate(self, index, mbit):
-        """Let no more than so many Mbit/s out of a host, and into it."""
+        """Let no more than so many Mbit/s out of a host, and into it; None lets pass what comes."""
         for device, namespace in (("eth0", self.spaces[index]), (f"p{index}", self.switch)):
+            if mbit is None:
+                _run("tc", "qdisc", "del", "dev", device, "root", namespace=namespace)
+                continue
             _run("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms", namespace=namespace)
+
+    def set_deaf(self, index, others, *, is_deaf=True):
+        """Let what a host sends to some others vanish, or no longer; what they send still arrives."""
+        for other in others:
+            words = ("replace", self.names[other], "lladdr", "02:00:00:00:77:ff", "nud", "permanent") if is_deaf else ("del", self.names[other])
+            _run("ip", "neigh", *words, "dev", "eth0", namespace=self.spaces[index])
+
+    def reset(self, index):
+        """Reset all tcp connections of a host but those of ssh; return how many."""
+        chosen = ["ss", "-HKtn", "state", "established", "( not sport = :22 and not dport = :22 )"]
+        done = subprocess.run(["ip", "netns", "exec", self.spaces[index], *chosen], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+        return len(done.stdout.splitlines())
+
+    @contextlib.contextmanager
+    def delayed(self, index, delay_s):
+        """Let all that a host sends and receives arrive so much later."""
+        space, far, near = self.switch, f"w{index}", f"v{index}"
+        _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, namespace=space)
+        for words in (("set", f"p{index}", "nomaster"), ("set", far, "master", "br0", "up"), ("set", near, "up")):
+            _run("ip", "link", *words, namespace=space)
+        wire = subprocess.Popen(
+            ["ip", "netns", "exec", space, sys.executable, str(Path(__file__).with_name("wire.py")), f"p{index}", near, str(delay_s)],
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert wire.stdout.readline() == b"ready\n"
+            yield
+        finally:
+            wire.kill()
+            wire.wait(_LIMIT_S)
+            wire.stdout.close()
+            _run("ip", "link", "del", near, namespace=space)
+            _run("ip", "link", "set", f"p{index}", "master", "br0", namespace=space)
+
+    def lose(self, index):
+        """Let a host vanish, as when its power fails: the others hear nothing of it, not even that its connections end."""
+        self.set_link(index, "down")
+        for pid in (self.servers[index].pid, *self.processes(index)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.servers[index].wait(_LIMIT_S)
+        _run("ip", "link", "del", f"p{index}", namespace=self.switch)
+        _run("ip", "netns", "del", self.spaces[index])
+
+    def restore(self, index):
+        """Start a host that was lost; its disk is empty."""
+        shutil.rmtree(self.temporary(index))
+        self._connect(index)
+        self.servers[index] = self._serve(index)
 
     def close(self):
         """Take all down. Idempotent."""
