@@ -22,7 +22,7 @@ from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.fitness import why_unfit
 from syncvar_launcher.gathering import Party
-from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
+from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
 from syncvar_launcher.login import local_command, ssh_command, why_failed
 from syncvar_launcher.messages import checked_list
 from syncvar_launcher.output import escape
@@ -85,6 +85,7 @@ class Fleet:
         say: Shows a sentence.
 
     Attributes:
+        began: When the job began, in seconds of the monotonic clock; its time limit counts from then.
         sites: The hosts that have workers, in the order of their ranks.
         address: Where the launcher listens.
         secret: The job's.
@@ -92,6 +93,8 @@ class Fleet:
     """
 
     def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
+        self.began = time.monotonic()
+        self._until = self.began + options.timeout_s
         self._options = options
         self._say = say
         self.secret = os.urandom(KEY_BYTES)
@@ -111,6 +114,7 @@ class Fleet:
 
         Raises:
             HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
+            TimePassed: The time limit of the job passed before all hosts had answered.
             ConfigError: There is no place for so many workers.
         """
         if self._options.stage:
@@ -173,12 +177,17 @@ class Fleet:
         options = self._options
         return ssh_command(options.ssh, host, options.ssh_port, options.remote_python or sys.executable)
 
-    def renew(self) -> None:
+    def renew(self, left_s: float) -> None:
         """Log in again where the agent of an earlier start is gone.
+
+        Args:
+            left_s: Of the time limit of the job, in seconds; infinite where there is none.
 
         Raises:
             HostUnreachable: It does not answer, or is another machine now.
+            TimePassed: The time limit of the job passed before it had answered.
         """
+        self._until = time.monotonic() + left_s
         for one in self.sites:
             one.remote.drain()  # nobody has looked since the last start ended
         gone = [place for place, one in enumerate(self.sites) if one.remote.why_gone]
@@ -217,9 +226,12 @@ class Fleet:
                 meanwhile()
             left_s = min(one.began for one in under_way) + _LOGIN_S - time.monotonic()
             self._await(under_way, "facts", self._keep_facts, max(0.0, left_s), is_one_enough=bool(waiting))
+            now = time.monotonic()
             for one in under_way:
-                if not one.facts and not one.why_gone and time.monotonic() - one.began >= _LOGIN_S:
+                if not one.facts and not one.why_gone and now >= min(one.began + _LOGIN_S, self._until):
                     one.end("it does not answer in time")
+            if now >= self._until:
+                waiting.clear()
             under_way = [one for one in under_way if not one.facts and not one.why_gone]
         self._refuse_silent(one for one in self._remotes if not one.facts)
 
@@ -271,7 +283,10 @@ class Fleet:
         count = len(reasons)
         named = {f"{host.name} ({host.origin})" if host.origin else host.name: why for host, why in reasons.items()}
         what = "1 host cannot be used" if count == 1 else f"{count} hosts cannot be used"
-        raise HostUnreachable("\n".join([f"{what}; nothing was started:", *(escape(f"  {who}: {why}") for who, why in named.items())]))
+        lines = "\n".join([f"{what}; nothing was started:", *(escape(f"  {who}: {why}") for who, why in named.items())])
+        if time.monotonic() >= self._until:
+            raise TimePassed(f"the time limit of {self._options.timeout_s:g} s passed; {lines}")
+        raise HostUnreachable(lines)
 
     def _check(self, remotes: Iterable[RemoteHost]) -> None:
         """Refuse hosts on which the job could not run."""
@@ -390,7 +405,7 @@ class Fleet:
         listeners: Listeners | None = None,
     ) -> None:
         """Wait until each agent has said something, or is gone, or the time has passed."""
-        until = time.monotonic() + limit_s
+        until = min(time.monotonic() + limit_s, self._until)
         missing = list(remotes)
         while missing and (left_s := until - time.monotonic()) > 0:
             said, ready = polled(missing, left_s, listeners.descriptors() if listeners else ())

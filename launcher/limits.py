@@ -1,4 +1,4 @@
-"""What a job needs of the system, told before anything is started: open files, and processes of the user."""
+"""What limits a job before anything is started: open files and processes that the user may have, and the job's own time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import resource
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError
+from syncvar.errors import ConfigError, HostUnreachable
 
 if TYPE_CHECKING:
     from syncvar_launcher.options import LaunchOptions
 
-__all__ = ["OF_LIMITS", "LimitTooLow", "cannot_start", "check_limits", "needed_files", "needed_tasks"]
+__all__ = ["OF_LIMITS", "LimitTooLow", "TimePassed", "cannot_start", "check_limits", "needed_files", "needed_tasks"]
 
 # Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
@@ -23,6 +23,10 @@ OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 class LimitTooLow(ConfigError):
     """A limit of the system is too low for the job; the exit code is 71."""
+
+
+class TimePassed(HostUnreachable):
+    """The time limit of the job passed while its hosts were logged in to; the exit code is 124."""
 
 
 def needed_files(workers: int, hosts: int, *, has_logs: bool, are_linked: bool) -> tuple[int, str]:

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from syncvar.errors import ConfigError, HostUnreachable, SyncvarError
     from syncvar_launcher import exits
-    from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
+    from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
 
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         return exits.LIMITS
     except HostUnreachable as error:
         sys.stderr.write(f"syncvar-launch: {error}\n")
-        return exits.RENDEZVOUS
+        return exits.TIMEOUT if isinstance(error, TimePassed) else exits.RENDEZVOUS
     except SyncvarError as error:
         sys.stderr.write(f"syncvar-launch: {error}\n")
         return exits.INTERNAL

@@ -16,6 +16,7 @@ from syncvar_launcher import exits
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
+from syncvar_launcher.limits import TimePassed
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
 from syncvar_launcher.report import Failure, failure_block
@@ -68,7 +69,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
     culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
     with Watch(job.environ, forwarded(chosen.forward_signals)) as watch:
-        began = watch.now()
+        began = watch.now() if job.fleet is None else job.fleet.began  # before the logins
         while True:
             with contextlib.ExitStack() as stack:
                 if restarting.number and server is not None:
@@ -79,8 +80,9 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                 stack.callback(directory.remove)
                 try:
                     if job.fleet is not None:
-                        job.fleet.renew()
+                        job.fleet.renew(began + chosen.timeout_s - watch.now())
                 except HostUnreachable as error:
+                    code = exits.TIMEOUT if isinstance(error, TimePassed) else code
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
                 generation = Generation(job, forwarder, events, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)

@@ -315,21 +315,22 @@ def test_an_agent_that_is_not_understood_is_told_as_such(tmp_path, words, told):
     assert done.stderr.count("; install the same syncvar on all") == 2
 
 
-def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("limit", "code", "words"), [((), 69, "2 hosts cannot be used"), (("--timeout", "0.5"), 124, "the time limit of 0.5 s passed; 2 hosts cannot be used")])
+def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, limit, code, words):
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 300\n")
     silent.chmod(0o755)
     script = f"""
         import sys
         from syncvar_launcher import fleet
-        fleet._LOGIN_S = 1.0
+        fleet._LOGIN_S = {30.0 if limit else 1.0}
         from syncvar_launcher.run import main
-        sys.exit(main(["--ssh", {str(silent)!r}, "-H", "one:1,two:1", "-m", "nothing"]))
+        sys.exit(main(["--ssh", {str(silent)!r}, "-H", "one:1,two:1", *{limit!r}, "-m", "nothing"]))
     """
     (tmp_path / "start.py").write_text(textwrap.dedent(script))
-    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 69, done
-    assert "2 hosts cannot be used" in done.stderr
+    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == code, done
+    assert f"syncvar-launch: {words}; nothing was started:" in done.stderr
     assert done.stderr.count("it does not answer in time") == 2
 
 
