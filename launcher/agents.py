@@ -193,7 +193,7 @@ class Agents:
         for site in self._fleet.sites:
             site.remote.send("beat")
             silent_s = now - site.remote.heard
-            if silent_s > self._job.config.lost_after_s and not site.remote.why_gone:
+            if silent_s > self._job.config.host_silence_s and not site.remote.why_gone:
                 site.remote.end(f"nothing has come from it for {silent_s:.1f} s")
         if self._reader not in self._running:
             self._input.let_go()

@@ -124,6 +124,8 @@ class Fleet:
             self._party = Party(self._options, self._say, self._ask)
             meanwhile()
             self._remotes = self._party.gather()
+            self.began = time.monotonic()  # who waits for others to join has not begun
+            self._until = self.began + self._options.timeout_s
         else:
             self._log_in(meanwhile)
             self._check(self._remotes)
@@ -254,7 +256,7 @@ class Fleet:
         options, runtime = self._options, self._options.runtime
         one.send(
             "ask", kind_of_target=options.kind, target=options.target, cwd=one.host.cwd or str(options.cwd),
-            beat_s=runtime.heartbeat_interval_s, lost_after_s=runtime.lost_after_s, abort_grace_s=runtime.abort_grace_s,
+            beat_s=runtime.heartbeat_interval_s, silence_s=runtime.host_silence_s, abort_grace_s=runtime.abort_grace_s,
             term_grace_s=runtime.term_grace_s,
         )  # fmt: skip
 

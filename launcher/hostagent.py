@@ -69,7 +69,7 @@ class HostAgent:
         self._outbox.add(GREETING)
         self._is_over = False
         self._heard = time.monotonic()
-        self._beat_s, self._lost_after_s, self._abort_grace_s, self._term_grace_s = 1.0, 60.0, 2.0, 10.0
+        self._beat_s, self._silence_s, self._abort_grace_s, self._term_grace_s = 1.0, 60.0, 2.0, 10.0
         self._cut_at: float | None = None  # when the launcher was given up
         self._has_told = False
         self._looked = 0.0
@@ -153,7 +153,7 @@ class HostAgent:
             self._is_over = True
 
     def _asked(self, message: Message) -> None:
-        self._beat_s, self._lost_after_s = max(0.05, message["beat_s"]), message["lost_after_s"]
+        self._beat_s, self._silence_s = max(0.05, message["beat_s"]), message["silence_s"]
         self._abort_grace_s, self._term_grace_s = message["abort_grace_s"], message["term_grace_s"]
         self._send("facts", facts=facts_of(message["kind_of_target"], message["target"], message["cwd"]))
 
@@ -250,7 +250,7 @@ class HostAgent:
     # -- what this host says --------------------------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        limit_s = self._lost_after_s if self._start is not None else max(self._lost_after_s, _IDLE_S)
+        limit_s = self._silence_s if self._start is not None else max(self._silence_s, _IDLE_S)
         if self._cut_at is None and not self._is_stopped and now - self._heard > limit_s:
             sys.stderr.write(f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n")
             self._cut_at = now

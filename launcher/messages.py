@@ -34,7 +34,7 @@ Message = dict[str, Any]
 _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     # the launcher says
     "ask": {
-        "kind_of_target": str, "target": str, "cwd": str, "beat_s": float, "lost_after_s": float, "abort_grace_s": float,
+        "kind_of_target": str, "target": str, "cwd": str, "beat_s": float, "silence_s": float, "abort_grace_s": float,
         "term_grace_s": float,
     },
     "listen": {"addresses": list, "token": bytes},

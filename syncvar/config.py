@@ -25,6 +25,7 @@ _INTERNAL = frozenset(
 )  # fmt: skip
 
 _BETWEEN_HOSTS = {"required": "encrypted tcp", "control-only": "unencrypted tcp with encrypted control", "off": "unencrypted tcp"}
+_FIRST_PAUSE_S = 0.4  # of TCP: 0.2 s and the time of a round
 _OPENED = "whoever reaches the ports of this job can read and change what its hosts send, and end it"
 
 
@@ -208,6 +209,20 @@ class RuntimeConfig(_Settings):
                 f"suspect_after_s ({self.suspect_after_s:g}) must not exceed lost_after_s ({self.lost_after_s:g})"
             )
         return self
+
+    @property
+    def link_silence_s(self) -> float:
+        """How long a connection between hosts may be silent, in seconds.
+
+        Who has been cut off for half of `lost_after_s` is to be back in time. TCP tries again after pauses that it doubles: at
+        the latest after as long again as the cut has lasted, and its first pause.
+        """
+        return self.lost_after_s + _FIRST_PAUSE_S
+
+    @property
+    def host_silence_s(self) -> float:
+        """How long the launcher and the agent of another host may not hear of each other, in seconds: from the last sign of life."""
+        return self.link_silence_s + self.heartbeat_interval_s
 
     @property
     def between_hosts(self) -> str:

@@ -109,9 +109,9 @@ def monitored(monitor: Any) -> tuple[int, int]:
 
 
 def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
-    """Let a tcp connection that is silent for `lost_after_s` be closed at both ends; only the end that connects needs it."""
+    """Let a tcp connection that is silent for longer than `lost_after_s` be closed at both ends; only the end that connects needs it."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
-    silence = milliseconds(config.lost_after_s)
+    silence = milliseconds(config.link_silence_s)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
     socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
 

@@ -1,6 +1,9 @@
 """Ways between hosts are cut, deaf, reset, narrow and long, in each phase, over and over; the sums are right or nobody has one."""
 
 import contextlib
+import os
+import secrets
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 from host_faults import (
     DEFAULTS,
+    TIMES,
     begin,
     bounded,
     check_old_checkpoint,
@@ -16,7 +20,7 @@ from host_faults import (
     over_and_over,
     phases,
 )
-from launching import await_true, check_bound
+from launching import PROFILE, await_true, check_bound, measure_slowness
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
 from fault_table import ROWS  # noqa: E402
@@ -43,6 +47,22 @@ try:
 except BaseException as error:
     probe.raised(error)
     raise
+"""
+
+ELSEWHERE = """
+import sys, time
+import syncvar as sv
+try:
+    sv.barrier()
+    alone = sv.new_group([2])
+    print("met", flush=True)
+    while sv.rank() == 2:  # computes; a call that needs nobody tells it of the loss
+        sv.barrier(group=alone)
+        time.sleep(0.01)
+    sv.recv(2)
+except sv.SyncvarError as error:
+    print(type(error).__name__, error, flush=True)
+    sys.exit(3)
 """
 
 
@@ -104,6 +124,51 @@ def test_f20_the_link_is_down(hosts, tmp_path, phase):
             check_old_checkpoint(job)
 
 
+@pytest.mark.parametrize("phase", "RX")
+def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
+    """Rank 0 keeps the roll there, and serves the others until they have left: a rank that is lost has left."""
+    for number in range(TIMES // 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "script.py").write_text(ELSEWHERE)
+        key, ranks = secrets.token_hex(32), range(3) if phase == "X" else (0, 2)  # the roll call waits for rank 1
+        with contextlib.ExitStack() as stack:
+            running = [stack.enter_context(started_elsewhere(hosts, folder, rank, key)) for rank in ranks]
+            word = "met" if phase == "X" else "2 of 3 are here"
+            needed = ranks if phase == "X" else [0]
+            await_true(lambda: all(word in (folder / f"out{rank}").read_text() for rank in needed), 30, word)  # noqa: B023
+            measure_slowness()
+            with cut(hosts) as injected:
+                codes = [one.wait(60) for one in running]
+                lasted_s = time.monotonic() - injected
+            told = [(folder / f"out{rank}").read_text() for rank in ranks]
+        assert codes == [3] * len(ranks), told
+        assert all("PeerLost rank" in one for one in told), told
+        check_bound(f"F20-{phase} without a launcher, to the end", lasted_s, ROWS["F20"].bound[1] + 2)
+        assert not hosts.await_quiet()
+
+
+@contextlib.contextmanager
+def started_elsewhere(hosts, folder, rank, key):
+    """Start one process of three as torchrun would, each on a host of its own."""
+    settings = dict(line.split(" = ") for line in PROFILE.read_text().partition("[runtime]")[2].splitlines() if " = " in line)
+    told = {
+        "RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "GROUP_WORLD_SIZE": 3,
+        "MASTER_ADDR": hosts.names[0], "MASTER_PORT": 29500, "SYNCVAR_KEY": key, "XDG_RUNTIME_DIR": hosts.temporary(rank),
+        **{f"SYNCVAR_{name.upper()}": value for name, value in settings.items()}, "SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300,
+    }  # fmt: skip
+    with (folder / f"out{rank}").open("wb") as out:
+        one = subprocess.Popen(
+            ["ip", "netns", "exec", hosts.spaces[rank], sys.executable, str(folder / "script.py")], cwd=folder, stdout=out, stderr=out,
+            env=os.environ | {name: str(value) for name, value in told.items()},
+        )  # fmt: skip
+    try:
+        yield one
+    finally:
+        one.kill()
+        one.wait(10)
+
+
 @pytest.mark.parametrize("phase", "CX")
 @pytest.mark.parametrize("way", [deaf, dumb])
 def test_f21_one_direction_is_lost(hosts, tmp_path, phase, way):
@@ -116,11 +181,10 @@ def test_f21_one_direction_is_lost(hosts, tmp_path, phase, way):
 @pytest.mark.parametrize("phase", phases("CX"))
 def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_path, phase):
     """When the link is up again, TCP goes on with its next try: it doubles its pauses, from 0.2 s on."""
-    lost_after_s = 15.0 if phase == DEFAULTS else 4.5
-    env = {} if phase == DEFAULTS else {"SYNCVAR_LOST_AFTER_S": str(lost_after_s)}
-    job = begin(hosts, tmp_path / "job", phase, SUMS, ["1000"], env=env | {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"})
+    lost_after_s = 15.0 if phase == DEFAULTS else 1.5
+    job = begin(hosts, tmp_path / "job", phase, SUMS, ["1000"])
     try:
-        for _ in range(1 if phase == DEFAULTS else 5):
+        for _ in range(1 if phase == DEFAULTS else TIMES):
             with cut(hosts):
                 time.sleep(lost_after_s / 2)
             before = max(last_turns(job).values())

@@ -195,8 +195,15 @@ class Hosts:
     def set_deaf(self, index, others, *, is_deaf=True):
         """Let what a host sends to some others vanish, or no longer; what they send still arrives."""
         for other in others:
-            words = ("replace", self.names[other], "lladdr", "02:00:00:00:77:ff", "nud", "permanent") if is_deaf else ("del", self.names[other])
-            _run("ip", "neigh", *words, "dev", "eth0", namespace=self.spaces[index])
+            if is_deaf:
+                self.vanish(index, self.names[other])
+            else:
+                _run("ip", "neigh", "del", self.names[other], "dev", "eth0", namespace=self.spaces[index])
+
+    def vanish(self, index, address):
+        """Let what a host sends to an address vanish: no interface takes it."""
+        words = ("ip", "neigh", "replace", address, "lladdr", "02:00:00:00:77:ff", "nud", "permanent", "dev", "eth0")
+        _run(*words, namespace=self.spaces[index])
 
     def reset(self, index):
         """Reset all tcp connections of a host but those of ssh; return how many."""

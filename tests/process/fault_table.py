@@ -1,4 +1,4 @@
-"""The faults of one host, and which test shows each of them in each phase; the controls, and which test holds each.
+"""The faults of jobs, of one host and of several, and which test shows each of them in each phase; the controls, and which test holds each.
 
 Phases: S spawn, R roll call (rendezvous), H handshake, C computing, X inside a collective, V writing variables,
 K checkpoint, E end. A bound is (with the default settings, with those of configs/ci.toml), in seconds, from the fault to
@@ -27,6 +27,10 @@ STOPPED = "process/test_stopped_job.py::"
 BEGINS = "process/test_launcher_begins.py::"
 ENCRYPTION = "process/test_encryption.py::"
 ARENA = "process/test_arena_launch.py::"
+KILLED = "hosts/test_faults_killed.py::"
+LINKS = "hosts/test_faults_links.py::"
+REFUSED = "hosts/test_faults_refused.py::"
+HOSTFILE = "pure/test_hostfile.py::"
 
 
 class Row(NamedTuple):
@@ -89,7 +93,8 @@ ROWS = {
     }),
     "F11": Row("a rank four times as slow as the others", None, {"X": (f"{SLOW}test_f11_a_rank_four_times_as_slow",)}),
     "F12": Row("SIGKILL of the launcher", (3, 2), {
-        phase: (f"{LAUNCHER}test_f12_launcher_killed[{phase}-spawn]",) for phase in "SRCXKE"
+        phase: (f"{LAUNCHER}test_f12_launcher_killed[{phase}-spawn]", *([f"{KILLED}test_f12_the_launcher_is_killed"] if phase in "RCX" else []))
+        for phase in "SRCXKE"
     }),
     "F13": Row("SIGTERM or one SIGINT to the launcher", (12, 3), {
         phase: tuple(f"{LAUNCHER}test_f13_launcher_told_to_end[{name}-{phase}]" for name in ("TERM", "INT")) for phase in "SRCXKE"
@@ -105,15 +110,26 @@ ROWS = {
         "X": tuple(f"{START}test_f15_the_terminal_or_the_reader_is_gone[{how}-X]" for how in ("HUP", "EPIPE")),
     }),
     "F16": Row("SIGTSTP, later SIGCONT", None, _all("CX", f"{STOPPED}test_f16_stopped_and_continued")),
-    "F17": Row("the agent of another host is killed", (3, 2), {}, "hosts"),
-    "F18": Row("the ssh client is killed", (3, 3), {}, "hosts"),
-    "F19": Row("hosts that cannot be reached", (15, 5), {}, "hosts"),
-    "F20": Row("the link between two hosts is down", (17, 2.5), {}, "hosts"),
-    "F21": Row("frames are lost in one direction", (17, 2.5), {}, "hosts"),
-    "F22": Row("the link is down for a short time", None, {}, "hosts"),
-    "F23": Row("TCP reset in the middle of a frame", (1, 0.5), _all("X", "contract/test_faults.py::test_a_cut_link_is_a_lost_peer_for_both_ends_and_for_everybody"), "hosts"),
-    "F24": Row("10 Mbit/s between hosts", None, {}, "hosts"),
-    "F25": Row("200 ms more between hosts", None, _all("X", "contract/test_faults.py::test_every_collective_is_exact_under_delay_and_reordering"), "hosts"),
+    "F17": Row("the agent of another host is killed", (3, 2), _all("RCX", f"{KILLED}test_f17_the_agent_of_another_host_is_killed")),
+    "F18": Row("the ssh client is killed", (3, 3), _all("CX", f"{KILLED}test_f18_the_ssh_client_is_killed")),
+    "F19": Row("hosts that cannot be reached", (15, 5), _all(
+        "S", f"{REFUSED}test_f19_all_hosts_that_cannot_be_reached_are_told_at_once", f"{REFUSED}test_f19_a_host_that_is_silent")),
+    "F20": Row("the link between two hosts is down", (17, 2.5), _all("RCXK", f"{LINKS}test_f20_the_link_is_down") | {
+        "R": (
+            f"{LINKS}test_f20_the_link_is_down", f"{LINKS}test_f20_the_link_is_down_where_no_launcher_is",
+            "process/test_started_elsewhere.py::test_a_rank_of_another_host_that_falls_silent_while_the_ranks_meet_is_lost_and_nobody_waits_for_it",
+        ),
+        "X": (f"{LINKS}test_f20_the_link_is_down", f"{LINKS}test_f20_the_link_is_down_where_no_launcher_is"),
+    }),
+    "F21": Row("frames are lost in one direction", (17, 2.5), _all("CX", f"{LINKS}test_f21_one_direction_is_lost")),
+    "F22": Row("the link is down for a short time", None, _all("CX", f"{LINKS}test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed")),
+    "F23": Row("TCP reset in the middle of a frame", (1, 0.5), _all(
+        "X", f"{LINKS}test_f23_connections_are_reset_in_the_middle_of_a_frame",
+        "contract/test_faults.py::test_a_cut_link_is_a_lost_peer_for_both_ends_and_for_everybody")),
+    "F24": Row("10 Mbit/s between hosts", None, _all("X", f"{LINKS}test_f24_ten_megabits_a_second")),
+    "F25": Row("200 ms more between hosts", None, _all("RHX", f"{LINKS}test_f25_everything_arrives_later") | {
+        "X": (f"{LINKS}test_f25_everything_arrives_later", "contract/test_faults.py::test_every_collective_is_exact_under_delay_and_reordering"),
+    }),
     "F26": Row("a bit flips in a payload on its way", (1, 0.5), _all("X", f"{CURVE}test_a_payload_that_has_changed_on_its_way_is_refused"), "hosts"),
     "F27": Row("a bad header: flipped, truncated, too large, of something else", (1, 0.5), _all(
         "HX", f"{TRANSPORT}test_a_header_with_any_bit_flipped_is_never_delivered",
@@ -147,7 +163,9 @@ ROWS = {
     "F35": Row("two processes claim one rank; too few; too many; a rank out of range", (300, 10), _all(
         "R", f"{START}test_f35_a_process_that_claims_a_rank_is_refused_and_the_job_goes_on", f"{ENDS}test_missing_ranks_are_named",
         "pure/test_env.py::test_a_rank_outside_its_world_is_refused")),
-    "F36": Row("mistakes in a file of hosts", (1, 1), {}, "hosts"),
+    "F36": Row("mistakes in a file of hosts", (1, 1), _all(
+        "S", f"{REFUSED}test_f36_a_file_of_hosts_that_makes_no_sense", f"{REFUSED}test_f36_two_names_of_one_machine",
+        f"{HOSTFILE}test_an_error_shows_the_place_and_what_to_write", f"{HOSTFILE}test_what_is_understood")),
     "F37": Row("the wall clock jumps", None, _all(
         "RCXK", f"{START}test_f37_a_wall_clock_that_jumps_changes_nothing", "tidy/test_source.py::test_the_wall_clock_decides_nothing")),
     "F38": Row("the chosen port is taken; thousands of ports in TIME_WAIT", (1, 1), _all(
@@ -185,7 +203,8 @@ ROWS = {
     "F57": Row("a receiver stops reading for 5 s", None, _all(
         "X", f"{STREAMS}test_f57_a_receiver_that_does_not_read_costs_its_sender_no_more_than_the_window",
         "contract/test_engine.py::test_large_arrays_pass_a_tiny_window_which_is_never_exceeded")),
-    "F58": Row("all ranks are killed at once; a whole host is gone", (17, 2.5), {}, "hosts"),
+    "F58": Row("all ranks are killed at once; a whole host is gone", (17, 2.5), _all(
+        "CXK", f"{KILLED}test_f58_all_ranks_are_killed_at_once", f"{KILLED}test_f58_a_whole_host_is_gone")),
     "F59": Row("restarted after F03: the same results", None, _all(
         "XK", f"{RESTARTS}test_killed_and_started_again_and_again_the_weights_are_the_same_to_the_bit")),
     "F60": Row("a failure during recovery", (300, 10), _all(
