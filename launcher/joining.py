@@ -124,8 +124,8 @@ class _Host:
                 self._heed(self._watch.pending.popleft())
             elif not self._has_joined and time.monotonic() >= until:
                 raise HostUnreachable(f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is it running, and can it be reached?")
-            elif self._agent is None and self._has_joined and time.monotonic() - self._heard > self._chosen.runtime.lost_after_s:
-                self._lose(f"nothing has come from the launcher for {self._chosen.runtime.lost_after_s:g} s")
+            elif self._agent is None and self._has_joined and time.monotonic() - self._heard > self._chosen.runtime.host_silence_s:
+                self._lose(f"nothing has come from the launcher for {self._chosen.runtime.host_silence_s:g} s")
         return self._code
 
     def close(self) -> None:
