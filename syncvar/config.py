@@ -163,6 +163,7 @@ class RuntimeConfig(_Settings):
     single_copy: str = _knob(
         "", "read arrays where they lie in another worker's memory, where the system allows it", choices=("auto", "off"), default="auto"
     )
+    kernel: str = _knob("", "what runs prepared calls: the C kernel where there is one, or Python", choices=("auto", "c", "python"), default="auto")
     check_arena: str = _knob(
         "", "compare every use of shared memory with what has been given out, to find bugs of this library", choices=("off", "on"), default="off"
     )

@@ -44,6 +44,7 @@ from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
 from syncvar.arena.reaching import Reach, Spot
 from syncvar.arena.waiting import holding_waiter, waiter
 from syncvar.errors import ArenaFull, InternalError
+from syncvar.kernel import ChannelState, slot_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +76,7 @@ _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
 # Words of an entry.
 CHECK, PHASE, DONE = 1, 3, 4  # the checks of both sides, the phase, and the last phase of the call before
 _SOURCE, TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
+_LOOKS_ALONE, _LOOKS_SHARED = 400, 8  # of the C runner: about 15 us with a core for each rank; then it yields, or Python goes on
 _PROCESS, _ADDRESS, _NUMBER = 1, 2, 3  # of the table: where others can try to read this process's memory
 MASK = (1 << 64) - 1
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
@@ -97,10 +99,12 @@ class Channels:
         arena: The mapped arena.
         ranks: The ranks of the world on this host, in the order of their regions.
         reaches: Read the memory of the others where they and the system allow it.
+        runner: Of prepared calls, "c" or "python".
     """
 
-    def __init__(self, arena: Arena, ranks: Sequence[int], *, reaches: bool = True) -> None:
+    def __init__(self, arena: Arena, ranks: Sequence[int], *, reaches: bool = True, runner: str = "python") -> None:
         self.arena = arena
+        self.is_native = runner == "c" and not arena.is_checked
         self.words = arena.words
         self.places = {rank: place for place, rank in enumerate(ranks)}
         self._table = arena.table(arena.local_rank) // 8
@@ -110,6 +114,7 @@ class Channels:
         self._free: deque[int] = deque()  # entries whose channel was let go, others may still look at them
         self.wait = waiter(self.words, ABORT, PHASE, DONE, has_own_core=arena.local_world_size <= arena.usable_cores)
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
+        self.shares_cores = arena.local_world_size > arena.usable_cores
         arena.populate(self._table * 8, PAGE_BYTES)
         if reaches:
             self._spot = Spot()
@@ -216,7 +221,7 @@ def _let_go(words: memoryview, entry: int, free: deque[int], process: int) -> No
             free.append(entry)
 
 
-class Channel:
+class Channel(ChannelState):  # type: ignore[misc]  # made in C or in Python
     """This rank's end of a group's channels.
 
     Args:
@@ -230,7 +235,7 @@ class Channel:
 
     __slots__ = (
         "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "arena", "entry", "group", "hold", "is_open",
-        "is_settled", "last", "members", "others", "phase", "queue", "rank", "reach", "regions", "side", "size", "tail", "wait", "words",
+        "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
     )  # fmt: skip
 
     def __init__(
@@ -383,6 +388,20 @@ class Channel:
     def keep(self, arrays: Any) -> None:
         """Keep arrays alive as long as the channel: a call has failed in which others may still read them."""
         self._kept.append(arrays)
+
+    def slot_call(self, **parts: Any) -> Any:
+        """Return the C runner of a reduction of small slots, or None where Python has to run it; see `kernel.slot_call`."""
+        if not self._channels.is_native:
+            return None
+        tables = [self.arena.table(region) // 8 for region in self.regions]
+        own = tables.pop(self.rank)
+        is_one_process = any(self.words[table + _PROCESS] == self.words[own + _PROCESS] != 0 for table in tables)
+        return slot_call(
+            memory=self.arena.memory, channel=self, queue=self.queue, entry=self.entry, fields=(CHECK, PHASE, DONE, ABORT), others=self.others,
+            slots=tuple(self.words[entry + _SMALL] for entry in self._entries), side_bytes=SMALL_BYTES, rank=self.rank,
+            shares_cores=self._channels.shares_cores and not is_one_process,
+            looks=0 if is_one_process else _LOOKS_SHARED if self._channels.shares_cores else _LOOKS_ALONE, **parts,
+        )  # fmt: skip
 
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
         """Return the small slots of all ranks, in their order, as published in this call."""

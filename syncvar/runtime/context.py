@@ -29,6 +29,7 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
+from syncvar.kernel import which
 from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
@@ -114,7 +115,7 @@ class Context:
         self.without_arena = arena if isinstance(arena, str) else ""
         self._forced = parse_forced(config.algorithm)
         self._channels = None if self.arena is None else Channels(
-            self.arena, self.local_ranks, reaches=config.single_copy == "auto"
+            self.arena, self.local_ranks, reaches=config.single_copy == "auto", runner=which(config.kernel)
         )
         self.hosts = HostMap((self.world_size,))
         self._have_arena: frozenset[int] = frozenset()  # hosts whose ranks all see one

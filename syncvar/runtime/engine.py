@@ -399,6 +399,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the progress thread. Idempotent."""
+        self.is_quiet = False
         self._stopped.set()
         self._transport.wake()
         if self._progress is not threading.current_thread():

@@ -171,6 +171,20 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
         terms = [one.reshape(shape) for one in channel.smalls_now(count, accumulate)]
         return combined(_one_by_one(terms, shape, accumulate), out)
 
+    def finished(side: int, check: int, target: int, out: Any) -> NDArray[Any] | None:
+        """Return the result of a call that has been published, or None where the others do not come soon, or differ."""
+        for other in others:
+            if words[other] < target and not wait(others, target):
+                return None
+        # A rank that has not been given up a call has its check on the same side.
+        for place in checks[side]:
+            if words[place] != check:
+                return None
+        pair = pairs[side]
+        if pair is None:
+            return combined(levels[side], out)
+        return combine(*pair, out=empty(shape, kind) if out is None else out)  # type: ignore[no-any-return]
+
     def call(
         x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
     ) -> NDArray[Any] | None:
@@ -201,29 +215,37 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
                     words[entry + DONE] = channel.phase
                     channel.phase = words[entry + PHASE] = 0
                 words[entry] = target | side
-                for other in others:
-                    if words[other] < target and not wait(others, target):
-                        break
-                else:
-                    # A rank that has not been given up a call has its check on the same side.
-                    for place in checks[side]:
-                        if words[place] != check:
-                            break
-                    else:
-                        pair = pairs[side]
-                        if pair is None:
-                            result = combined(levels[side], out)
-                        else:
-                            result = combine(*pair, out=empty(shape, kind) if out is None else out)
-                        add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
-                        return result
+                result = finished(side, check, target, out)
+                if result is not None:
+                    add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
+                    return result
             except BaseException as error:
                 ground.saying(said).interrupt(number, begin, error)
                 raise
             steps = rest(check, target, out)
             return ground.saying(said).go_on(number, begin, steps, target, timeout=timeout)  # type: ignore[no-any-return]
 
-    return call
+    def later(number: int, begin: int, out: Any, said: Said | None) -> tuple[bool, Any]:
+        """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
+        side, target = channel.side, channel.last
+        check = words[entry + CHECK + side]
+        result = finished(side, check, target, out)
+        if result is None:
+            return False, rest(check, target, out)
+        add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
+        return True, result
+
+    if is_cast:
+        return call
+    native = channel.slot_call(
+        engine=engine, communicator=communicator, busy=busy, add=add, told=told, digest=digest, shape=shape, dtype=kind, fold=ufunc,
+        divide=None if divisor is None else divide, apply=apply, divisor=b"" if divisor is None else divisor.tobytes(),
+        make=empty, plain=call, later=later,
+        hand_over=lambda number, begin, steps, said, timeout: ground.saying(said).go_on(number, begin, steps, channel.last, timeout=timeout),
+        interrupt=lambda number, begin, error, said: ground.saying(said).interrupt(number, begin, error),
+        saying=lambda said: ground.saying(said).told,
+    )  # fmt: skip
+    return native or call
 
 
 def _levels(

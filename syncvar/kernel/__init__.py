@@ -1,0 +1,95 @@
+"""The optional C runner of prepared calls, and what stands in for it where it has not been built.
+
+`pip install` builds `native.c` where a C compiler and Python's headers are; without them everything works, with
+Python's own steps. `SYNCVAR_KERNEL=python` or `c` demands one of the two.
+
+The C runner reads arrays and ufuncs by the beginnings of NumPy's own structures, which its C interface has kept since
+version 1. Before it is used for the first time, that is tried out with this NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["ChannelState", "slot_call", "which", "why_not_native"]
+
+_native: ModuleType | None
+_missing: str
+try:
+    from syncvar.kernel import native as _native
+
+    _missing = ""
+except ImportError as error:
+    _native = None
+    _missing = f"syncvar was installed without it: a C compiler and Python's headers are needed when it is installed ({error})"
+
+
+def _differs(native: Any) -> str:
+    """Return what the C runner reads otherwise than NumPy says; empty where they agree."""
+    left = np.arange(6.0).reshape(2, 3)
+    for array in (left, left[:, 1:], left.astype(np.int16), np.array(1.0)):
+        flags = array.flags
+        told = (
+            array.__array_interface__["data"][0], array.shape, array.dtype,
+            flags.c_contiguous | flags.aligned << 8 | flags.writeable << 10,
+        )  # fmt: skip
+        if native.describe(array) != told:
+            return "the form of arrays"
+    for ufunc in (np.add, np.subtract, np.divide, np.maximum):
+        one, other, out = np.arange(1.0, 9.0), np.full(8, 3.0), np.zeros(8)
+        if not native.combine_once(ufunc, out.dtype.num, one, other, out) or not np.array_equal(out, ufunc(one, other)):
+            return f"the form of {ufunc.__name__}"
+    return ""
+
+
+if _native is not None and (_found := _differs(_native)):
+    _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
+
+
+class _ChannelState:
+    """What a rank has published last in a group, and whether everyone has reached it."""
+
+    __slots__ = ("is_settled", "last", "phase", "side", "tail")
+
+
+ChannelState: type[Any] = _ChannelState if _native is None else _native.ChannelState
+
+
+def why_not_native() -> str:
+    """Return why there is no C runner in this process; empty where there is one."""
+    return _missing
+
+
+def which(wanted: str) -> str:
+    """Return the runner that a setting means: "c" or "python".
+
+    Args:
+        wanted: "auto", "c" or "python".
+
+    Raises:
+        ConfigError: The C runner is demanded, and there is none.
+
+    Example:
+        >>> which("python")
+        'python'
+    """
+    if wanted == "c" and _native is None:
+        raise ConfigError(f"kernel = c, but there is no C kernel: {_missing}; install with a compiler, or leave it to auto")
+    return "python" if wanted == "python" or _native is None else "c"
+
+
+def slot_call(**parts: Any) -> Any:
+    """Return the C runner of a prepared call, or None where it takes no such call; see `native.c`."""
+    if _native is None:
+        return None
+    try:
+        return _native.SlotCall(**parts)
+    except ValueError:  # a dtype or an op without a loop of its own, or more ranks than it is made for
+        return None

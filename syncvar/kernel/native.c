@@ -1,0 +1,581 @@
+/* The C runner of calls of one phase in shared memory: put, publish, await, compare, combine.
+ *
+ * It does what syncvar/runtime/shortcut.py says in Python, step by step, for arrays that lie in one piece; whatever is
+ * unusual it leaves to that function, before it has changed anything. Arrays are combined by NumPy's own inner loops, so
+ * both runners give the same bytes. Only the limited API of CPython is used: one build serves every version from 3.11 on.
+ *
+ * The interpreter's lock is kept: a call takes about a microsecond. What does not come soon goes on in Python.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sched.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
+
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#else
+#define RELAX() ((void)0)
+#endif
+
+#define YIELDS 40       /* about 50 us */
+#define BLOCK 8192      /* bytes that are combined at a time: all terms of a block stay in the first cache */
+#define RANKS_MAX 64
+#define LEVELS 6 /* of a tree over RANKS_MAX ranks */
+#define SPREAD 0x9E3779B97F4A7C15ull
+
+/* -- what a channel knows of its own progress: the attributes that both runners read and write ---------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    long long side, last, phase, tail;
+    char is_settled;
+} ChannelState;
+
+static PyMemberDef channel_state_members[] = {
+    {"side", T_LONGLONG, offsetof(ChannelState, side), 0, NULL},
+    {"last", T_LONGLONG, offsetof(ChannelState, last), 0, NULL},
+    {"phase", T_LONGLONG, offsetof(ChannelState, phase), 0, NULL},
+    {"tail", T_LONGLONG, offsetof(ChannelState, tail), 0, NULL},
+    {"is_settled", T_BOOL, offsetof(ChannelState, is_settled), 0, NULL},
+    {NULL},
+};
+
+static void channel_state_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot channel_state_slots[] = {
+    {Py_tp_members, channel_state_members},
+    {Py_tp_dealloc, channel_state_dealloc},
+    {Py_tp_doc, "What a rank has published last in a group, and whether everyone has reached it."},
+    {0, NULL},
+};
+
+static PyType_Spec channel_state_spec = {
+    "syncvar.kernel.native.ChannelState", sizeof(ChannelState), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, channel_state_slots,
+};
+
+/* -- NumPy's inner loops -------------------------------------------------------------------------------------------- */
+
+typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
+
+/* The beginning of NumPy's PyUFuncObject, which its C interface has kept since version 1. */
+typedef struct {
+    PyObject_HEAD
+    int nin, nout, nargs, identity;
+    Loop *functions;
+    void *const *data;
+    int ntypes;
+    int reserved;
+    const char *name;
+    const char *types;
+} Ufunc;
+
+typedef struct {
+    Loop loop;
+    void *data;
+    PyObject *owner; /* the ufunc, alive as long as its loop is used */
+} Step;
+
+/* Find the loop of a ufunc that takes two operands of a type to a result of the same type. */
+static int find_loop(PyObject *ufunc, int number, Step *found) {
+    const Ufunc *head = (const Ufunc *)ufunc;
+    for (int place = 0; place < head->ntypes; place++) {
+        const char *types = head->types + 3 * place;
+        if (types[0] == number && types[1] == number && types[2] == number) {
+            found->loop = head->functions[place];
+            found->data = head->data == NULL ? NULL : head->data[place];
+            Py_XDECREF(found->owner);
+            found->owner = Py_NewRef(ufunc);
+            return found->loop != NULL;
+        }
+    }
+    return 0;
+}
+
+static void combine(const Step *step, const char *left, const char *right, intptr_t right_step, char *out, intptr_t count, intptr_t width) {
+    char *arrays[3] = {(char *)left, (char *)right, out};
+    const intptr_t steps[3] = {width, right_step, width};
+    step->loop(arrays, &count, steps, step->data);
+}
+
+/* -- arrays --------------------------------------------------------------------------------------------------------- */
+
+/* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1. */
+typedef struct {
+    PyObject_HEAD
+    char *data;
+    int ndim;
+    intptr_t *shape;
+    intptr_t *strides;
+    PyObject *base;
+    PyObject *dtype;
+    int flags;
+} Array;
+
+#define IN_ONE_PIECE 0x0001
+#define ALIGNED 0x0100
+#define WRITEABLE 0x0400
+
+#define NDIM_MAX 64
+
+/* -- a prepared call ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    int has_memory;
+    uint64_t *words;
+    ChannelState *channel;
+    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *dtype, *make, *make_arguments, *plain, *later, *hand_over, *interrupt, *saying;
+    uint64_t digest;
+    Py_ssize_t entry, check_at, phase_at, done_at, abort_at;
+    Py_ssize_t others[RANKS_MAX];
+    Py_ssize_t slots[RANKS_MAX];
+    Py_ssize_t side_bytes, nbytes, width;
+    int size, rank, ndim, shares_cores, looks;
+    intptr_t shape[NDIM_MAX];
+    Step fold, divide, apply;
+    char divisor[16];
+} SlotCall;
+
+static PyObject *name_is_quiet, *name_locked, *name_next_call, *name_acquire, *name_release;
+
+static int is_fitting(const SlotCall *self, PyObject *value, int flags) {
+    if ((PyObject *)Py_TYPE(value) != self->array_type) return 0;
+    const Array *array = (const Array *)value;
+    if (array->dtype != self->dtype || array->ndim != self->ndim || (array->flags & flags) != flags) return 0;
+    for (int axis = 0; axis < self->ndim; axis++)
+        if (array->shape[axis] != self->shape[axis]) return 0;
+    return 1;
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static inline uint64_t seen(const SlotCall *self, Py_ssize_t place) { return __atomic_load_n(self->words + place, __ATOMIC_ACQUIRE); }
+
+static inline void store(SlotCall *self, Py_ssize_t place, uint64_t value) { __atomic_store_n(self->words + place, value, __ATOMIC_RELEASE); }
+
+/* Wait a short while until all others have published this word. */
+static int have_come(const SlotCall *self, uint64_t target) {
+    int yields = 0;
+    for (int other = 0; other < self->size - 1; other++) {
+        const Py_ssize_t place = self->others[other];
+        int looks = 0;
+        while (seen(self, place) < target) {
+            if (++looks <= self->looks) {
+                RELAX();
+                continue;
+            }
+            if (!self->shares_cores || yields++ >= YIELDS || seen(self, self->abort_at)) return 0;
+            looks = 0;
+            sched_yield();
+        }
+    }
+    return 1;
+}
+
+/* Combine terms [low, high) of a block by the tree over ranks: T(low, high) = T(low, middle) + T(middle, high). */
+static void combine_tree(const SlotCall *self, const char **terms, int low, int high, char *out, char *scratch, intptr_t count) {
+    int half = 1;
+    while (2 * half < high - low) half *= 2;
+    const int middle = low + half;
+    const char *left = terms[low], *right = terms[middle];
+    if (middle - low > 1) {
+        combine_tree(self, terms, low, middle, out, scratch, count);
+        left = out;
+    }
+    if (high - middle > 1) {
+        combine_tree(self, terms, middle, high, scratch, scratch + BLOCK, count);
+        right = scratch;
+    }
+    combine(&self->fold, left, right, self->width, out, count, self->width);
+}
+
+static void combine_slots(const SlotCall *self, int side, char *out) {
+    _Alignas(64) char scratch[(LEVELS + 1) * BLOCK];
+    const char *terms[RANKS_MAX];
+    const intptr_t per_block = BLOCK / self->width;
+    for (Py_ssize_t start = 0; start < self->nbytes; start += BLOCK) {
+        intptr_t count = (self->nbytes - start) / self->width;
+        if (count > per_block) count = per_block;
+        for (int rank = 0; rank < self->size; rank++)
+            terms[rank] = (const char *)self->words + self->slots[rank] + side * self->side_bytes + start;
+        char *made = self->apply.loop == NULL ? out + start : scratch + LEVELS * BLOCK;
+        combine_tree(self, terms, 0, self->size, made, scratch, count);
+        if (self->divide.loop != NULL) combine(&self->divide, made, self->divisor, 0, made, count, self->width);
+        if (self->apply.loop != NULL) combine(&self->apply, out + start, made, self->width, out + start, count, self->width);
+    }
+}
+
+/* Return 1 for True, 0 for anything else, also an attribute that is missing. */
+static int is_true(PyObject *owner, PyObject *name) {
+    PyObject *value = PyObject_GetAttr(owner, name);
+    if (value == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    Py_DECREF(value);
+    return value == Py_True;
+}
+
+/* Let Python go on with a call that has been published: it waits longer, and knows what else there is.
+ *
+ * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
+ * take part in, wherever a signal may have struck. */
+static PyObject *go_on(SlotCall *self, PyObject *number, PyObject *begin, PyObject *out, PyObject *said, PyObject *timeout) {
+    PyObject *taken = PyObject_CallMethodObjArgs(self->busy, name_acquire, Py_False, NULL); /* free: nobody else has run since */
+    PyObject *told = taken == NULL ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, out, said, NULL);
+    PyObject *result = NULL;
+    if (told == NULL) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        PyErr_NormalizeException(&type, &error, &trace);
+        PyObject *done = PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, said, NULL);
+        if (done == NULL) PyErr_Clear();
+        Py_XDECREF(done);
+        PyErr_Restore(type, error, trace);
+    } else if (PyTuple_GetItem(told, 0) == Py_True) {
+        result = Py_NewRef(PyTuple_GetItem(told, 1));
+    } else {
+        result = PyObject_CallFunctionObjArgs(self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, timeout, NULL);
+    }
+    Py_XDECREF(told);
+    if (taken != NULL) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        PyObject *released = PyObject_CallMethodObjArgs(self->busy, name_release, NULL);
+        if (released == NULL) PyErr_Clear();
+        Py_XDECREF(released);
+        Py_DECREF(taken);
+        PyErr_Restore(type, error, trace);
+    }
+    return result;
+}
+
+/* Add a call that is over to the flight recorder. */
+static int record(const SlotCall *self, PyObject *told, PyObject *number, PyObject *begin) {
+    PyObject *entry = PyTuple_New(5), *end = PyLong_FromLongLong(now_ns()), *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+    if (entry == NULL || end == NULL || thread == NULL) {
+        Py_XDECREF(entry);
+        Py_XDECREF(end);
+        Py_XDECREF(thread);
+        return -1;
+    }
+    PyTuple_SetItem(entry, 0, Py_NewRef(told));
+    PyTuple_SetItem(entry, 1, Py_NewRef(number));
+    PyTuple_SetItem(entry, 2, Py_NewRef(begin));
+    PyTuple_SetItem(entry, 3, end);
+    PyTuple_SetItem(entry, 4, thread);
+    PyObject *added = PyObject_CallFunctionObjArgs(self->add, entry, NULL);
+    Py_DECREF(entry);
+    Py_XDECREF(added);
+    return added == NULL ? -1 : 0;
+}
+
+static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    SlotCall *self = (SlotCall *)object;
+    const Py_ssize_t given = PyTuple_Size(arguments);
+    PyObject *x, *out, *said, *timeout;
+    if (given < 2 || given > 4 || keywords != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a prepared call takes (x, out, said, timeout)");
+        return NULL;
+    }
+    x = PyTuple_GetItem(arguments, 0);
+    out = PyTuple_GetItem(arguments, 1);
+    said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None;
+    timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
+    ChannelState *channel = self->channel;
+
+    if (!channel->is_settled || !is_true(self->engine, name_is_quiet) || PyObject_Size(self->queue) != 0) goto unusual;
+    if (!is_fitting(self, x, IN_ONE_PIECE | ALIGNED)) goto unusual;
+    if (out != Py_None && !is_fitting(self, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
+    PyObject *locked = PyObject_CallMethodObjArgs(self->busy, name_locked, NULL);
+    if (locked == NULL) return NULL;
+    Py_DECREF(locked);
+    if (locked != Py_False) goto unusual;
+
+    uint64_t digest = self->digest;
+    PyObject *told = NULL, *made = NULL, *number = NULL, *begin = NULL, *following = NULL, *result = NULL;
+    if (said == Py_None) {
+        told = Py_NewRef(self->told);
+    } else {
+        digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(said, 1));
+        told = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
+    }
+    if (told == NULL) goto done;
+    made = out == Py_None ? PyObject_Call(self->make, self->make_arguments, NULL) : Py_NewRef(out);
+    if (made == NULL) goto done;
+    number = PyObject_GetAttr(self->communicator, name_next_call);
+    if (number == NULL) goto done;
+    const long long call = PyLong_AsLongLong(number);
+    following = call < 0 ? NULL : PyLong_FromLongLong(call + 1);
+    begin = PyLong_FromLongLong(now_ns());
+    if (following == NULL || begin == NULL || PyObject_SetAttr(self->communicator, name_next_call, following) < 0) goto done;
+
+    /* From here to the end of the wait nothing can fail: others take part in the call now. */
+    const int side = (int)(channel->side ^= 1);
+    memcpy((char *)self->words + self->slots[self->rank] + side * self->side_bytes, ((Array *)x)->data, self->nbytes);
+    const uint64_t check = digest + (uint64_t)call * SPREAD;
+    store(self, self->entry + self->check_at + side, check);
+    const uint64_t target = ((uint64_t)call << 1) + 2;
+    channel->last = (long long)target;
+    if (channel->phase || self->words[self->entry + self->done_at]) {
+        store(self, self->entry + self->done_at, (uint64_t)channel->phase);
+        channel->phase = 0;
+        store(self, self->entry + self->phase_at, 0);
+    }
+    store(self, self->entry, target | (uint64_t)side);
+    int agree = have_come(self, target);
+    for (int other = 0; agree && other < self->size - 1; other++)
+        agree = seen(self, self->others[other] + self->check_at + side) == check; /* who has not been given up a call has it on this side */
+    if (!agree) {
+        result = go_on(self, number, begin, made, said, timeout);
+    } else {
+        combine_slots(self, side, ((Array *)made)->data);
+        if (record(self, told, number, begin) == 0) result = Py_NewRef(made);
+    }
+done:
+    Py_XDECREF(told);
+    Py_XDECREF(made);
+    Py_XDECREF(number);
+    Py_XDECREF(begin);
+    Py_XDECREF(following);
+    return result;
+
+unusual:
+    return PyObject_CallFunctionObjArgs(self->plain, x, out, said, timeout, NULL);
+}
+
+/* -- making one ----------------------------------------------------------------------------------------------------- */
+
+static PyObject **references(SlotCall *self, int place) {
+    PyObject **all[] = {
+        (PyObject **)&self->channel, &self->engine, &self->communicator, &self->busy, &self->queue, &self->add, &self->told, &self->array_type,
+        &self->dtype, &self->make, &self->make_arguments, &self->plain, &self->later, &self->hand_over, &self->interrupt, &self->saying,
+        &self->fold.owner, &self->divide.owner, &self->apply.owner,
+    };
+    return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
+}
+
+static int slot_call_traverse(PyObject *object, visitproc visit, void *arg) {
+    PyObject **found;
+    Py_VISIT(Py_TYPE(object));
+    for (int place = 0; (found = references((SlotCall *)object, place)) != NULL; place++) Py_VISIT(*found);
+    return 0;
+}
+
+static int slot_call_clear(PyObject *object) {
+    PyObject **found;
+    for (int place = 0; (found = references((SlotCall *)object, place)) != NULL; place++) Py_CLEAR(*found);
+    return 0;
+}
+
+static void slot_call_dealloc(PyObject *object) {
+    SlotCall *self = (SlotCall *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    slot_call_clear(object);
+    if (self->has_memory) PyBuffer_Release(&self->memory);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+/* Read a tuple of numbers; returns how many, or -1. */
+static Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most) {
+    const Py_ssize_t count = PyTuple_Size(given);
+    if (count < 0 || count > most) {
+        if (count >= 0) PyErr_Format(PyExc_ValueError, "at most %zd numbers", most);
+        return -1;
+    }
+    for (Py_ssize_t place = 0; place < count; place++) {
+        into[place] = PyLong_AsSsize_t(PyTuple_GetItem(given, place));
+        if (into[place] == -1 && PyErr_Occurred()) return -1;
+    }
+    return count;
+}
+
+static int is_inside(const SlotCall *self, Py_ssize_t start, Py_ssize_t nbytes) {
+    return start >= 0 && nbytes >= 0 && nbytes <= self->memory.len && start <= self->memory.len - nbytes;
+}
+
+/* Look whether all that a call can touch lies in the arena: nothing is compared later. */
+static int check_places(const SlotCall *self) {
+    const Py_ssize_t last = self->done_at > self->check_at + 1 ? self->done_at : self->check_at + 1;
+    int good = is_inside(self, 8 * self->entry, 8 * (last + 1)) && is_inside(self, 8 * self->abort_at, 8) && self->nbytes <= self->side_bytes;
+    for (int other = 0; other < self->size - 1; other++) good = good && is_inside(self, 8 * self->others[other], 8 * (last + 1));
+    for (int rank = 0; rank < self->size; rank++) good = good && is_inside(self, self->slots[rank], 2 * self->side_bytes);
+    if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside the arena");
+    return good;
+}
+
+static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static char *names[] = {
+        "memory", "channel", "engine", "communicator", "busy", "queue", "add", "told", "digest", "entry", "fields", "others", "slots", "side_bytes",
+        "rank", "shares_cores", "looks", "shape", "dtype", "fold", "divide", "apply", "divisor", "make", "plain", "later", "hand_over", "interrupt", "saying", NULL,
+    };
+    PyObject *memory, *channel, *objects[15], *fields, *others, *slots, *shape, *fold, *divide, *apply;
+    const char *divisor;
+    Py_ssize_t divisor_bytes, entry, side_bytes, places[4], lengths[NDIM_MAX];
+    unsigned long long digest;
+    int rank, shares_cores, looks;
+    if (!PyArg_ParseTupleAndKeywords(
+            arguments, keywords, "$OOOOOOOOKnOOOnipiOOOOOy#OOOOOO:SlotCall", names, &memory, &channel, &objects[0], &objects[1], &objects[2],
+            &objects[3], &objects[4], &objects[5], &digest, &entry, &fields, &others, &slots, &side_bytes, &rank, &shares_cores, &looks, &shape,
+            &objects[6], &fold, &divide, &apply, &divisor, &divisor_bytes, &objects[7], &objects[8], &objects[9], &objects[10], &objects[11], &objects[12]))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    SlotCall *self = (SlotCall *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    PyObject *numpy = NULL, *itemsize = NULL, *number = NULL;
+    self->channel = (ChannelState *)Py_NewRef(channel);
+    self->engine = Py_NewRef(objects[0]);
+    self->communicator = Py_NewRef(objects[1]);
+    self->busy = Py_NewRef(objects[2]);
+    self->queue = Py_NewRef(objects[3]);
+    self->add = Py_NewRef(objects[4]);
+    self->told = Py_NewRef(objects[5]);
+    self->dtype = Py_NewRef(objects[6]);
+    self->make = Py_NewRef(objects[7]);
+    self->plain = Py_NewRef(objects[8]);
+    self->later = Py_NewRef(objects[9]);
+    self->hand_over = Py_NewRef(objects[10]);
+    self->interrupt = Py_NewRef(objects[11]);
+    self->saying = Py_NewRef(objects[12]);
+    self->digest = digest;
+    self->entry = entry;
+    self->side_bytes = side_bytes;
+    self->rank = rank;
+    self->shares_cores = shares_cores;
+    self->looks = looks;
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
+    self->has_memory = 1;
+    self->words = self->memory.buf;
+    if (read_numbers(fields, places, 4) != 4) goto wrong;
+    self->check_at = places[0];
+    self->phase_at = places[1];
+    self->done_at = places[2];
+    self->abort_at = places[3];
+    self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
+    if (self->size < 2 || read_numbers(others, self->others, RANKS_MAX) != self->size - 1 || rank < 0 || rank >= self->size) goto wrong;
+    self->ndim = (int)read_numbers(shape, lengths, NDIM_MAX);
+    if (self->ndim < 0) goto failed;
+    itemsize = PyObject_GetAttrString(self->dtype, "itemsize");
+    number = PyObject_GetAttrString(self->dtype, "num");
+    if (itemsize == NULL || number == NULL) goto failed;
+    self->width = PyLong_AsSsize_t(itemsize);
+    self->nbytes = self->width;
+    for (int axis = 0; axis < self->ndim; axis++) {
+        self->shape[axis] = lengths[axis];
+        self->nbytes *= lengths[axis];
+    }
+    if (self->width < 1 || BLOCK % self->width != 0 || divisor_bytes > (Py_ssize_t)sizeof self->divisor) goto wrong;
+    const int kind = (int)PyLong_AsLong(number);
+    if (!find_loop(fold, kind, &self->fold)) goto wrong;
+    if (divide != Py_None && (divisor_bytes != self->width || !find_loop(divide, kind, &self->divide))) goto wrong;
+    if (apply != Py_None && !find_loop(apply, kind, &self->apply)) goto wrong;
+    memcpy(self->divisor, divisor, divisor_bytes);
+    if (!check_places(self)) goto failed;
+    numpy = PyImport_ImportModule("numpy");
+    if (numpy == NULL) goto failed;
+    self->array_type = PyObject_GetAttrString(numpy, "ndarray");
+    if (self->array_type == NULL) goto failed;
+    self->make_arguments = Py_BuildValue("(OO)", shape, self->dtype);
+    if (self->make_arguments == NULL) goto failed;
+    Py_DECREF(numpy);
+    Py_DECREF(itemsize);
+    Py_DECREF(number);
+    return (PyObject *)self;
+wrong:
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this call cannot be prepared here");
+failed:
+    Py_XDECREF(numpy);
+    Py_XDECREF(itemsize);
+    Py_XDECREF(number);
+    Py_DECREF(self);
+    return NULL;
+}
+
+static PyType_Slot slot_call_slots[] = {
+    {Py_tp_new, slot_call_new},
+    {Py_tp_call, slot_call_call},
+    {Py_tp_dealloc, slot_call_dealloc},
+    {Py_tp_traverse, slot_call_traverse},
+    {Py_tp_clear, slot_call_clear},
+    {Py_tp_doc, "A prepared reduction whose operands go through the small slots of a channel: call(x, out, said, timeout)."},
+    {0, NULL},
+};
+
+static PyType_Spec slot_call_spec = {
+    "syncvar.kernel.native.SlotCall", sizeof(SlotCall), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slot_call_slots,
+};
+
+/* -- what the module tells of itself --------------------------------------------------------------------------------- */
+
+/* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
+static PyObject *describe(PyObject *module, PyObject *value) {
+    (void)module;
+    const Array *array = (const Array *)value;
+    PyObject *shape = PyTuple_New(array->ndim);
+    for (int axis = 0; shape != NULL && axis < array->ndim; axis++) PyTuple_SetItem(shape, axis, PyLong_FromSsize_t(array->shape[axis]));
+    return Py_BuildValue("(KNOi)", (unsigned long long)(uintptr_t)array->data, shape, array->dtype, array->flags & (IN_ONE_PIECE | ALIGNED | WRITEABLE));
+}
+
+/* Combine two arrays of one dtype and length into a third one by a ufunc's own loop; the loader compares the result. */
+static PyObject *combine_once(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *ufunc, *left, *right, *out;
+    int number;
+    if (!PyArg_ParseTuple(arguments, "OiOOO", &ufunc, &number, &left, &right, &out)) return NULL;
+    Step step = {NULL, NULL, NULL};
+    if (!find_loop(ufunc, number, &step)) Py_RETURN_FALSE;
+    const Array *made = (const Array *)out;
+    combine(&step, ((const Array *)left)->data, ((const Array *)right)->data, made->strides[0], made->data, made->shape[0], made->strides[0]);
+    Py_DECREF(step.owner);
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef functions[] = {
+    {"describe", describe, METH_O, "Return (address, shape, dtype, flags) of an array, as this module reads its memory."},
+    {"combine_once", combine_once, METH_VARARGS, "Combine two flat arrays into a third one by the loop of a ufunc; False where it has none."},
+    {NULL},
+};
+
+static int add_type(PyObject *module, PyType_Spec *spec, const char *name) {
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    const int done = type == NULL ? -1 : PyModule_AddObjectRef(module, name, type);
+    Py_XDECREF(type);
+    return done;
+}
+
+static int prepare_module(PyObject *module) {
+    name_is_quiet = PyUnicode_InternFromString("is_quiet");
+    name_locked = PyUnicode_InternFromString("locked");
+    name_next_call = PyUnicode_InternFromString("next_call");
+    name_acquire = PyUnicode_InternFromString("acquire");
+    name_release = PyUnicode_InternFromString("release");
+    if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release) return -1;
+    if (add_type(module, &channel_state_spec, "ChannelState") < 0) return -1;
+    return add_type(module, &slot_call_spec, "SlotCall");
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "syncvar.kernel.native", "Runs prepared calls in shared memory without Python's own steps.", 0, functions, module_slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_native(void) { return PyModuleDef_Init(&definition); }
