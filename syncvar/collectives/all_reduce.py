@@ -33,8 +33,10 @@ from syncvar.collectives._reducing import (
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.runtime import finite
+from syncvar.runtime.context import entered_natively
 from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import Reduction, divided, finish, quiet, reduction
@@ -142,7 +144,13 @@ def all_reduce(
     )
     if form is not None:
         prepare(communicator, key, x, form, op, "all_reduce", reproducible=reproducible)
+        if group is None and not reproducible:
+            remember(all_reduce, op, communicator.shortcuts.get(key), communicator.shortcuts)
     return result
+
+
+if not TYPE_CHECKING:
+    all_reduce = entered_natively(all_reduce, usual_op="sum")
 
 
 def _request(

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.kernel import remember
+from syncvar.runtime.context import entered_natively
 from syncvar.runtime.group import Communicator, Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.timeouts import is_seconds
@@ -56,8 +58,14 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
     if is_plain and communicator.prepares and _BARRIER not in communicator.shortcuts and communicator.forced("barrier") is None:
         from syncvar.runtime.shortcut import meet_shortcut
 
-        communicator.keep_shortcut(_BARRIER, meet_shortcut(communicator, fingerprint(*_BARRIER), "barrier"))
+        made = communicator.keep_shortcut(_BARRIER, meet_shortcut(communicator, fingerprint(*_BARRIER), "barrier"))
+        if group is None:
+            remember(barrier, None, made, communicator.shortcuts)
     return work
+
+
+if not TYPE_CHECKING:
+    barrier = entered_natively(barrier, _NOTHING)
 
 
 def meet(

@@ -18,7 +18,7 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["ChannelState", "slot_call", "which", "why_not_native"]
+__all__ = ["ChannelState", "entrance", "remember", "slot_call", "which", "why_not_native"]
 
 _native: ModuleType | None
 _missing: str
@@ -93,3 +93,28 @@ def slot_call(**parts: Any) -> Any:
         return _native.SlotCall(**parts)
     except ValueError:  # a dtype or an op without a loop of its own, or more ranks than it is made for
         return None
+
+
+def entrance(function: Any, state: Any, nothing: Any = None, usual_op: str | None = None) -> Any:
+    """Return a callable that finds and runs a public function's prepared calls in C, and calls the function for any other.
+
+    Args:
+        function: What it stands for; its name, documentation and signature are the callable's.
+        state: Has the process's context as `default`, and `is_bound` True where threads have their own.
+        nothing: What a function without arguments brings; None for one that takes an array.
+        usual_op: The op where none is given.
+    """
+    return function if _native is None else _native.Entrance(function, state, np.ndarray, np.asarray, nothing, usual_op)
+
+
+def remember(function: Any, op: Any, call: Any, shortcuts: Any) -> None:
+    """Let the callable that `entrance` has returned find a prepared call of the world.
+
+    Args:
+        function: That callable; nothing is done where it is the function itself.
+        op: As the caller writes it.
+        call: What `slot_call` has returned; nothing is done with anything else.
+        shortcuts: The world's prepared calls, while it is the same.
+    """
+    if _native is not None and type(function) is _native.Entrance:
+        function.remember(op, call, shortcuts)

@@ -127,6 +127,8 @@ typedef struct {
 
 #define NDIM_MAX 64
 
+struct Entrance;
+
 /* -- a prepared call ------------------------------------------------------------------------------------------------ */
 
 typedef struct {
@@ -135,7 +137,8 @@ typedef struct {
     int has_memory;
     uint64_t *words;
     ChannelState *channel;
-    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *dtype, *make, *make_arguments, *plain, *later, *hand_over, *interrupt, *saying;
+    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *dtype, *make, *make_arguments, *plain, *later, *hand_over, *interrupt, *saying, *shortcuts;
+    struct Entrance *entrance; /* where it is remembered, if anywhere */
     uint64_t digest;
     Py_ssize_t entry, check_at, phase_at, done_at, abort_at;
     Py_ssize_t others[RANKS_MAX];
@@ -285,18 +288,7 @@ static int record(const SlotCall *self, PyObject *told, PyObject *number, PyObje
     return added == NULL ? -1 : 0;
 }
 
-static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
-    SlotCall *self = (SlotCall *)object;
-    const Py_ssize_t given = PyTuple_Size(arguments);
-    PyObject *x, *out, *said, *timeout;
-    if (given < 2 || given > 4 || keywords != NULL) {
-        PyErr_SetString(PyExc_TypeError, "a prepared call takes (x, out, said, timeout)");
-        return NULL;
-    }
-    x = PyTuple_GetItem(arguments, 0);
-    out = PyTuple_GetItem(arguments, 1);
-    said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None;
-    timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
+static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout) {
     ChannelState *channel = self->channel;
 
     if (!channel->is_settled || !is_true(self->engine, name_is_quiet) || PyObject_Size(self->queue) != 0) goto unusual;
@@ -359,12 +351,22 @@ unusual:
     return PyObject_CallFunctionObjArgs(self->plain, x, out, said, timeout, NULL);
 }
 
+static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    const Py_ssize_t given = PyTuple_Size(arguments);
+    if (given < 2 || given > 4 || keywords != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a prepared call takes (x, out, said, timeout)");
+        return NULL;
+    }
+    PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None, *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
+    return run_slots((SlotCall *)object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
+}
+
 /* -- making one ----------------------------------------------------------------------------------------------------- */
 
 static PyObject **references(SlotCall *self, int place) {
     PyObject **all[] = {
         (PyObject **)&self->channel, &self->engine, &self->communicator, &self->busy, &self->queue, &self->add, &self->told, &self->array_type,
-        &self->dtype, &self->make, &self->make_arguments, &self->plain, &self->later, &self->hand_over, &self->interrupt, &self->saying,
+        &self->dtype, &self->make, &self->make_arguments, &self->plain, &self->later, &self->hand_over, &self->interrupt, &self->saying, &self->shortcuts,
         &self->fold.owner, &self->divide.owner, &self->apply.owner,
     };
     return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
@@ -377,8 +379,11 @@ static int slot_call_traverse(PyObject *object, visitproc visit, void *arg) {
     return 0;
 }
 
+static void forget(SlotCall *call);
+
 static int slot_call_clear(PyObject *object) {
     PyObject **found;
+    forget((SlotCall *)object);
     for (int place = 0; (found = references((SlotCall *)object, place)) != NULL; place++) Py_CLEAR(*found);
     return 0;
 }
@@ -523,6 +528,206 @@ static PyType_Spec slot_call_spec = {
     "syncvar.kernel.native.SlotCall", sizeof(SlotCall), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slot_call_slots,
 };
 
+/* -- the entrance of a public function ------------------------------------------------------------------------------- */
+
+static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
+
+static int is_integer(PyObject *value) { return Py_TYPE(value) == &PyLong_Type || Py_TYPE(value) == &PyBool_Type; }
+
+#define REMEMBERED 32 /* calls, by what they are made of; of two in one place the newer one stays */
+
+typedef struct {
+    PyObject *op;
+    SlotCall *call; /* borrowed: the group's table of prepared calls keeps it, and it takes itself out here when it goes */
+} Remembered;
+
+typedef struct Entrance {
+    PyObject_HEAD
+    PyObject *function, *state, *array_type, *as_array, *nothing, *usual_op;
+    Remembered calls[REMEMBERED];
+} Entrance;
+
+static PyTypeObject *slot_call_type;
+static PyObject *name_default, *name_is_bound, *name_shortcuts, *name_world, *name_op, *name_out, *name_timeout;
+
+static unsigned place_of(PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
+    uintptr_t mixed = ((uintptr_t)op >> 4) * 31 + ((uintptr_t)dtype >> 4);
+    for (int axis = 0; axis < ndim; axis++) mixed = mixed * 1000003u + (uintptr_t)shape[axis];
+    return (unsigned)((mixed ^ mixed >> 17) % REMEMBERED);
+}
+
+/* Take a call out of where it is remembered; nothing where it is not. */
+static void forget(SlotCall *call) {
+    if (call == NULL || call->entrance == NULL) return;
+    Entrance *entrance = call->entrance;
+    call->entrance = NULL;
+    for (int place = 0; place < REMEMBERED; place++) {
+        if (entrance->calls[place].call == call) {
+            entrance->calls[place].call = NULL;
+            Py_CLEAR(entrance->calls[place].op);
+        }
+    }
+    Py_DECREF((PyObject *)entrance);
+}
+
+/* Return whether a call belongs to the job that this thread is in, and to the world as it is now. */
+static int is_current(const Entrance *self, const SlotCall *call) {
+    PyObject *context = PyObject_GetAttr(self->state, name_default);
+    PyObject *world = context == NULL || context == Py_None ? NULL : PyObject_GetAttr(context, name_world);
+    PyObject *shortcuts = world != call->communicator ? NULL : PyObject_GetAttr(world, name_shortcuts);
+    const int same = shortcuts != NULL && shortcuts == call->shortcuts && !is_true(self->state, name_is_bound);
+    Py_XDECREF(context);
+    Py_XDECREF(world);
+    Py_XDECREF(shortcuts);
+    if (PyErr_Occurred()) PyErr_Clear();
+    return same;
+}
+
+/* Run a call that has been remembered; NULL without an error where the function itself has to be called. */
+static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *keywords) {
+    const Py_ssize_t given = PyTuple_Size(arguments);
+    PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing, *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual_op;
+    PyObject *out = Py_None, *timeout = Py_None;
+    if (given > 2 || (given == 0) != (self->nothing != Py_None)) return NULL;
+    if (keywords != NULL) {
+        PyObject *name, *value;
+        Py_ssize_t place = 0;
+        while (PyDict_Next(keywords, &place, &name, &value)) {
+            if (name == name_out && given > 0) out = value;
+            else if (name == name_op && given == 1) op = value;
+            else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0))) timeout = value;
+            else return NULL;
+        }
+    }
+    PyObject *array;
+    if (is_float(x) || is_integer(x)) {
+        array = PyObject_CallFunctionObjArgs(self->as_array, x, NULL);
+        if (array == NULL) PyErr_Clear();
+    } else {
+        array = Py_NewRef(x);
+    }
+    PyObject *result = NULL;
+    if (array != NULL && (PyObject *)Py_TYPE(array) == self->array_type) {
+        const Array *seen_array = (const Array *)array;
+        const Remembered *found = &self->calls[place_of(op, seen_array->dtype, seen_array->ndim, seen_array->shape)];
+        if (found->call != NULL && found->op == op && is_fitting(found->call, array, 0) && is_current(self, found->call)) {
+            SlotCall *call = (SlotCall *)Py_NewRef((PyObject *)found->call);
+            result = run_slots(call, array, out, Py_None, timeout);
+            Py_DECREF(call);
+            if (result == Py_None) Py_CLEAR(result); /* nothing has been done */
+        }
+    }
+    Py_XDECREF(array);
+    return result;
+}
+
+static PyObject *entrance_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Entrance *self = (Entrance *)object;
+    PyObject *result = run_remembered(self, arguments, keywords);
+    return result != NULL || PyErr_Occurred() ? result : PyObject_Call(self->function, arguments, keywords);
+}
+
+/* Remember a prepared call of the world: remember(op, call, shortcuts). */
+static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
+    Entrance *self = (Entrance *)object;
+    PyObject *op, *call, *shortcuts;
+    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &shortcuts)) return NULL;
+    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->entrance == NULL) {
+        SlotCall *made = (SlotCall *)call;
+        Remembered *place = &self->calls[place_of(op, made->dtype, made->ndim, made->shape)];
+        forget(place->call);
+        place->op = Py_NewRef(op);
+        place->call = made;
+        made->shortcuts = Py_NewRef(shortcuts);
+        made->entrance = (Entrance *)Py_NewRef(object);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject **entrance_references(Entrance *self, int place) {
+    if (place < REMEMBERED) return &self->calls[place].op;
+    PyObject **all[] = {&self->function, &self->state, &self->as_array, &self->nothing, &self->array_type, &self->usual_op};
+    place -= REMEMBERED;
+    return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
+}
+
+static int entrance_traverse(PyObject *object, visitproc visit, void *arg) {
+    PyObject **found;
+    Py_VISIT(Py_TYPE(object));
+    for (int place = 0; (found = entrance_references((Entrance *)object, place)) != NULL; place++) Py_VISIT(*found);
+    return 0;
+}
+
+static int entrance_clear(PyObject *object) {
+    PyObject **found;
+    for (int place = 0; (found = entrance_references((Entrance *)object, place)) != NULL; place++) Py_CLEAR(*found);
+    return 0;
+}
+
+static void entrance_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    entrance_clear(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *function, *state, *as_array, *nothing, *array_type, *usual_op;
+    if (keywords != NULL || !PyArg_ParseTuple(arguments, "OOOOOO", &function, &state, &array_type, &as_array, &nothing, &usual_op)) return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Entrance *self = (Entrance *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    self->function = Py_NewRef(function);
+    self->state = Py_NewRef(state);
+    self->array_type = Py_NewRef(array_type);
+    self->as_array = Py_NewRef(as_array);
+    self->nothing = Py_NewRef(nothing);
+    self->usual_op = Py_NewRef(usual_op);
+    return (PyObject *)self;
+}
+
+/* All else is the function's: its name, documentation, signature. */
+static PyObject *entrance_getattr(PyObject *object, PyObject *name) {
+    PyObject *function = ((Entrance *)object)->function;
+    if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
+    if (PyUnicode_CompareWithASCIIString(name, "remember") == 0 || PyUnicode_CompareWithASCIIString(name, "__class__") == 0 ||
+        PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0 || PyUnicode_CompareWithASCIIString(name, "__reduce__") == 0)
+        return PyObject_GenericGetAttr(object, name);
+    return PyObject_GetAttr(function, name);
+}
+
+static PyObject *entrance_reduce(PyObject *object, PyObject *unused) {
+    (void)unused;
+    return PyObject_GetAttrString(((Entrance *)object)->function, "__qualname__");
+}
+
+static PyObject *entrance_repr(PyObject *object) { return PyObject_Repr(((Entrance *)object)->function); }
+
+static PyMethodDef entrance_methods[] = {
+    {"remember", entrance_remember, METH_VARARGS, "Remember a prepared call of the world: (op, call, shortcuts)."},
+    {"__reduce__", entrance_reduce, METH_NOARGS, "Functions are pickled by name."},
+    {NULL},
+};
+
+static PyType_Slot entrance_slots[] = {
+    {Py_tp_new, entrance_new},
+    {Py_tp_call, entrance_call},
+    {Py_tp_dealloc, entrance_dealloc},
+    {Py_tp_traverse, entrance_traverse},
+    {Py_tp_clear, entrance_clear},
+    {Py_tp_getattro, entrance_getattr},
+    {Py_tp_repr, entrance_repr},
+    {Py_tp_methods, entrance_methods},
+    {Py_tp_doc, "A public function whose prepared calls are found and run without Python's steps; any other call is the function's."},
+    {0, NULL},
+};
+
+static PyType_Spec entrance_spec = {
+    "syncvar.kernel.native.Entrance", sizeof(Entrance), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entrance_slots,
+};
+
 /* -- what the module tells of itself --------------------------------------------------------------------------------- */
 
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
@@ -567,9 +772,19 @@ static int prepare_module(PyObject *module) {
     name_next_call = PyUnicode_InternFromString("next_call");
     name_acquire = PyUnicode_InternFromString("acquire");
     name_release = PyUnicode_InternFromString("release");
+    name_default = PyUnicode_InternFromString("default");
+    name_is_bound = PyUnicode_InternFromString("is_bound");
+    name_shortcuts = PyUnicode_InternFromString("shortcuts");
+    name_world = PyUnicode_InternFromString("world");
+    name_op = PyUnicode_InternFromString("op");
+    name_out = PyUnicode_InternFromString("out");
+    name_timeout = PyUnicode_InternFromString("timeout");
+    if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_op || !name_out || !name_timeout) return -1;
     if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release) return -1;
-    if (add_type(module, &channel_state_spec, "ChannelState") < 0) return -1;
-    return add_type(module, &slot_call_spec, "SlotCall");
+    if (add_type(module, &channel_state_spec, "ChannelState") < 0 || add_type(module, &entrance_spec, "Entrance") < 0) return -1;
+    if (add_type(module, &slot_call_spec, "SlotCall") < 0) return -1;
+    slot_call_type = (PyTypeObject *)PyObject_GetAttrString(module, "SlotCall");
+    return slot_call_type == NULL ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NULL}};

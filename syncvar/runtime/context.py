@@ -29,7 +29,7 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
-from syncvar.kernel import which
+from syncvar.kernel import entrance, which
 from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
@@ -286,6 +286,7 @@ class _State:
         self.lock = threading.RLock()
         self.default: Context | None = None
         self.thread = threading.local()
+        self.is_bound = False  # some thread has had a context of its own
         self.forked: UsageError | None = None
         self.generations = 0
         self.hooked = False
@@ -350,9 +351,15 @@ def current(*, alone: bool = False) -> Context:
     return _join(alone=alone)
 
 
+def entered_natively(function: Any, nothing: Any = None, usual_op: str | None = None) -> Any:
+    """Return a callable that runs a public function's prepared calls in C where they are of the job of this process."""
+    return entrance(function, _state, nothing, usual_op)
+
+
 @contextlib.contextmanager
 def use(context: Context) -> Iterator[None]:
     """Bind a context to this thread."""
+    _state.is_bound = True
     _state.thread.context = context
     try:
         yield
