@@ -163,6 +163,7 @@ class Job:
 
     def dry_run(self) -> str:
         """Return what a launch would do, as text."""
+        from syncvar import kernel
         from syncvar_launcher.directory import runtime_directory
         from syncvar_launcher.sharing import sharing_of
         from syncvar_launcher.show import dry_run_text
@@ -187,6 +188,7 @@ class Job:
             host=self.host,
             binding=self.binding.reason,
             transport=transport,
+            kernel=kernel.told(self.options.runtime.kernel),
         )
 
     # -- running --------------------------------------------------------------------------------------------------

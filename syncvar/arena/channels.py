@@ -221,7 +221,7 @@ def _let_go(words: memoryview, entry: int, free: deque[int], process: int) -> No
             free.append(entry)
 
 
-class Channel(ChannelState):  # type: ignore[misc]  # made in C or in Python
+class Channel(ChannelState):
     """This rank's end of a group's channels.
 
     Args:

@@ -18,7 +18,9 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["ChannelState", "entrance", "remember", "slot_call", "which", "why_not_native"]
+    from syncvar.kernel.native import ChannelState
+
+__all__ = ["ChannelState", "entrance", "remember", "slot_call", "told", "which", "why_not_native"]
 
 _native: ModuleType | None
 _missing: str
@@ -59,7 +61,8 @@ class _ChannelState:
     __slots__ = ("is_settled", "last", "phase", "side", "tail")
 
 
-ChannelState: type[Any] = _ChannelState if _native is None else _native.ChannelState
+if not TYPE_CHECKING:
+    ChannelState = _ChannelState if _native is None else _native.ChannelState
 
 
 def why_not_native() -> str:
@@ -83,6 +86,18 @@ def which(wanted: str) -> str:
     if wanted == "c" and _native is None:
         raise ConfigError(f"kernel = c, but there is no C kernel: {_missing}; install with a compiler, or leave it to auto")
     return "python" if wanted == "python" or _native is None else "c"
+
+
+def told(wanted: str) -> str:
+    """Return in words what runs prepared calls, and why, under a setting.
+
+    Example:
+        >>> told("python")
+        'prepared calls run in Python: kernel = python asks for it'
+    """
+    if wanted == "python":
+        return "prepared calls run in Python: kernel = python asks for it"
+    return "prepared calls run in C" if not _missing else f"prepared calls run in Python: {_missing}"
 
 
 def slot_call(**parts: Any) -> Any:

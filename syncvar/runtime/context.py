@@ -29,7 +29,7 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
-from syncvar.kernel import entrance, which
+from syncvar.kernel import entrance, told, which
 from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
@@ -146,7 +146,7 @@ class Context:
         """The data path between processes of this host, and why."""
         between = f"; {self.config.between_hosts} between {self.host_count} hosts" if self.host_count > 1 else ""
         if self.arena is not None:
-            return f"arena: {self.local_world_size} ranks of this host share memory{between}"
+            return f"arena: {self.local_world_size} ranks of this host share memory{between}; {told(self.config.kernel)}"
         return f"zmq: {self.without_arena}{between}"
 
     def _let_go_of_arena(self) -> None:

@@ -1,0 +1,100 @@
+"""Prepared calls of every op and dtype, with odd values, into every kind of result; says what came of them as one digest."""
+
+import contextlib
+import hashlib
+import json
+import sys
+
+import ml_dtypes
+import numpy as np
+
+import syncvar as sv
+from syncvar.runtime.context import current
+from syncvar.runtime.kernels import reduction
+
+DTYPES = [np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float16, ml_dtypes.bfloat16,
+          np.float32, np.float64, np.complex64, np.complex128]  # fmt: skip
+SIZES = {"few": [1, 17], "many": [0, 1, 2, 3, 15, 16, 17, 1000, 4096 + 5]}
+ODD = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-310, 1e308, 65504.0, 3.0]
+
+
+def ops(dtype):
+    """Return the ops that have a meaning for a dtype."""
+    found = []
+    for op in ("sum", "prod", "min", "max", "and", "or", "xor", "mean"):
+        with contextlib.suppress(sv.ConfigError):
+            found.append(reduction(op, np.dtype(dtype)).name)
+    return found
+
+
+def values(draw, dtype, shape):
+    """Return random bits, and for floating point odd values among them."""
+    made = np.frombuffer(draw.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape).copy()
+    if dtype is np.bool_:
+        return (made.view(np.uint8) & 1).astype(bool)
+    with np.errstate(all="ignore"):
+        if made.dtype.kind in "fVc" and made.size:
+            places = draw.integers(0, made.size, 1 + made.size // 3)
+            made.reshape(-1)[places] = draw.choice(ODD, places.size).astype(made.real.dtype)
+    return made
+
+
+def main():
+    digest, calls = hashlib.sha256(), 0
+    draw = np.random.default_rng([int(sys.argv[1]), sv.rank()])
+
+    def take(result):
+        nonlocal calls
+        calls += 1
+        digest.update(np.ascontiguousarray(result).tobytes())
+
+    for dtype in DTYPES:
+        for size in SIZES[sys.argv[2]]:
+            shape = (size,) if size % 2 else (2, size // 2)
+            for op in ops(dtype):
+                for _ in range(2):  # the long way, which prepares; then prepared
+                    x = values(draw, dtype, shape)
+                    take(sv.all_reduce(x, op))
+                take(sv.all_reduce(x, op=op, timeout=30.0))
+                made = sv.all_reduce(x, op)
+                out = np.zeros_like(made)
+                assert sv.all_reduce(x, op, out=out) is out
+                take(out)
+                wide = np.zeros((*made.shape, 2), made.dtype)[..., 0]  # not in one piece
+                sv.all_reduce(x, op, out=wide)
+                take(wide)
+                take(sv.all_reduce(np.asfortranarray(x), op))
+                if made.dtype == x.dtype:
+                    same = x.copy()
+                    sv.all_reduce(same, op, out=same)
+                    take(same)
+                    longer = np.concatenate([x.reshape(-1), x.reshape(-1)[:1]])
+                    if size > 1 and len(shape) == 1:
+                        sv.all_reduce(longer[:-1], op, out=longer[1:])  # overlaps what is brought
+                        take(longer[1:])
+    for number in (1.5, 3, True, -0.0, 2**62, np.float32(0.1)):
+        for _ in range(3):
+            take(sv.all_reduce(number, "min"))
+            take(sv.all_reduce(number, "max"))
+    strategy = sv.MirroredStrategy()
+    with strategy.scope():
+        plain = sv.Variable(np.zeros(100), aggregation=sv.VariableAggregation.MEAN)
+        inside = sv.Variable(np.zeros(100), aggregation=sv.VariableAggregation.SUM)
+
+    def write(step):
+        inside.assign_add(np.full(100, 0.1 * step + sv.rank()))
+
+    for step in range(6):
+        plain.assign_add(np.full(100, 0.1 * step))
+        plain.assign_sub(np.full(100, 0.3))
+        strategy.run(write, args=(step,))
+        take(plain.numpy())
+        take(inside.numpy())
+        sv.barrier()
+    prepared = current().world.shortcuts.values()
+    native = sum(type(one).__name__ == "SlotCall" for one in prepared)
+    sys.stdout.write(json.dumps({"digest": digest.hexdigest(), "calls": calls, "native": native, "prepared": len(prepared)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The C runner of prepared calls gives the bytes of the Python runner, and leaves to it what is unusual."""
+
+import json
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from syncvar import kernel
+
+SCRIPT = Path(__file__).with_name("kernel_calls.py")
+
+
+def told(launch, runner, workers, sizes):
+    """Return what each rank says of its calls of few or many sizes."""
+    job = launch(
+        None, workers=workers, target=[str(SCRIPT)], arguments=[str(workers), sizes], env={"SYNCVAR_KERNEL": runner, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"},
+    )  # fmt: skip
+    assert job.wait(300) == 0, str(job)
+    return [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("workers", "sizes"),
+    [(2, "few"), pytest.param(2, "many", marks=pytest.mark.slow), pytest.param(3, "many", marks=pytest.mark.slow), pytest.param(5, "many", marks=pytest.mark.slow)],
+)
+@pytest.mark.timeout(600)
+def test_both_runners_give_the_same_bytes(launch, workers, sizes):
+    seen = {runner: told(launch, runner, workers, sizes) for runner in ("c", "python")}
+    assert len({rank["digest"] for ranks in seen.values() for rank in ranks}) == 1, seen
+    assert {rank["calls"] for ranks in seen.values() for rank in ranks} == {seen["c"][0]["calls"]}
+    assert {rank["native"] for rank in seen["python"]} == {0}
+    assert all(rank["native"] > rank["prepared"] // 2 > 50 for rank in seen["c"]), "else nothing has been compared"
+
+
+INTERRUPTED = """
+import signal
+import numpy as np, syncvar as sv
+from probe import failure, gate, note
+
+x = np.ones(4)
+for _ in range(3):
+    sv.all_reduce(x)
+if sv.rank() == 0:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(InterruptedError("planted")))
+    try:
+        sv.all_reduce(x)
+    except InterruptedError:
+        note("interrupted")
+    failure(sv.all_reduce, x)
+else:
+    gate("come")
+    failure(sv.all_reduce, x)
+"""
+
+
+def test_a_signal_in_a_prepared_call_breaks_the_group_on_all_ranks(launch):
+    job = launch(INTERRUPTED, env={"SYNCVAR_KERNEL": "c"})
+    job.await_events("interrupted")
+    job.open_gate("come")
+    job.wait(30)
+    assert {event["rank"]: event["error"] for event in job.events("raised")} == {0: "GroupBroken", 1: "PeerLost"}, str(job)
+
+
+def test_a_demanded_kernel_that_is_not_there_is_refused(launch):
+    script = """
+import sys
+sys.modules["syncvar.kernel.native"] = None
+import syncvar as sv
+sv.init()
+"""
+    job = launch(script, env={"SYNCVAR_KERNEL": "c"}, options=["--start-method", "spawn"])
+    assert job.wait(30) != 0
+    assert "there is no C kernel" in job.err
+    assert "install with a compiler" in job.err
+
+
+def test_without_a_kernel_calls_are_prepared_in_python(launch):
+    script = """
+import sys
+sys.modules["syncvar.kernel.native"] = None
+import numpy as np, syncvar as sv
+from probe import note
+from syncvar import kernel
+for _ in range(4):
+    total = sv.all_reduce(np.arange(3.0))
+    sv.barrier()
+note("ends", total=total.tolist(), runner=kernel.which("auto"), why=kernel.why_not_native())
+"""
+    job = launch(script, options=["--start-method", "spawn"])
+    assert job.wait(30) == 0, str(job)
+    for event in job.events("ends"):
+        assert (event["total"], event["runner"]) == ([0.0, 2.0, 4.0], "python")
+        assert "a C compiler" in event["why"]
+
+
+def test_dry_run_log_and_record_say_what_runs(launch):
+    for runner, words in (("auto", "prepared calls run in C"), ("python", "prepared calls run in Python: kernel = python asks for it")):
+        job = launch("import syncvar as sv; sv.init()", env={"SYNCVAR_KERNEL": runner, "SYNCVAR_LOG_LEVEL": "info"})
+        assert job.wait(30) == 0, str(job)
+        assert f"share memory; {words}" in job.err
+        job = launch("print(1)", options=["--dry-run"], env={"SYNCVAR_KERNEL": runner})
+        assert job.wait(30) == 0, str(job)
+        assert words in job.out.splitlines()
+
+
+def test_entrances_are_like_the_functions_they_stand_for():
+    import inspect
+    import pickle
+
+    import syncvar as sv
+
+    assert kernel.why_not_native() == "", "this tree has been installed with its kernel"
+    for function in (sv.all_reduce, sv.barrier):
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert function.__doc__.startswith(("Combine", "Wait"))
+        assert list(inspect.signature(function).parameters)[-1] in ("_foreign", "async_op")
+        assert function.__name__ in repr(function)
+        assert function.__module__.startswith("syncvar.collectives")
+
+
+@pytest.mark.slow
+def test_no_byte_outside_is_touched(launch, tmp_path):
+    """Built with the sanitizers of addresses and of undefined behaviour, which end a process at the first mistake."""
+    compiler = shutil.which("gcc")
+    assert compiler, "apt-get install gcc"
+    source = Path(kernel.__file__).with_name("native.c")
+    built = tmp_path / "native.so"
+    include = f"-I{sysconfig.get_path('include')}"
+    flags = ["-std=c11", "-O1", "-g", "-fPIC", "-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    subprocess.run([compiler, *flags, include, str(source), "-o", str(built)], check=True, timeout=120)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('syncvar.kernel.native', {str(built)!r})\n"
+        "sys.modules[spec.name] = made = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(made)\n"
+    )
+    library = subprocess.run([compiler, "-print-file-name=libasan.so"], check=True, timeout=60, capture_output=True, text=True).stdout.strip()
+    env = {
+        "LD_PRELOAD": library, "PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(tmp_path),
+    }  # fmt: skip
+    job = launch(
+        None, workers=3, target=[str(SCRIPT)], arguments=["9", "many"],
+        options=["--start-method", "spawn", *(f"--env={name}={value}" for name, value in env.items())],
+        env={"SYNCVAR_KERNEL": "c", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "120"},
+    )  # fmt: skip
+    assert job.wait(500) == 0, str(job)
+    seen = [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
+    assert len({rank["digest"] for rank in seen}) == 1, seen
+    assert all(rank["native"] > 100 for rank in seen)
