@@ -390,17 +390,18 @@ class Channel(ChannelState):
         self._kept.append(arrays)
 
     def slot_call(self, **parts: Any) -> Any:
-        """Return the C runner of a reduction of small slots, or None where Python has to run it; see `kernel.slot_call`."""
+        """Return the C runner of a call through small slots, or None where Python has to run it; see `kernel.slot_call`."""
         if not self._channels.is_native:
             return None
         tables = [self.arena.table(region) // 8 for region in self.regions]
         own = tables.pop(self.rank)
         is_one_process = any(self.words[table + _PROCESS] == self.words[own + _PROCESS] != 0 for table in tables)
+        shares_cores = self._channels.shares_cores
         return slot_call(
-            memory=self.arena.memory, channel=self, queue=self.queue, entry=self.entry, fields=(CHECK, PHASE, DONE, ABORT), others=self.others,
-            slots=tuple(self.words[entry + _SMALL] for entry in self._entries), side_bytes=SMALL_BYTES, rank=self.rank,
-            shares_cores=self._channels.shares_cores and not is_one_process,
-            looks=0 if is_one_process else _LOOKS_SHARED if self._channels.shares_cores else _LOOKS_ALONE, **parts,
+            memory=self.arena.memory, channel=self, queue=self.queue, entry=self.entry, others=self.others,
+            fields=(CHECK, PHASE, DONE, _SOURCE, TARGET, ABORT), slots=tuple(self.words[entry + _SMALL] for entry in self._entries),
+            side_bytes=SMALL_BYTES, rank=self.rank, shares_cores=shares_cores and not is_one_process,
+            looks=0 if is_one_process else _LOOKS_SHARED if shares_cores else _LOOKS_ALONE, **parts,
         )  # fmt: skip
 
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:

@@ -72,8 +72,8 @@ def by_shortcut(
             return None
         request, layout, front, general = prepared
         request.body.close()
-        shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, layout, front, general))
-    return None if shortcut is None else shortcut(x, out, timeout)
+        shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, layout, front, general, x))
+    return None if shortcut is None else shortcut(x, out, None, timeout)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:

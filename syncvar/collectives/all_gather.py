@@ -25,7 +25,9 @@ from syncvar.collectives._moving import by_shortcut, detail_of, fitting, landed,
 from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.kernel import remember
 from syncvar.loading import unexpected
+from syncvar.runtime.context import entered_natively
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
@@ -93,8 +95,11 @@ def all_gather(
     if array is not None and not array.ndim:
         array = array.reshape(1)
     if array is not None and axis in (0, -array.ndim):
-        result = by_shortcut(communicator, ("all_gather", axis, array.dtype, array.shape), array, out, timeout, _prepare, axis)
+        key = ("all_gather", axis, array.dtype, array.shape)
+        result = by_shortcut(communicator, key, array, out, timeout, _prepare, axis)
         if result is not None:
+            if group is None:
+                remember(all_gather, axis, communicator.shortcuts.get(key), communicator.shortcuts)
             return result
     if is_foreign(x, out):
         call = partial(
@@ -107,6 +112,10 @@ def all_gather(
         timeout,
         async_op=async_op,
     )
+
+
+if not TYPE_CHECKING:
+    all_gather = entered_natively(all_gather, second="axis", usual=0)
 
 
 def _prepare(communicator: Communicator, x: NDArray[Any], axis: int) -> Any:

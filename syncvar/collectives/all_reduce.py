@@ -150,7 +150,7 @@ def all_reduce(
 
 
 if not TYPE_CHECKING:
-    all_reduce = entered_natively(all_reduce, usual_op="sum")
+    all_reduce = entered_natively(all_reduce, second="op", usual="sum", positions=2)
 
 
 def _request(

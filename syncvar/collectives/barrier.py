@@ -65,7 +65,7 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
 
 
 if not TYPE_CHECKING:
-    barrier = entered_natively(barrier, _NOTHING)
+    barrier = entered_natively(barrier, nothing=_NOTHING, positions=0)
 
 
 def meet(

@@ -35,7 +35,9 @@ from syncvar.collectives._moving import (
 from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
+from syncvar.kernel import remember
 from syncvar.loading import unexpected
+from syncvar.runtime.context import entered_natively
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.shared_moves import Blocks, Layout
@@ -102,8 +104,11 @@ def broadcast(
     is_plain = type(root) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     array = plain_array(x) if is_plain else None
     if array is not None:
-        result = by_shortcut(communicator, ("broadcast", root, array.dtype, array.shape), array, out, timeout, _prepare, root)
+        key = ("broadcast", root, array.dtype, array.shape)
+        result = by_shortcut(communicator, key, array, out, timeout, _prepare, root)
         if result is not None:
+            if group is None:
+                remember(broadcast, root, communicator.shortcuts.get(key), communicator.shortcuts)
             return result
     if is_foreign(x, out):
         call = partial(
@@ -116,6 +121,10 @@ def broadcast(
         timeout,
         async_op=async_op,
     )
+
+
+if not TYPE_CHECKING:
+    broadcast = entered_natively(broadcast, second="root", usual=0)
 
 
 def _prepare(communicator: Communicator, x: NDArray[Any], root: int) -> Any:

@@ -15,9 +15,11 @@ from syncvar.collectives._moving import by_shortcut, fitting, landed, landing, m
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, UsageError
+from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.runtime import finite
+from syncvar.runtime.context import entered_natively
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import OPS, reduction
 from syncvar.runtime.shared_moves import Blocks, Fold, Layout
@@ -82,8 +84,11 @@ def reduce_scatter(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and isinstance(op, str) and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
-        result = by_shortcut(communicator, ("reduce_scatter", op, x.dtype, x.shape), x, out, timeout, _prepare, op)
+        key = ("reduce_scatter", op, x.dtype, x.shape)
+        result = by_shortcut(communicator, key, x, out, timeout, _prepare, op)
         if result is not None:
+            if group is None:
+                remember(reduce_scatter, op, communicator.shortcuts.get(key), communicator.shortcuts)
             return result
     if is_foreign(x, out):
         call = partial(
@@ -96,6 +101,10 @@ def reduce_scatter(
         timeout,
         async_op=async_op,
     )
+
+
+if not TYPE_CHECKING:
+    reduce_scatter = entered_natively(reduce_scatter, second="op", usual="sum", positions=2)
 
 
 def _prepare(communicator: Communicator, x: NDArray[Any], op: str) -> Any:

@@ -9,6 +9,7 @@ version 1. Before it is used for the first time, that is tried out with this Num
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,26 +111,33 @@ def slot_call(**parts: Any) -> Any:
         return None
 
 
-def entrance(function: Any, state: Any, nothing: Any = None, usual_op: str | None = None) -> Any:
+def entrance(
+    function: Any, state: Any, *, nothing: Any = None, second: str | None = None, usual: Any = None, positions: int = 1
+) -> Any:
     """Return a callable that finds and runs a public function's prepared calls in C, and calls the function for any other.
 
     Args:
         function: What it stands for; its name, documentation and signature are the callable's.
         state: Has the process's context as `default`, and `is_bound` True where threads have their own.
         nothing: What a function without arguments brings; None for one that takes an array.
-        usual_op: The op where none is given.
+        second: Name of the argument beside the array that calls may differ in: op, root, axis.
+        usual: Its default.
+        positions: How many arguments may be given by position.
     """
-    return function if _native is None else _native.Entrance(function, state, np.ndarray, np.asarray, nothing, usual_op)
+    if _native is None:
+        return function
+    name = None if second is None else sys.intern(second)
+    return _native.Entrance(function, state, np.ndarray, np.asarray, nothing, name, usual, positions)
 
 
-def remember(function: Any, op: Any, call: Any, shortcuts: Any) -> None:
+def remember(function: Any, second: Any, call: Any, shortcuts: Any) -> None:
     """Let the callable that `entrance` has returned find a prepared call of the world.
 
     Args:
         function: That callable; nothing is done where it is the function itself.
-        op: As the caller writes it.
+        second: The argument beside the array, as the caller writes it.
         call: What `slot_call` has returned; nothing is done with anything else.
         shortcuts: The world's prepared calls, while it is the same.
     """
     if _native is not None and type(function) is _native.Entrance:
-        function.remember(op, call, shortcuts)
+        function.remember(second, call, shortcuts)

@@ -131,34 +131,57 @@ struct Entrance;
 
 /* -- a prepared call ------------------------------------------------------------------------------------------------ */
 
+/* What is copied: from what this rank brings into its slot, or from somewhere into the result. */
+typedef struct {
+    Py_ssize_t from, to, nbytes, rank; /* whose slot it comes from; -1 for what this rank brings */
+} Copy;
+
+/* The shape that an array has to have. */
+typedef struct {
+    PyObject *dtype;
+    int ndim;
+    intptr_t shape[NDIM_MAX];
+    Py_ssize_t nbytes;
+} Form;
+
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     int has_memory;
     uint64_t *words;
     ChannelState *channel;
-    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *dtype, *make, *make_arguments, *plain, *later, *hand_over, *interrupt, *saying, *shortcuts;
+    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *make_arguments, *plain, *later, *hand_over, *interrupt, *saying, *shortcuts;
     struct Entrance *entrance; /* where it is remembered, if anywhere */
-    uint64_t digest;
-    Py_ssize_t entry, check_at, phase_at, done_at, abort_at;
+    Form brought, made;
+    Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
+    int put_count, take_count, term_count;
+    uint64_t digest, detail;
+    Py_ssize_t entry, check_at, phase_at, done_at, source_at, target_at, abort_at;
     Py_ssize_t others[RANKS_MAX];
     Py_ssize_t slots[RANKS_MAX];
-    Py_ssize_t side_bytes, nbytes, width;
-    int size, rank, ndim, shares_cores, looks;
-    intptr_t shape[NDIM_MAX];
+    Py_ssize_t side_bytes, width;
+    int size, rank, shares_cores, looks, tells;
     Step fold, divide, apply;
     char divisor[16];
 } SlotCall;
 
 static PyObject *name_is_quiet, *name_locked, *name_next_call, *name_acquire, *name_release;
 
-static int is_fitting(const SlotCall *self, PyObject *value, int flags) {
+static int is_fitting(const SlotCall *self, const Form *form, PyObject *value, int flags) {
     if ((PyObject *)Py_TYPE(value) != self->array_type) return 0;
     const Array *array = (const Array *)value;
-    if (array->dtype != self->dtype || array->ndim != self->ndim || (array->flags & flags) != flags) return 0;
-    for (int axis = 0; axis < self->ndim; axis++)
-        if (array->shape[axis] != self->shape[axis]) return 0;
+    if (array->dtype != form->dtype || array->ndim != form->ndim || (array->flags & flags) != flags) return 0;
+    for (int axis = 0; axis < form->ndim; axis++)
+        if (array->shape[axis] != form->shape[axis]) return 0;
     return 1;
+}
+
+/* Return whether a result may be written while parts of what is brought are still to be read. */
+static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
+    const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
+    int is_all_put_before = self->take_count == 0;
+    for (int term = 0; term < self->term_count; term++) is_all_put_before = is_all_put_before && self->terms[term].rank >= 0;
+    return is_all_put_before || (x == out && self->term_count == 0) || brought + self->brought.nbytes <= made || made + self->made.nbytes <= brought;
 }
 
 static int64_t now_ns(void) {
@@ -207,20 +230,30 @@ static void combine_tree(const SlotCall *self, const char **terms, int low, int 
     combine(&self->fold, left, right, self->width, out, count, self->width);
 }
 
-static void combine_slots(const SlotCall *self, int side, char *out) {
+static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *brought) {
+    return copy->rank < 0 ? brought + copy->from : (const char *)self->words + self->slots[copy->rank] + side * self->side_bytes + copy->from;
+}
+
+/* Combine the terms, block by block, into the result. */
+static void combine_terms(const SlotCall *self, int side, const char *brought, char *out) {
     _Alignas(64) char scratch[(LEVELS + 1) * BLOCK];
     const char *terms[RANKS_MAX];
-    const intptr_t per_block = BLOCK / self->width;
-    for (Py_ssize_t start = 0; start < self->nbytes; start += BLOCK) {
-        intptr_t count = (self->nbytes - start) / self->width;
-        if (count > per_block) count = per_block;
-        for (int rank = 0; rank < self->size; rank++)
-            terms[rank] = (const char *)self->words + self->slots[rank] + side * self->side_bytes + start;
+    for (Py_ssize_t start = 0; start < self->made.nbytes; start += BLOCK) {
+        intptr_t count = (self->made.nbytes - start) / self->width;
+        if (count > BLOCK / self->width) count = BLOCK / self->width;
+        for (int term = 0; term < self->term_count; term++) terms[term] = place_in(self, &self->terms[term], side, brought) + start;
         char *made = self->apply.loop == NULL ? out + start : scratch + LEVELS * BLOCK;
-        combine_tree(self, terms, 0, self->size, made, scratch, count);
+        combine_tree(self, terms, 0, self->term_count, made, scratch, count);
         if (self->divide.loop != NULL) combine(&self->divide, made, self->divisor, 0, made, count, self->width);
         if (self->apply.loop != NULL) combine(&self->apply, out + start, made, self->width, out + start, count, self->width);
     }
+}
+
+/* Make the result of a call on which all ranks agree. */
+static void finish(const SlotCall *self, int side, const char *brought, char *out) {
+    for (int take = 0; take < self->take_count; take++)
+        memmove(out + self->takes[take].to, place_in(self, &self->takes[take], side, brought), self->takes[take].nbytes);
+    if (self->term_count) combine_terms(self, side, brought, out);
 }
 
 /* Return 1 for True, 0 for anything else, also an attribute that is missing. */
@@ -238,9 +271,9 @@ static int is_true(PyObject *owner, PyObject *name) {
  *
  * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
  * take part in, wherever a signal may have struck. */
-static PyObject *go_on(SlotCall *self, PyObject *number, PyObject *begin, PyObject *out, PyObject *said, PyObject *timeout) {
+static PyObject *go_on(SlotCall *self, PyObject *number, PyObject *begin, PyObject *x, PyObject *out, PyObject *made, PyObject *said, PyObject *timeout) {
     PyObject *taken = PyObject_CallMethodObjArgs(self->busy, name_acquire, Py_False, NULL); /* free: nobody else has run since */
-    PyObject *told = taken == NULL ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, out, said, NULL);
+    PyObject *told = taken == NULL ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, NULL);
     PyObject *result = NULL;
     if (told == NULL) {
         PyObject *type, *error, *trace;
@@ -292,8 +325,9 @@ static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject 
     ChannelState *channel = self->channel;
 
     if (!channel->is_settled || !is_true(self->engine, name_is_quiet) || PyObject_Size(self->queue) != 0) goto unusual;
-    if (!is_fitting(self, x, IN_ONE_PIECE | ALIGNED)) goto unusual;
-    if (out != Py_None && !is_fitting(self, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
+    if (!is_fitting(self, &self->brought, x, IN_ONE_PIECE | ALIGNED)) goto unusual;
+    if (out != Py_None && !is_fitting(self, &self->made, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
+    if (out != Py_None && !lie_apart(self, x, out)) goto unusual;
     PyObject *locked = PyObject_CallMethodObjArgs(self->busy, name_locked, NULL);
     if (locked == NULL) return NULL;
     Py_DECREF(locked);
@@ -319,9 +353,14 @@ static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject 
 
     /* From here to the end of the wait nothing can fail: others take part in the call now. */
     const int side = (int)(channel->side ^= 1);
-    memcpy((char *)self->words + self->slots[self->rank] + side * self->side_bytes, ((Array *)x)->data, self->nbytes);
-    const uint64_t check = digest + (uint64_t)call * SPREAD;
+    char *own = (char *)self->words + self->slots[self->rank] + side * self->side_bytes;
+    for (int put = 0; put < self->put_count; put++) memcpy(own + self->puts[put].to, ((Array *)x)->data + self->puts[put].from, self->puts[put].nbytes);
+    const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     store(self, self->entry + self->check_at + side, check);
+    if (self->tells) { /* what differs may be the detail alone: then the others need to know the call itself */
+        store(self, self->entry + self->source_at + side, plain);
+        store(self, self->entry + self->target_at + side, 0);
+    }
     const uint64_t target = ((uint64_t)call << 1) + 2;
     channel->last = (long long)target;
     if (channel->phase || self->words[self->entry + self->done_at]) {
@@ -334,9 +373,9 @@ static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject 
     for (int other = 0; agree && other < self->size - 1; other++)
         agree = seen(self, self->others[other] + self->check_at + side) == check; /* who has not been given up a call has it on this side */
     if (!agree) {
-        result = go_on(self, number, begin, made, said, timeout);
+        result = go_on(self, number, begin, x, out, made, said, timeout);
     } else {
-        combine_slots(self, side, ((Array *)made)->data);
+        finish(self, side, ((Array *)x)->data, ((Array *)made)->data);
         if (record(self, told, number, begin) == 0) result = Py_NewRef(made);
     }
 done:
@@ -366,7 +405,7 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
 static PyObject **references(SlotCall *self, int place) {
     PyObject **all[] = {
         (PyObject **)&self->channel, &self->engine, &self->communicator, &self->busy, &self->queue, &self->add, &self->told, &self->array_type,
-        &self->dtype, &self->make, &self->make_arguments, &self->plain, &self->later, &self->hand_over, &self->interrupt, &self->saying, &self->shortcuts,
+        &self->brought.dtype, &self->made.dtype, &self->make, &self->make_arguments, &self->plain, &self->later, &self->hand_over, &self->interrupt, &self->saying, &self->shortcuts,
         &self->fold.owner, &self->divide.owner, &self->apply.owner,
     };
     return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
@@ -413,92 +452,141 @@ static Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t mos
     return count;
 }
 
-static int is_inside(const SlotCall *self, Py_ssize_t start, Py_ssize_t nbytes) {
-    return start >= 0 && nbytes >= 0 && nbytes <= self->memory.len && start <= self->memory.len - nbytes;
+/* Read tuples (from, to, nbytes, rank); returns how many, or -1. */
+static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
+    const Py_ssize_t count = PyTuple_Size(given);
+    if (count > most) PyErr_Format(PyExc_ValueError, "at most %zd copies", most);
+    if (count < 0 || count > most) return -1;
+    for (Py_ssize_t place = 0; place < count; place++) {
+        Py_ssize_t numbers[4];
+        if (read_numbers(PyTuple_GetItem(given, place), numbers, 4) != 4) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a copy is (from, to, nbytes, rank)");
+            return -1;
+        }
+        into[place] = (Copy){numbers[0], numbers[1], numbers[2], numbers[3]};
+    }
+    return (int)count;
 }
 
-/* Look whether all that a call can touch lies in the arena: nothing is compared later. */
+/* Read (dtype, shape). */
+static int read_form(PyObject *given, Form *form) {
+    PyObject *dtype, *shape;
+    Py_ssize_t lengths[NDIM_MAX];
+    if (!PyArg_ParseTuple(given, "OO", &dtype, &shape)) return 0;
+    form->dtype = Py_NewRef(dtype);
+    form->ndim = (int)read_numbers(shape, lengths, NDIM_MAX);
+    PyObject *itemsize = form->ndim < 0 ? NULL : PyObject_GetAttrString(dtype, "itemsize");
+    if (itemsize == NULL) return 0;
+    form->nbytes = PyLong_AsSsize_t(itemsize);
+    Py_DECREF(itemsize);
+    for (int axis = 0; axis < form->ndim; axis++) {
+        form->shape[axis] = lengths[axis];
+        form->nbytes *= lengths[axis];
+    }
+    return 1;
+}
+
+static int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
+    return start >= 0 && nbytes >= 0 && nbytes <= whole && start <= whole - nbytes;
+}
+
+/* Look whether all that a call can touch lies in the arena and in its arrays: nothing is compared later. */
 static int check_places(const SlotCall *self) {
-    const Py_ssize_t last = self->done_at > self->check_at + 1 ? self->done_at : self->check_at + 1;
-    int good = is_inside(self, 8 * self->entry, 8 * (last + 1)) && is_inside(self, 8 * self->abort_at, 8) && self->nbytes <= self->side_bytes;
-    for (int other = 0; other < self->size - 1; other++) good = good && is_inside(self, 8 * self->others[other], 8 * (last + 1));
-    for (int rank = 0; rank < self->size; rank++) good = good && is_inside(self, self->slots[rank], 2 * self->side_bytes);
-    if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside the arena");
+    const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len, brought = self->brought.nbytes, made = self->made.nbytes;
+    const Py_ssize_t fields[] = {self->check_at, self->phase_at, self->done_at, self->source_at, self->target_at};
+    int good = is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
+    for (int field = 0; field < 5; field++) good = good && is_within(8 * fields[field], 16, entry_bytes);
+    for (int other = 0; other < self->size - 1; other++) good = good && is_within(8 * self->others[other], entry_bytes, arena);
+    for (int rank = 0; rank < self->size; rank++) good = good && is_within(self->slots[rank], 2 * self->side_bytes, arena);
+    for (int put = 0; put < self->put_count; put++)
+        good = good && is_within(self->puts[put].from, self->puts[put].nbytes, brought) && is_within(self->puts[put].to, self->puts[put].nbytes, self->side_bytes);
+    for (int take = 0; take < self->take_count + self->term_count; take++) {
+        const Copy *copy = take < self->take_count ? &self->takes[take] : &self->terms[take - self->take_count];
+        good = good && copy->rank < self->size && is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : self->side_bytes);
+        good = good && is_within(copy->to, copy->nbytes, made) && (take < self->take_count || copy->nbytes == made);
+    }
+    if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside its arrays or the arena");
     return good;
 }
 
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {
-        "memory", "channel", "engine", "communicator", "busy", "queue", "add", "told", "digest", "entry", "fields", "others", "slots", "side_bytes",
-        "rank", "shares_cores", "looks", "shape", "dtype", "fold", "divide", "apply", "divisor", "make", "plain", "later", "hand_over", "interrupt", "saying", NULL,
+        "memory", "channel", "engine", "communicator", "busy", "queue", "add", "told", "digest", "detail", "entry", "fields", "others", "slots",
+        "side_bytes", "rank", "shares_cores", "looks", "tells", "brought", "made", "puts", "takes", "terms", "fold", "divide", "apply", "divisor", "make",
+        "plain", "later", "hand_over", "interrupt", "saying", NULL,
     };
-    PyObject *memory, *channel, *objects[15], *fields, *others, *slots, *shape, *fold, *divide, *apply;
+    PyObject *memory, *channel, *engine, *communicator, *busy, *queue, *add, *told, *fields, *others, *slots, *brought, *made, *puts, *takes, *terms;
+    PyObject *fold, *divide, *apply, *make, *plain, *later, *hand_over, *interrupt, *saying;
     const char *divisor;
-    Py_ssize_t divisor_bytes, entry, side_bytes, places[4], lengths[NDIM_MAX];
-    unsigned long long digest;
-    int rank, shares_cores, looks;
+    Py_ssize_t divisor_bytes, entry, side_bytes, places[6];
+    unsigned long long digest, detail;
+    int rank, shares_cores, looks, tells;
     if (!PyArg_ParseTupleAndKeywords(
-            arguments, keywords, "$OOOOOOOOKnOOOnipiOOOOOy#OOOOOO:SlotCall", names, &memory, &channel, &objects[0], &objects[1], &objects[2],
-            &objects[3], &objects[4], &objects[5], &digest, &entry, &fields, &others, &slots, &side_bytes, &rank, &shares_cores, &looks, &shape,
-            &objects[6], &fold, &divide, &apply, &divisor, &divisor_bytes, &objects[7], &objects[8], &objects[9], &objects[10], &objects[11], &objects[12]))
+            arguments, keywords, "$OOOOOOOOKKnOOOnipipOOOOOOOOy#OOOOOO:SlotCall", names, &memory, &channel, &engine, &communicator, &busy, &queue, &add,
+            &told, &digest, &detail, &entry, &fields, &others, &slots, &side_bytes, &rank, &shares_cores, &looks, &tells, &brought, &made, &puts, &takes,
+            &terms, &fold, &divide, &apply, &divisor, &divisor_bytes, &make, &plain, &later, &hand_over, &interrupt, &saying))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     SlotCall *self = (SlotCall *)allocate(type, 0);
     if (self == NULL) return NULL;
-    PyObject *numpy = NULL, *itemsize = NULL, *number = NULL;
+    PyObject *numpy = NULL, *number = NULL, *itemsize = NULL;
     self->channel = (ChannelState *)Py_NewRef(channel);
-    self->engine = Py_NewRef(objects[0]);
-    self->communicator = Py_NewRef(objects[1]);
-    self->busy = Py_NewRef(objects[2]);
-    self->queue = Py_NewRef(objects[3]);
-    self->add = Py_NewRef(objects[4]);
-    self->told = Py_NewRef(objects[5]);
-    self->dtype = Py_NewRef(objects[6]);
-    self->make = Py_NewRef(objects[7]);
-    self->plain = Py_NewRef(objects[8]);
-    self->later = Py_NewRef(objects[9]);
-    self->hand_over = Py_NewRef(objects[10]);
-    self->interrupt = Py_NewRef(objects[11]);
-    self->saying = Py_NewRef(objects[12]);
+    self->engine = Py_NewRef(engine);
+    self->communicator = Py_NewRef(communicator);
+    self->busy = Py_NewRef(busy);
+    self->queue = Py_NewRef(queue);
+    self->add = Py_NewRef(add);
+    self->told = Py_NewRef(told);
+    self->make = Py_NewRef(make);
+    self->plain = Py_NewRef(plain);
+    self->later = Py_NewRef(later);
+    self->hand_over = Py_NewRef(hand_over);
+    self->interrupt = Py_NewRef(interrupt);
+    self->saying = Py_NewRef(saying);
     self->digest = digest;
+    self->detail = detail;
     self->entry = entry;
     self->side_bytes = side_bytes;
     self->rank = rank;
     self->shares_cores = shares_cores;
     self->looks = looks;
+    self->tells = tells;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
     self->has_memory = 1;
     self->words = self->memory.buf;
-    if (read_numbers(fields, places, 4) != 4) goto wrong;
+    if (read_numbers(fields, places, 6) != 6) goto wrong;
     self->check_at = places[0];
     self->phase_at = places[1];
     self->done_at = places[2];
-    self->abort_at = places[3];
+    self->source_at = places[3];
+    self->target_at = places[4];
+    self->abort_at = places[5];
     self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
     if (self->size < 2 || read_numbers(others, self->others, RANKS_MAX) != self->size - 1 || rank < 0 || rank >= self->size) goto wrong;
-    self->ndim = (int)read_numbers(shape, lengths, NDIM_MAX);
-    if (self->ndim < 0) goto failed;
-    itemsize = PyObject_GetAttrString(self->dtype, "itemsize");
-    number = PyObject_GetAttrString(self->dtype, "num");
+    if (!read_form(brought, &self->brought) || !read_form(made, &self->made)) goto failed;
+    self->put_count = read_copies(puts, self->puts, RANKS_MAX);
+    self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
+    self->term_count = read_copies(terms, self->terms, RANKS_MAX);
+    if (self->put_count < 0 || self->take_count < 0 || self->term_count < 0) goto failed;
+    itemsize = PyObject_GetAttrString(self->made.dtype, "itemsize");
+    number = PyObject_GetAttrString(self->made.dtype, "num");
     if (itemsize == NULL || number == NULL) goto failed;
     self->width = PyLong_AsSsize_t(itemsize);
-    self->nbytes = self->width;
-    for (int axis = 0; axis < self->ndim; axis++) {
-        self->shape[axis] = lengths[axis];
-        self->nbytes *= lengths[axis];
-    }
-    if (self->width < 1 || BLOCK % self->width != 0 || divisor_bytes > (Py_ssize_t)sizeof self->divisor) goto wrong;
     const int kind = (int)PyLong_AsLong(number);
-    if (!find_loop(fold, kind, &self->fold)) goto wrong;
-    if (divide != Py_None && (divisor_bytes != self->width || !find_loop(divide, kind, &self->divide))) goto wrong;
-    if (apply != Py_None && !find_loop(apply, kind, &self->apply)) goto wrong;
-    memcpy(self->divisor, divisor, divisor_bytes);
+    if (fold != Py_None) {
+        if (self->width < 1 || BLOCK % self->width != 0 || self->term_count != self->size || !find_loop(fold, kind, &self->fold)) goto wrong;
+        if (divide != Py_None && (divisor_bytes != self->width || divisor_bytes > (Py_ssize_t)sizeof self->divisor || !find_loop(divide, kind, &self->divide))) goto wrong;
+        if (apply != Py_None && !find_loop(apply, kind, &self->apply)) goto wrong;
+        if (divide != Py_None) memcpy(self->divisor, divisor, divisor_bytes);
+    } else if (self->term_count || divide != Py_None || apply != Py_None) {
+        goto wrong;
+    }
     if (!check_places(self)) goto failed;
     numpy = PyImport_ImportModule("numpy");
     if (numpy == NULL) goto failed;
     self->array_type = PyObject_GetAttrString(numpy, "ndarray");
     if (self->array_type == NULL) goto failed;
-    self->make_arguments = Py_BuildValue("(OO)", shape, self->dtype);
+    self->make_arguments = PyTuple_Pack(2, PyTuple_GetItem(made, 1), PyTuple_GetItem(made, 0));
     if (self->make_arguments == NULL) goto failed;
     Py_DECREF(numpy);
     Py_DECREF(itemsize);
@@ -520,7 +608,7 @@ static PyType_Slot slot_call_slots[] = {
     {Py_tp_dealloc, slot_call_dealloc},
     {Py_tp_traverse, slot_call_traverse},
     {Py_tp_clear, slot_call_clear},
-    {Py_tp_doc, "A prepared reduction whose operands go through the small slots of a channel: call(x, out, said, timeout)."},
+    {Py_tp_doc, "A prepared call whose data go through the small slots of a channel: call(x, out, said, timeout)."},
     {0, NULL},
 };
 
@@ -543,12 +631,13 @@ typedef struct {
 
 typedef struct Entrance {
     PyObject_HEAD
-    PyObject *function, *state, *array_type, *as_array, *nothing, *usual_op;
+    PyObject *function, *state, *array_type, *as_array, *nothing, *second, *usual;
+    int positions; /* how many arguments may be given by position */
     Remembered calls[REMEMBERED];
 } Entrance;
 
 static PyTypeObject *slot_call_type;
-static PyObject *name_default, *name_is_bound, *name_shortcuts, *name_world, *name_op, *name_out, *name_timeout;
+static PyObject *name_default, *name_is_bound, *name_shortcuts, *name_world, *name_out, *name_timeout;
 
 static unsigned place_of(PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
     uintptr_t mixed = ((uintptr_t)op >> 4) * 31 + ((uintptr_t)dtype >> 4);
@@ -586,15 +675,15 @@ static int is_current(const Entrance *self, const SlotCall *call) {
 /* Run a call that has been remembered; NULL without an error where the function itself has to be called. */
 static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *keywords) {
     const Py_ssize_t given = PyTuple_Size(arguments);
-    PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing, *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual_op;
+    PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing, *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual;
     PyObject *out = Py_None, *timeout = Py_None;
-    if (given > 2 || (given == 0) != (self->nothing != Py_None)) return NULL;
+    if (given > self->positions || (given == 0) != (self->nothing != Py_None)) return NULL;
     if (keywords != NULL) {
         PyObject *name, *value;
         Py_ssize_t place = 0;
         while (PyDict_Next(keywords, &place, &name, &value)) {
             if (name == name_out && given > 0) out = value;
-            else if (name == name_op && given == 1) op = value;
+            else if (name == self->second && given == 1) op = value;
             else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0))) timeout = value;
             else return NULL;
         }
@@ -610,7 +699,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
     if (array != NULL && (PyObject *)Py_TYPE(array) == self->array_type) {
         const Array *seen_array = (const Array *)array;
         const Remembered *found = &self->calls[place_of(op, seen_array->dtype, seen_array->ndim, seen_array->shape)];
-        if (found->call != NULL && found->op == op && is_fitting(found->call, array, 0) && is_current(self, found->call)) {
+        if (found->call != NULL && found->op == op && is_fitting(found->call, &found->call->brought, array, 0) && is_current(self, found->call)) {
             SlotCall *call = (SlotCall *)Py_NewRef((PyObject *)found->call);
             result = run_slots(call, array, out, Py_None, timeout);
             Py_DECREF(call);
@@ -634,11 +723,13 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &shortcuts)) return NULL;
     if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->entrance == NULL) {
         SlotCall *made = (SlotCall *)call;
-        Remembered *place = &self->calls[place_of(op, made->dtype, made->ndim, made->shape)];
+        Remembered *place = &self->calls[place_of(op, made->brought.dtype, made->brought.ndim, made->brought.shape)];
         forget(place->call);
         place->op = Py_NewRef(op);
         place->call = made;
+        PyObject *before = made->shortcuts;
         made->shortcuts = Py_NewRef(shortcuts);
+        Py_XDECREF(before);
         made->entrance = (Entrance *)Py_NewRef(object);
     }
     Py_RETURN_NONE;
@@ -646,7 +737,7 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
 
 static PyObject **entrance_references(Entrance *self, int place) {
     if (place < REMEMBERED) return &self->calls[place].op;
-    PyObject **all[] = {&self->function, &self->state, &self->as_array, &self->nothing, &self->array_type, &self->usual_op};
+    PyObject **all[] = {&self->function, &self->state, &self->as_array, &self->nothing, &self->array_type, &self->second, &self->usual};
     place -= REMEMBERED;
     return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
 }
@@ -674,8 +765,9 @@ static void entrance_dealloc(PyObject *object) {
 }
 
 static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *function, *state, *as_array, *nothing, *array_type, *usual_op;
-    if (keywords != NULL || !PyArg_ParseTuple(arguments, "OOOOOO", &function, &state, &array_type, &as_array, &nothing, &usual_op)) return NULL;
+    PyObject *function, *state, *as_array, *nothing, *array_type, *second, *usual;
+    int positions;
+    if (keywords != NULL || !PyArg_ParseTuple(arguments, "OOOOOOOi", &function, &state, &array_type, &as_array, &nothing, &second, &usual, &positions)) return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Entrance *self = (Entrance *)allocate(type, 0);
     if (self == NULL) return NULL;
@@ -684,7 +776,9 @@ static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject 
     self->array_type = Py_NewRef(array_type);
     self->as_array = Py_NewRef(as_array);
     self->nothing = Py_NewRef(nothing);
-    self->usual_op = Py_NewRef(usual_op);
+    self->second = Py_NewRef(second);
+    self->usual = Py_NewRef(usual);
+    self->positions = positions;
     return (PyObject *)self;
 }
 
@@ -776,10 +870,9 @@ static int prepare_module(PyObject *module) {
     name_is_bound = PyUnicode_InternFromString("is_bound");
     name_shortcuts = PyUnicode_InternFromString("shortcuts");
     name_world = PyUnicode_InternFromString("world");
-    name_op = PyUnicode_InternFromString("op");
     name_out = PyUnicode_InternFromString("out");
     name_timeout = PyUnicode_InternFromString("timeout");
-    if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_op || !name_out || !name_timeout) return -1;
+    if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_out || !name_timeout) return -1;
     if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release) return -1;
     if (add_type(module, &channel_state_spec, "ChannelState") < 0 || add_type(module, &entrance_spec, "Entrance") < 0) return -1;
     if (add_type(module, &slot_call_spec, "SlotCall") < 0) return -1;

@@ -351,9 +351,9 @@ def current(*, alone: bool = False) -> Context:
     return _join(alone=alone)
 
 
-def entered_natively(function: Any, nothing: Any = None, usual_op: str | None = None) -> Any:
-    """Return a callable that runs a public function's prepared calls in C where they are of the job of this process."""
-    return entrance(function, _state, nothing, usual_op)
+def entered_natively(function: Any, **arguments: Any) -> Any:
+    """Return a callable that runs a public function's prepared calls in C where they are of the job of this process; see `entrance`."""
+    return entrance(function, _state, **arguments)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,10 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from syncvar.arena.channels import CHECK, MASK, SPREAD, TARGET
-from syncvar.errors import SyncvarError
+from syncvar.errors import InternalError, SyncvarError
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import quiet
 from syncvar.runtime.phases import DISAGREE, NEVER
@@ -24,7 +26,7 @@ from syncvar.runtime.shared_moves import (
     take_where_they_lie,
     tell,
 )
-from syncvar.runtime.shortcut import ground_of
+from syncvar.runtime.shortcut import Ground, ground_of
 from syncvar.runtime.whereabouts import Gone
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ __all__ = ["Front", "General", "move_shortcut"]
 
 
 def move_shortcut(
-    communicator: Communicator, request: Request, layout: Layout, front: Front, general: General | None
+    communicator: Communicator, request: Request, layout: Layout, front: Front, general: General | None, brought: NDArray[Any]
 ) -> Shortcut | None:
     """Return the shortcut of calls that move blocks side by side, or None where there is none.
 
@@ -55,6 +57,7 @@ def move_shortcut(
         layout: What these calls have in common.
         front: Of (x, out): the arrays of a call; None, or an error, where the long way has to be taken.
         general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
+        brought: What this rank brings to such a call.
     """
     nbytes = layout.elements * layout.blocks * layout.dtype.itemsize
     ground = ground_of(communicator, request.what, request.digest, nbytes, "arena")
@@ -63,9 +66,10 @@ def move_shortcut(
     _, channel, engine, told = ground
     queue, busy = channel.queue, communicator.busy
     digest, add = told.fingerprint, engine.recorder.add
-    attempt = (_small_blocks if layout.is_small else _long_blocks)(channel, layout)
+    attempt: Any = (_SmallBlocks if layout.is_small else _long_blocks)(channel, layout)
 
-    def call(x: NDArray[Any], out: Any, timeout: float | None = None) -> Any:
+    def call(x: NDArray[Any], out: Any, said: None = None, timeout: float | None = None) -> Any:
+        del said  # such calls are always the same
         if not (engine.is_quiet and channel.is_settled) or queue or busy.locked():
             return None
         try:
@@ -93,57 +97,121 @@ def move_shortcut(
             except BaseException as error:
                 ground.interrupt(number, begin, error)
                 raise
-            body = None if general is None else partial(general, x, out)
-            steps = _moved_or_else(channel, steps, movement, body, number, digest)
+            steps = followed(x, out, steps, movement, number)
             made = ground.go_on(number, begin, steps, need, movement, timeout=timeout)
             crowd.note((monotonic_ns() - begin) / 1e9, nbytes)
             return made
 
-    return call
+    def followed(x: NDArray[Any], out: Any, steps: Any, movement: Movement, number: int) -> Generator[int, None, Any]:
+        body = None if general is None else partial(general, x, out)
+        return _moved_or_else(channel, steps, movement, body, number, digest)
+
+    def later(number: int, begin: int, x: NDArray[Any], out: Any, made: NDArray[Any], _said: None) -> tuple[bool, Any]:
+        """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
+        blocks = front(x, made)
+        if blocks is None:
+            raise InternalError(f"{told.what}: the result does not go where it was said to go")
+        movement, _, steps = attempt.taken((digest + number * SPREAD) & MASK, channel.last, blocks)
+        if steps is None:
+            add((told, number, begin, monotonic_ns(), get_ident()))
+            return True, blocks.made
+        return False, followed(x, out, steps, movement, number)
+
+    native = _natively(ground, call, later, layout, front, brought) if layout.is_small else None
+    return native or call
 
 
-def _small_blocks(channel: Channel, layout: Layout) -> Any:
-    """Return what tries to make a call in one phase: (None, 0, None), or what has to be gone on with."""
-    others, words, wait, rank = channel.others, channel.words, channel.wait, channel.rank
-    shape, dtype, detail, fold = layout.shape, layout.dtype, layout.detail, layout.fold
-    count = layout.elements
-    mine, theirs = [], []
-    for side in (0, 1):
-        own = channel.small(rank, side, count * layout.blocks, dtype)
-        mine.append([own[place * count : (place + 1) * count].reshape(shape) for place in range(layout.blocks)])
-        theirs.append([
-            channel.small(peer, side, count * (place + 1), dtype)[place * count :].reshape(shape)
-            for peer, place in layout.takes
-        ])  # fmt: skip
-    checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
+def _natively(ground: Ground, call: Shortcut, later: Any, layout: Layout, front: Front, like: NDArray[Any]) -> Shortcut | None:
+    """Return what runs calls with small blocks in C, or None: where a block goes is seen from the arrays of such a call."""
+    x = np.empty(like.shape, like.dtype)
+    blocks = front(x, None)
+    if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
+        return None
+    rank, nbytes, fold = ground.channel.rank, layout.elements * layout.dtype.itemsize, layout.fold
+    puts = [(_offset(block, x), place * nbytes, nbytes, rank) for place, block in enumerate(blocks.outgoing)]
+    own: list[tuple[Any, Any, int, int]] = [] if blocks.own is None else [(_offset(blocks.own, x), 0 if fold else _offset(blocks.own_target, blocks.made), nbytes, -1)]
+    if fold is None and blocks.own_target is None:
+        own = []
+    others: list[tuple[Any, Any, int, int]] = [
+        (place * nbytes, 0 if fold else _offset(target, blocks.made), nbytes, peer)
+        for (peer, place), target in zip(layout.takes, [None] * len(layout.takes) if fold else blocks.targets, strict=True)
+    ]
+    if any(None in copy for copy in (*puts, *own, *others)) or (fold and not x.dtype == layout.dtype == blocks.made.dtype):
+        return None
+    if fold:
+        others.insert(rank, own[0])
+        own = []
+    takes, terms = ([], others) if fold else ([*own, *others], [])
+    return ground.natively(
+        call, later, brought=(x.dtype, x.shape), made=(blocks.made.dtype, blocks.made.shape), puts=tuple(puts), takes=tuple(takes), terms=tuple(terms),
+        fold=fold.ufunc if fold else None, divisor=np.asarray(fold.divisor, layout.dtype) if fold and fold.divisor else None,
+        detail=layout.detail or 0, tells=True,
+    )  # fmt: skip
 
-    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
-        side = channel.side ^ 1
-        for slot, block in zip(mine[side], blocks.outgoing):  # noqa: B905  (not every rank puts as many)
+
+def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> int | None:
+    """Return where a part of an array begins in it, in bytes; None where it is no part in one piece."""
+    if part is None or not part.flags.c_contiguous or (part.size and not np.may_share_memory(part, whole)):
+        return None
+    here, start = part.__array_interface__["data"][0], whole.__array_interface__["data"][0]
+    return int(here - start) if part.size else 0
+
+
+class _SmallBlocks:
+    """Tries to make a call in one phase: (None, 0, None), or what has to be gone on with.
+
+    Args:
+        channel: This rank's end.
+        layout: What such calls have in common.
+    """
+
+    __slots__ = ("_channel", "_checks", "_layout", "_mine", "_theirs")
+
+    def __init__(self, channel: Channel, layout: Layout) -> None:
+        rank, shape, dtype, count = channel.rank, layout.shape, layout.dtype, layout.elements
+        self._channel, self._layout = channel, layout
+        self._mine: list[list[NDArray[Any]]] = []
+        self._theirs: list[list[NDArray[Any]]] = []
+        for side in (0, 1):
+            own = channel.small(rank, side, count * layout.blocks, dtype)
+            self._mine.append([own[place * count : (place + 1) * count].reshape(shape) for place in range(layout.blocks)])
+            self._theirs.append([
+                channel.small(peer, side, count * (place + 1), dtype)[place * count :].reshape(shape)
+                for peer, place in layout.takes
+            ])  # fmt: skip
+        self._checks = [tuple(other + CHECK + side for other in channel.others) for side in (0, 1)]
+
+    def __call__(self, number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
+        channel = self._channel
+        for slot, block in zip(self._mine[channel.side ^ 1], blocks.outgoing):  # noqa: B905  (not every rank puts as many)
             slot[...] = block
-        full = check if detail is None else (check + detail) & MASK
-        target = channel.begin(number, full, check)
+        return self.taken(check, channel.begin(number, said_of(self._layout, check).full, check), blocks)
+
+    def taken(self, check: int, target: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
+        """Go on with a call that has been published."""
+        channel, layout = self._channel, self._layout
+        words, wait, others, side = channel.words, channel.wait, channel.others, channel.side
+        said = said_of(layout, check)
         for other in others:
             if words[other] < target and not wait(others, target):
                 break
         else:
-            for place in checks[side]:
-                if words[place] != full:
+            for place in self._checks[side]:
+                if words[place] != said.full:
                     break
             else:
+                theirs, fold = self._theirs[side], layout.fold
                 if fold is not None:
                     with quiet():
-                        folded(fold, dtype, rank, theirs[side], blocks.own, blocks.targets[0])
+                        folded(fold, layout.dtype, channel.rank, theirs, blocks.own, blocks.targets[0])
                     return None, 0, None
                 if blocks.own_target is not None:
                     blocks.own_target[...] = blocks.own
-                for into, slot in zip(blocks.targets, theirs[side], strict=True):
+                for into, slot in zip(blocks.targets, theirs, strict=True):
                     into[...] = slot
                 return None, 0, None
         movement = Movement(layout, blocks)
-        return movement, target, take_blocks(channel, said_of(layout, check), movement)
-
-    return attempt
+        return movement, target, take_blocks(channel, said, movement)
 
 
 def _long_blocks(channel: Channel, layout: Layout) -> Any:

@@ -122,6 +122,38 @@ class Ground(NamedTuple):
         operation.held = held
         return self.engine.take_over(operation, None if timeout is None else checked_timeout(timeout))
 
+    def natively(
+        self, plain: Shortcut, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
+        tells: bool = False, **copies: Any,
+    ) -> Shortcut | None:
+        """Return what runs a call through small slots in C, or None where Python has to.
+
+        Args:
+            plain: Runs it in Python; takes every call that is unusual, before anything has been changed.
+            later: Of (number, begin, x, out, where the result goes, said): goes on with a call that has been published; returns (True, result), or
+                (False, steps) where the engine has to go on.
+            divisor: What a mean is divided by, as an array of no dimensions.
+            fold: The ufunc by which terms are combined; None where nothing is.
+            apply: The result becomes apply(out, combination).
+            detail: What may differ between ranks, see `shared_moves`.
+            tells: The call's own check is published beside the one with the detail.
+            copies: The forms of what is brought and made, and what goes where: see `native.c`.
+        """  # fmt: skip
+
+        def hand_over(number: int, begin: int, steps: Any, said: Said | None, timeout: float | None) -> Any:
+            return self.saying(said).go_on(number, begin, steps, self.channel.last, timeout=timeout)
+
+        def interrupt(number: int, begin: int, error: BaseException, said: Said | None) -> None:
+            self.saying(said).interrupt(number, begin, error)
+
+        made: Shortcut | None = self.channel.slot_call(
+            engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
+            digest=self.told.fingerprint, detail=detail, tells=tells, fold=fold,
+            divide=None if divisor is None else np.divide, divisor=b"" if divisor is None else divisor.tobytes(), apply=apply,
+            make=np.empty, plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told, **copies,
+        )  # fmt: skip
+        return made
+
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
         """Break the generation: an exception has left a call that others take part in."""
         operation = self._operation(number, begin, iter(()), 0)
@@ -225,25 +257,22 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             steps = rest(check, target, out)
             return ground.saying(said).go_on(number, begin, steps, target, timeout=timeout)  # type: ignore[no-any-return]
 
-    def later(number: int, begin: int, out: Any, said: Said | None) -> tuple[bool, Any]:
+    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
         side, target = channel.side, channel.last
         check = words[entry + CHECK + side]
-        result = finished(side, check, target, out)
+        result = finished(side, check, target, made)
         if result is None:
-            return False, rest(check, target, out)
+            return False, rest(check, target, made)
         add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
         return True, result
 
     if is_cast:
         return call
-    native = channel.slot_call(
-        engine=engine, communicator=communicator, busy=busy, add=add, told=told, digest=digest, shape=shape, dtype=kind, fold=ufunc,
-        divide=None if divisor is None else divide, apply=apply, divisor=b"" if divisor is None else divisor.tobytes(),
-        make=empty, plain=call, later=later,
-        hand_over=lambda number, begin, steps, said, timeout: ground.saying(said).go_on(number, begin, steps, channel.last, timeout=timeout),
-        interrupt=lambda number, begin, error, said: ground.saying(said).interrupt(number, begin, error),
-        saying=lambda said: ground.saying(said).told,
+    whole = count * accumulate.itemsize
+    native = ground.natively(
+        call, later, brought=(kind, shape), made=(kind, shape), puts=((0, 0, whole, rank),), takes=(),
+        terms=tuple((0, 0, whole, other) for other in range(size)), fold=ufunc, divisor=divisor, apply=apply,
     )  # fmt: skip
     return native or call
 

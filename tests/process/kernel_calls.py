@@ -72,6 +72,39 @@ def main():
                     if size > 1 and len(shape) == 1:
                         sv.all_reduce(longer[:-1], op, out=longer[1:])  # overlaps what is brought
                         take(longer[1:])
+    size, rank = sv.world_size(), sv.rank()
+    for dtype in DTYPES:
+        for rows in SIZES[sys.argv[2]]:
+            x = values(draw, dtype, (rows, 2))
+            for root in range(size):
+                for _ in range(3):
+                    take(sv.broadcast(x, root=root))
+                same = x.copy()
+                take(sv.broadcast(same, root=root, out=same))
+                twice = np.concatenate([x, x])
+                take(sv.broadcast(twice[:rows], root=root, out=twice[rows // 2 : rows // 2 + rows]))
+            for _ in range(3):
+                take(sv.all_gather(x))
+            out = np.empty((size * rows, 2), dtype)
+            take(sv.all_gather(x, out=out))
+            out[:rows] = x
+            take(sv.all_gather(out[:rows], out=out))
+            own = x[: rows - (rank == 0 and rows > 0)]  # of other lengths on other ranks
+            for _ in range(2):
+                take(sv.all_gather(own))
+                take(sv.all_gather(x))
+            y = values(draw, dtype, (rows * size, 3))
+            for op in ops(dtype):
+                for _ in range(3):
+                    part = sv.reduce_scatter(y, op)
+                    take(sv.all_gather(part))
+                out = np.zeros_like(part)
+                sv.reduce_scatter(y, op, out=out)
+                take(sv.all_gather(out))
+                if part.dtype == y.dtype:
+                    z = y.copy()
+                    sv.reduce_scatter(z, op, out=z[rows // 2 : rows // 2 + rows])  # overlaps what is brought
+                    take(sv.all_gather(z[rows // 2 : rows // 2 + rows].copy()))
     for number in (1.5, 3, True, -0.0, 2**62, np.float32(0.1)):
         for _ in range(3):
             take(sv.all_reduce(number, "min"))

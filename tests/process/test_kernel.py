@@ -32,7 +32,7 @@ def test_both_runners_give_the_same_bytes(launch, workers, sizes):
     assert len({rank["digest"] for ranks in seen.values() for rank in ranks}) == 1, seen
     assert {rank["calls"] for ranks in seen.values() for rank in ranks} == {seen["c"][0]["calls"]}
     assert {rank["native"] for rank in seen["python"]} == {0}
-    assert all(rank["native"] > rank["prepared"] // 2 > 50 for rank in seen["c"]), "else nothing has been compared"
+    assert all(rank["native"] > 0.7 * rank["prepared"] > 10 for rank in seen["c"]), f"nothing has been compared: {seen}"
 
 
 INTERRUPTED = """
@@ -53,7 +53,8 @@ if sv.rank() == 0:
     failure(sv.all_reduce, x)
 else:
     gate("come")
-    failure(sv.all_reduce, x)
+    for _ in range(2):  # the first may find what rank 0 has put, and be right
+        failure(sv.all_reduce, x)
 """
 
 
@@ -62,7 +63,8 @@ def test_a_signal_in_a_prepared_call_breaks_the_group_on_all_ranks(launch):
     job.await_events("interrupted")
     job.open_gate("come")
     job.wait(30)
-    assert {event["rank"]: event["error"] for event in job.events("raised")} == {0: "GroupBroken", 1: "PeerLost"}, str(job)
+    first = {event["rank"]: event["error"] for event in reversed(job.events("raised"))}
+    assert first == {0: "GroupBroken", 1: "PeerLost"}, str(job)
 
 
 def test_a_demanded_kernel_that_is_not_there_is_refused(launch):
