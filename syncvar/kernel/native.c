@@ -22,7 +22,7 @@
 #define RELAX() ((void)0)
 #endif
 
-#define YIELDS 40       /* about 50 us */
+#define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
 #define BLOCK 8192      /* bytes that are combined at a time: all terms of a block stay in the first cache */
 #define RANKS_MAX 64
 #define LEVELS 6 /* of a tree over RANKS_MAX ranks */
@@ -196,7 +196,7 @@ static inline void store(SlotCall *self, Py_ssize_t place, uint64_t value) { __a
 
 /* Wait a short while until all others have published this word. */
 static int have_come(const SlotCall *self, uint64_t target) {
-    int yields = 0;
+    int64_t until = 0;
     for (int other = 0; other < self->size - 1; other++) {
         const Py_ssize_t place = self->others[other];
         int looks = 0;
@@ -205,7 +205,10 @@ static int have_come(const SlotCall *self, uint64_t target) {
                 RELAX();
                 continue;
             }
-            if (!self->shares_cores || yields++ >= YIELDS || seen(self, self->abort_at)) return 0;
+            if (!self->shares_cores || seen(self, self->abort_at)) return 0;
+            const int64_t now = now_ns();
+            if (until == 0) until = now + YIELD_NS;
+            if (now >= until) return 0;
             looks = 0;
             sched_yield();
         }
@@ -622,6 +625,24 @@ static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
 static int is_integer(PyObject *value) { return Py_TYPE(value) == &PyLong_Type || Py_TYPE(value) == &PyBool_Type; }
 
+#define NUMBERS_MAX 64 /* of a list that is made an array here */
+
+/* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes an array of it. */
+static int are_numbers(PyObject *value) {
+    if (is_float(value) || is_integer(value)) return 1;
+    const int is_list = Py_TYPE(value) == &PyList_Type;
+    if (!is_list && Py_TYPE(value) != &PyTuple_Type) return 0;
+    const Py_ssize_t count = is_list ? PyList_Size(value) : PyTuple_Size(value);
+    if (count < 1 || count > NUMBERS_MAX) return 0;
+    PyTypeObject *kind = NULL;
+    for (Py_ssize_t place = 0; place < count; place++) {
+        PyObject *item = is_list ? PyList_GetItem(value, place) : PyTuple_GetItem(value, place);
+        if ((!is_float(item) && !is_integer(item)) || (kind != NULL && kind != Py_TYPE(item))) return 0;
+        kind = Py_TYPE(item);
+    }
+    return 1;
+}
+
 #define REMEMBERED 32 /* calls, by what they are made of; of two in one place the newer one stays */
 
 typedef struct {
@@ -689,7 +710,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
         }
     }
     PyObject *array;
-    if (is_float(x) || is_integer(x)) {
+    if (are_numbers(x)) {
         array = PyObject_CallFunctionObjArgs(self->as_array, x, NULL);
         if (array == NULL) PyErr_Clear();
     } else {

@@ -105,10 +105,11 @@ def main():
                     z = y.copy()
                     sv.reduce_scatter(z, op, out=z[rows // 2 : rows // 2 + rows])  # overlaps what is brought
                     take(sv.all_gather(z[rows // 2 : rows // 2 + rows].copy()))
-    for number in (1.5, 3, True, -0.0, 2**62, np.float32(0.1)):
+    for number in (1.5, 3, True, -0.0, 2**62, 2**70 + 0.0, np.float32(0.1), [1.0, 2.0, 3.0], (1, 2), [True, False], [0.5, 1], [[1.0], [2.0]], np.array([1.0])):
         for _ in range(3):
-            take(sv.all_reduce(number, "min"))
-            take(sv.all_reduce(number, "max"))
+            for op in ("min", "max"):
+                made = sv.all_reduce(number, op)
+                take(made[0] if isinstance(made, list) else made)
     strategy = sv.MirroredStrategy()
     with strategy.scope():
         plain = sv.Variable(np.zeros(100), aggregation=sv.VariableAggregation.MEAN)

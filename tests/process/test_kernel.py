@@ -22,6 +22,7 @@ def told(launch, runner, workers, sizes):
     return [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
 
 
+@pytest.mark.needs_kernel
 @pytest.mark.parametrize(
     ("workers", "sizes"),
     [(2, "few"), pytest.param(2, "many", marks=pytest.mark.slow), pytest.param(3, "many", marks=pytest.mark.slow), pytest.param(5, "many", marks=pytest.mark.slow)],
@@ -58,6 +59,7 @@ else:
 """
 
 
+@pytest.mark.needs_kernel
 def test_a_signal_in_a_prepared_call_breaks_the_group_on_all_ranks(launch):
     job = launch(INTERRUPTED, env={"SYNCVAR_KERNEL": "c"})
     job.await_events("interrupted")
@@ -99,7 +101,8 @@ note("ends", total=total.tolist(), runner=kernel.which("auto"), why=kernel.why_n
         assert "a C compiler" in event["why"]
 
 
-def test_dry_run_log_and_record_say_what_runs(launch):
+@pytest.mark.needs_kernel
+def test_dry_run_and_log_say_what_runs(launch):
     for runner, words in (("auto", "prepared calls run in C"), ("python", "prepared calls run in Python: kernel = python asks for it")):
         job = launch("import syncvar as sv; sv.init()", env={"SYNCVAR_KERNEL": runner, "SYNCVAR_LOG_LEVEL": "info"})
         assert job.wait(30) == 0, str(job)
@@ -109,6 +112,7 @@ def test_dry_run_log_and_record_say_what_runs(launch):
         assert words in job.out.splitlines()
 
 
+@pytest.mark.needs_kernel
 def test_entrances_are_like_the_functions_they_stand_for():
     import inspect
     import pickle
@@ -124,6 +128,7 @@ def test_entrances_are_like_the_functions_they_stand_for():
         assert function.__module__.startswith("syncvar.collectives")
 
 
+@pytest.mark.needs_kernel
 @pytest.mark.slow
 def test_no_byte_outside_is_touched(launch, tmp_path):
     """Built with the sanitizers of addresses and of undefined behaviour, which end a process at the first mistake."""
