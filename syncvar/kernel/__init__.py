@@ -19,8 +19,6 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from syncvar.kernel.native import ChannelState
-
 __all__ = ["ChannelState", "entrance", "remember", "slot_call", "told", "which", "why_not_native"]
 
 _native: ModuleType | None
@@ -56,14 +54,21 @@ if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
 
 
-class _ChannelState:
+class ChannelState:
     """What a rank has published last in a group, and whether everyone has reached it."""
 
-    __slots__ = ("is_settled", "last", "phase", "side", "tail")
+    if TYPE_CHECKING:
+        is_settled: bool
+        last: int
+        phase: int
+        side: int
+        tail: int
+    else:
+        __slots__ = ("is_settled", "last", "phase", "side", "tail")
 
 
-if not TYPE_CHECKING:
-    ChannelState = _ChannelState if _native is None else _native.ChannelState
+if _native is not None:
+    ChannelState = _native.ChannelState  # type: ignore[misc]
 
 
 def why_not_native() -> str:

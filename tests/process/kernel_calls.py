@@ -40,12 +40,14 @@ def values(draw, dtype, shape):
 
 
 def main():
-    digest, calls = hashlib.sha256(), 0
+    digest, calls, native = hashlib.sha256(), 0, 0
     draw = np.random.default_rng([int(sys.argv[1]), sv.rank()])
 
     def take(result):
-        nonlocal calls
+        nonlocal calls, native
         calls += 1
+        if calls % 100 == 0:  # the table is emptied when it is full
+            native = max(native, sum(type(one).__name__ == "SlotCall" for one in current().world.shortcuts.values()))
         digest.update(np.ascontiguousarray(result).tobytes())
 
     for dtype in DTYPES:
@@ -125,9 +127,7 @@ def main():
         take(plain.numpy())
         take(inside.numpy())
         sv.barrier()
-    prepared = current().world.shortcuts.values()
-    native = sum(type(one).__name__ == "SlotCall" for one in prepared)
-    sys.stdout.write(json.dumps({"digest": digest.hexdigest(), "calls": calls, "native": native, "prepared": len(prepared)}) + "\n")
+    sys.stdout.write(json.dumps({"digest": digest.hexdigest(), "calls": calls, "native": native}) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_both_runners_give_the_same_bytes(launch, workers, sizes):
     assert len({rank["digest"] for ranks in seen.values() for rank in ranks}) == 1, seen
     assert {rank["calls"] for ranks in seen.values() for rank in ranks} == {seen["c"][0]["calls"]}
     assert {rank["native"] for rank in seen["python"]} == {0}
-    assert all(rank["native"] > 0.7 * rank["prepared"] > 10 for rank in seen["c"]), f"nothing has been compared: {seen}"
+    assert all(rank["native"] > 100 for rank in seen["c"]), f"nothing has been compared: {seen}"
 
 
 INTERRUPTED = """
