@@ -37,6 +37,7 @@ from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.runtime import finite
 from syncvar.runtime.context import entered_natively
+from syncvar.runtime.executor import Prepared
 from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import Reduction, divided, finish, quiet, reduction
@@ -449,12 +450,30 @@ def _one(
         if not is_flat:
             _store(made, out.reshape(array.shape), apply)
         return made
-    work = contribution(array, how, communicator.home_rank)
-    yield Stage(plan, work, how.ufunc)
+    if isinstance(plan, Prepared) and plan.apart is not None and array.flags.c_contiguous and array.dtype == how.accumulate and not how.is_packed:
+        flat = array.reshape(-1)
+        if target is not None and _takes_sums(target, flat, how, size) and apply is None:
+            yield Stage(plan, target.reshape(-1), how.ufunc, brought=flat)
+            return target
+        work = np.empty(flat.size, how.accumulate)
+        yield Stage(plan, work, how.ufunc, brought=flat)
+    else:
+        work = contribution(array, how, communicator.home_rank)
+        yield Stage(plan, work, how.ufunc)
     if apply is not None and target is not None:
         _store(target, divided(how, work, size).reshape(array.shape), apply)
         return target
     return outcome(how, work, size, array.shape, target)
+
+
+def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, size: int) -> bool:
+    """Return whether a plan over links may work where the result goes, which must be as it was if the ranks disagree.
+
+    Of two ranks the first frame tells that they agree, and nothing is written before it; of more, it tells of one rank.
+    A mean is not made in place: what it is made of may still be on its way.
+    """
+    is_plain = size == 2 and not how.is_mean and target.dtype == how.accumulate and target.flags.c_contiguous
+    return is_plain and (not np.may_share_memory(brought, target) or _is_same(brought, target.reshape(-1)))
 
 
 def _is_same(one: NDArray[Any], other: NDArray[Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from syncvar.errors import InternalError, SyncvarError
-from syncvar.plans import Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.plans import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send
 from syncvar.runtime.kernels import quiet
 from syncvar.runtime.operation import BodyError, Operation, State
 from syncvar.wire import Kind, pack_header
@@ -29,6 +29,8 @@ __all__ = ["LinkOperation", "Prepared", "prepare"]
 
 _OVERWRITE, _INCOMING_LEFT, _INCOMING_RIGHT = 0, 1, 2
 _ROUNDS_PER_STAGE = 1 << 24
+_BROUGHT = 2  # number of the buffer beside those of the plan
+_PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
 
 
 class _Incoming(NamedTuple):
@@ -36,6 +38,7 @@ class _Incoming(NamedTuple):
     buffer: int
     start: int
     stop: int
+    operand: int  # buffer of what is combined with the incoming value
 
 
 class _Round(NamedTuple):
@@ -45,12 +48,17 @@ class _Round(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A plan made ready to run: peers are ranks of the world, steps are sorted by what they do."""
+    """A plan made ready to run: peers are ranks of the world, steps are sorted by what they do.
+
+    `apart` has the rounds for a work buffer that holds nothing yet: what a rank brings is read where it lies, until
+    something is written in its place. None where the plan reads it in another way, or leaves some of it as it is.
+    """
 
     rounds: tuple[_Round, ...]
     work_count: int
     scratch_count: int
     algorithm: str = ""
+    apart: tuple[_Round, ...] | None = None
 
 
 def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
@@ -74,12 +82,69 @@ def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
             if isinstance(step, Send):
                 sends.append((peer, int(chunk.buffer), chunk.start, chunk.stop))
             elif isinstance(step, Recv):
-                incoming[peer] = _Incoming(_OVERWRITE, int(chunk.buffer), chunk.start, chunk.stop)
+                incoming[peer] = _Incoming(_OVERWRITE, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer))
             elif isinstance(step, RecvReduce):
                 mode = _INCOMING_LEFT if step.incoming_left else _INCOMING_RIGHT
-                incoming[peer] = _Incoming(mode, int(chunk.buffer), chunk.start, chunk.stop)
+                incoming[peer] = _Incoming(mode, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer))
         rounds.append(_Round(tuple(sends), incoming, tuple(local)))
-    return Prepared(tuple(rounds), plan.work_count, plan.scratch_count, plan.algorithm)
+    return Prepared(tuple(rounds), plan.work_count, plan.scratch_count, plan.algorithm, _apart(rounds, plan.work_count))
+
+
+def _apart(rounds: Sequence[_Round], work_count: int) -> tuple[_Round, ...] | None:
+    """Return the rounds with each read of what has not been written yet turned to the buffer of what is brought."""
+    work = int(Buffer.WORK)
+    written: list[tuple[int, int]] = []  # ranges, in order, no two of which touch
+    made = []
+    for sends, incoming, local in rounds:
+        if any(chunk.buffer == Buffer.WORK for step in local for chunk in (step.source, step.target)):
+            return None
+        reads = [(start, stop) for _, buffer, start, stop in sends if buffer == work]
+        reads += [(one.start, one.stop) for one in incoming.values() if one.buffer == work and one.mode != _OVERWRITE]
+        homes = {}
+        for start, stop in reads:
+            if any(low <= start and stop <= high for low, high in written):
+                homes[start, stop] = work
+            elif not any(low < stop and start < high for low, high in written):
+                homes[start, stop] = _BROUGHT
+            else:
+                return None
+        made.append(_Round(
+            tuple((peer, homes[start, stop] if buffer == work else buffer, start, stop) for peer, buffer, start, stop in sends),
+            {
+                peer: one._replace(operand=homes[one.start, one.stop]) if one.buffer == work and one.mode != _OVERWRITE else one
+                for peer, one in incoming.items()
+            },
+            local,
+        ))  # fmt: skip
+        for one in incoming.values():
+            if one.buffer == work and one.start < one.stop:
+                written = _joined(written, one.start, one.stop)
+    return tuple(made) if written == [(0, work_count)] else None
+
+
+def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return ranges with one more among them, and with those put together that touch.
+
+    Example:
+        >>> _joined([(0, 2), (4, 6), (9, 10)], 2, 4)
+        [(0, 6), (9, 10)]
+    """
+    apart = [(low, high) for low, high in ranges if high < start or stop < low]
+    near = [one for one in ranges if one not in apart]
+    return sorted([*apart, (min([start, *(low for low, _ in near)]), max([stop, *(high for _, high in near)]))])
+
+
+def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
+    """Return how many elements of a chunk go in one frame; both ends of a transfer come to the same.
+
+    A frame is encrypted before its first byte leaves, and used when its last one is there. So a chunk goes in some
+    frames, of which one travels while others are worked on, if they are not so short that they cost more than that saves.
+
+    Example:
+        >>> [_per_segment(count, 4, 1 << 20) * 4 >> 10 for count in (1000, 1 << 17, 1 << 21, 1 << 24)]  # KiB
+        [128, 128, 512, 1024]
+    """
+    return max(1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize)
 
 
 class LinkOperation(Operation):
@@ -95,7 +160,7 @@ class LinkOperation(Operation):
     """
 
     __slots__ = (
-        "_ahead", "_body", "_buffers", "_counts", "_local", "_pending", "_plan", "_round", "_stage", "_tag", "_ufunc",
+        "_ahead", "_body", "_buffers", "_counts", "_local", "_pending", "_plan", "_round", "_rounds", "_stage", "_tag", "_ufunc",
     )  # fmt: skip
 
     def __init__(
@@ -113,7 +178,8 @@ class LinkOperation(Operation):
         self._round = -1
         self._tag = -1
         self._plan: Prepared | None = None
-        self._buffers: tuple[NDArray[Any], NDArray[Any]] = (_NOTHING, _NOTHING)
+        self._rounds: tuple[_Round, ...] = ()
+        self._buffers: tuple[NDArray[Any], ...] = (_NOTHING, _NOTHING)
         self._ufunc: Combiner | None = None
         self._pending: dict[int, int] = {}  # peer -> segments still missing in this round
         self._counts: dict[int, _Incoming] = {}
@@ -211,7 +277,11 @@ class LinkOperation(Operation):
     def _begin(self, stage: Stage, outlet: Outlet) -> None:
         plan = cast("Prepared", stage.plan)
         scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else stage.work[:0]
-        self._plan, self._buffers, self._ufunc = plan, (stage.work, scratch), stage.ufunc
+        self._plan, self._rounds, self._buffers, self._ufunc = plan, plan.rounds, (stage.work, scratch), stage.ufunc
+        if stage.brought is not None:
+            if plan.apart is None:
+                raise InternalError(f"{self.what}: the plan needs what is brought in its work buffer")
+            self._rounds, self._buffers = plan.apart, (*self._buffers, stage.brought)
         self.entry.stage(plan.algorithm, stage.work.nbytes)
         self._stage += 1
         self._round = -1
@@ -222,20 +292,21 @@ class LinkOperation(Operation):
         if plan is None:
             raise InternalError("an operation entered a round without a plan")
         self._round += 1
-        if self._round == len(plan.rounds):
+        if self._round == len(self._rounds):
             self._plan = None
             self._tag = -1
             return
-        sends, incoming, self._local = plan.rounds[self._round]
+        sends, incoming, self._local = self._rounds[self._round]
         tag = self._tag = self._stage * _ROUNDS_PER_STAGE + self._round
-        per_segment = max(1, outlet.segment_bytes // self._buffers[0].itemsize)
+        itemsize, limit = self._buffers[0].itemsize, outlet.segment_bytes
         self._counts = incoming
         pending = self._pending = {}
         for peer, wanted in incoming.items():
             count = wanted.stop - wanted.start
+            per_segment = _per_segment(count, itemsize, limit)
             pending[peer] = 1 if count <= per_segment else -(-count // per_segment)
         for peer, buffer, start, stop in sends:
-            self._send(outlet, peer, self._buffers[buffer], start, stop, tag, per_segment)
+            self._send(outlet, peer, self._buffers[buffer], start, stop, tag, _per_segment(stop - start, itemsize, limit))
         early = self._ahead.pop(tag, None)
         if early:
             for frame in early:
@@ -266,7 +337,7 @@ class LinkOperation(Operation):
         if wanted is None or left is None:
             raise InternalError(f"{self.what}: rank {source} sent a frame that round {self._round} does not expect")
         array = self._buffers[wanted.buffer]
-        per_segment = max(1, outlet.segment_bytes // array.itemsize)
+        per_segment = _per_segment(wanted.stop - wanted.start, array.itemsize, outlet.segment_bytes)
         start = wanted.start + header.segment * per_segment
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
@@ -274,14 +345,15 @@ class LinkOperation(Operation):
         if header.nbytes:
             value = np.frombuffer(payload, np.uint8).view(array.dtype)
             target = array[start:stop]
+            own = self._buffers[wanted.operand][start:stop]
             if wanted.mode == _OVERWRITE:
                 target[...] = value
             elif self._ufunc is None:
                 raise InternalError(f"{self.what}: the plan reduces but no op was given")
             elif wanted.mode == _INCOMING_LEFT:
-                self._ufunc(value, target, out=target)
+                self._ufunc(value, own, out=target)
             else:
-                self._ufunc(target, value, out=target)
+                self._ufunc(own, value, out=target)
         if left == 1:
             del self._pending[source]
         else:

@@ -70,6 +70,7 @@ class Stage(NamedTuple):
         into: Of an all-reduce in shared memory: where its result goes; `work` is then only read.
         fused: Of an all-reduce in shared memory: arrays that take the place of `work`.
         movement: Of a call in shared memory that moves blocks side by side; it takes the place of the plan.
+        brought: Of a plan over links that has rounds for it: what `work` would hold before the first round; only read.
     """
 
     plan: Prepared | Published | PreparedStages
@@ -78,6 +79,7 @@ class Stage(NamedTuple):
     into: Into | None = None
     fused: Fused | None = None
     movement: Movement | None = None
+    brought: NDArray[Any] | None = None
 
 
 class Outlet(Protocol):

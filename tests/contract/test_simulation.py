@@ -75,10 +75,16 @@ def simulate_symbols(seed):
         before = contract.before[rank]
         work[before.start : before.stop] = symbols.number(rank)
 
+    brought = [work.copy() for work in works] if draw.integers(2) else None
+
     def request(rank, group):
         def body():
             plan = prepare(build(collective, algorithm, rank, n, **case), range(n))
-            yield Stage(plan, works[rank], symbols.combine)
+            if brought is None or plan.apart is None:
+                yield Stage(plan, works[rank], symbols.combine)
+            else:
+                works[rank][...] = UNKNOWN
+                yield Stage(plan, works[rank], symbols.combine, brought=brought[rank])
 
         return Request(f"{collective} by {algorithm}", 99, body())
 
