@@ -379,16 +379,15 @@ class Fleet:
     def _candidates(self, one: RemoteHost) -> list[str]:
         if one.host.addr is not None:
             return [one.host.addr]
-        found = [Interface(name, address) for name, address in one.facts["interfaces"] if ":" not in address]
+        found = [Interface(name, address) for name, address in one.facts["interfaces"]]
         near = all(each.facts["launcher_at"] in ("", "127.0.0.1", "::1") for each in self._remotes)
-        reached_at = one.facts["reached_at"] or ("127.0.0.1" if near else None)
-        if reached_at is not None and ":" in reached_at:  # ssh went over IPv6, and links do not yet
-            reached_at = None
+        named = one.host.name if any(each.address == one.host.name for each in found) else ""  # without ssh
+        reached_at = _for_links(one.facts["reached_at"]) or named or ("127.0.0.1" if near else None)
         return allowed(found, self._options.iface, reached_at)[:_ADDRESSES_MAX]
 
     def _own_candidates(self) -> list[str]:
-        seen = list(dict.fromkeys(at for one in self._remotes if (at := one.facts["launcher_at"]) and ":" not in at))
-        found = [one for one in self._own_interfaces if ":" not in one.address]
+        seen = list(dict.fromkeys(at for one in self._remotes if (at := _for_links(one.facts["launcher_at"]))))
+        found = self._own_interfaces
         all_here = all(not one.facts["launcher_at"] for one in self._remotes)
         first = "127.0.0.1" if all_here else None
         if seen and any(one.address == seen[0] for one in found):
@@ -426,3 +425,8 @@ class Fleet:
             missing = [one for one in missing if one not in heard and not one.why_gone]
             if is_one_enough and len(missing) < len(remotes):
                 return
+
+
+def _for_links(address: str) -> str:
+    """Return an address by which ssh went if links can go there: one that means something on one interface only is none."""
+    return "" if "%" in address or (address and ipaddress.ip_address(address).is_link_local) else address

@@ -20,6 +20,7 @@ import zmq
 import syncvar
 from syncvar.runtime.store import Store
 from syncvar.stacks import doing
+from syncvar.transports.zeromq import tcp_endpoint
 from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
@@ -156,7 +157,7 @@ class Generation:
             from syncvar.transports.curve import link_keys
 
             keys = link_keys(fleet.secret, job.job_id)
-        self.store = Store(f"tcp://{fleet.address}:*", self.options.workers, job.job_id, job.config, self.number, keys)
+        self.store = Store(tcp_endpoint(fleet.address, "*"), self.options.workers, job.job_id, job.config, self.number, keys)
         self.rendezvous = self.store.endpoint
         self.agent = self.sharing = self.stacks = Agents(fleet, job, Agent(directory.path, directory.lock), directory.path, self.rendezvous, self.number, self.restarts)
 

@@ -382,10 +382,13 @@ def _option(word: str, place: _Place) -> tuple[str, str | int]:
     if not value or value.startswith("-") or not value.isprintable():
         at.fail(f"{key} needs a value that does not begin with -; a value with blanks stands in double quotes")
     if key == "addr":
+        literal = value[1:-1] if value.startswith("[") and value.endswith("]") else value
         try:
-            return key, str(ipaddress.IPv4Address(value))
+            if "%" not in literal:
+                return key, str(ipaddress.ip_address(literal))
         except ValueError:
-            at.fail(f"{value!r} is no IPv4 address; links between hosts use one of this host's, such as addr=10.0.0.7")
+            pass
+        at.fail(f"{value!r} is no address for links between hosts; name one of this host's, such as addr=10.0.0.7 or addr=fd00::7")
     return key, value
 
 

@@ -424,13 +424,13 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
         return Context(environment, config)
     import zmq
 
-    from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport
+    from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport, tcp_endpoint
 
     keys = None
     outside = ""
     if environment.host_count > 1 or environment.rendezvous.startswith("tcp://"):
         secret = job_secret(environ)
-        outside = f"tcp://{environment.host_address}" if environment.host_count > 1 else ""
+        outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
         if secret is None and config.encryption != "off":
             raise ConfigError(
                 f"rank {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE "

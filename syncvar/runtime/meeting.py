@@ -27,7 +27,7 @@ from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
 from syncvar.runtime.directory import JobDirectory
 from syncvar.runtime.store import Store
-from syncvar.transports.zeromq import why_closed
+from syncvar.transports.zeromq import tcp_endpoint, why_closed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,21 +99,24 @@ def _rendezvous(told: Told, path: str) -> str:
         return f"ipc://{path}/store"
     # torchrun itself listens on MASTER_PORT, on rank 0's host.
     port = told.port if told.source == "TF_CONFIG" else told.port + 1
-    return f"tcp://{_resolved(told.address)}:{port}"
+    return tcp_endpoint(_resolved(told.address), port)
 
 
 def _resolved(address: str) -> str:
+    """Return the address that a name stands for, the same on all hosts: of IPv4 where there is one."""
     try:
-        return str(socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(address.strip("[]"), None, type=socket.SOCK_STREAM)
+        return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
     except OSError as error:
         raise RendezvousError(f"the address of rank 0, {address!r}, cannot be found: {error}") from error
 
 
 def _own_address(told: Told) -> str:
     """Return the address of this host by which it reaches rank 0; nothing is sent to find it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    address = _resolved(told.address)
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((_resolved(told.address), told.port))
+            probe.connect((address, told.port))
         except OSError as error:
             raise RendezvousError(f"there is no way to rank 0 at {told.address}: {error}") from error
         return str(probe.getsockname()[0])

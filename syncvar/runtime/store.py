@@ -14,6 +14,7 @@ from syncvar.transports.zeromq import (
     monitor_of,
     monitored,
     parse_control_identity,
+    set_family,
 )
 from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Mute, Say, pack_message, parse_message
 
@@ -81,6 +82,7 @@ class Store:
 
                 self._gate = Gate(self._context, keys)
                 self._monitor = monitor_of(self._context, self.socket, COMING_AND_GOING)
+                set_family(self.socket, endpoint)
                 if keys is not None:
                     keys.listen(self.socket)
             self.socket.bind(endpoint)

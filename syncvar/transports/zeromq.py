@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "monitor_of", "monitored",
-    "parse_control_identity", "why_closed",
+    "parse_control_identity", "set_family", "tcp_endpoint", "why_closed",
 ]  # fmt: skip
 
 _IDENTITY = struct.Struct("<c8sII8s")
@@ -68,6 +68,22 @@ def _job_nonce(job_id: str) -> bytes:
     import hashlib  # it loads OpenSSL, which the launcher does without
 
     return hashlib.blake2b(job_id.encode(), digest_size=8).digest()
+
+
+def tcp_endpoint(address: str, port: int | str | None = None) -> str:
+    """Return an address as ZeroMQ takes it.
+
+    Example:
+        >>> tcp_endpoint("10.0.0.7"), tcp_endpoint("fd00::7", "*")
+        ('tcp://10.0.0.7', 'tcp://[fd00::7]:*')
+    """
+    place = f"[{address}]" if ":" in address else address
+    return f"tcp://{place}" if port is None else f"tcp://{place}:{port}"
+
+
+def set_family(socket: Any, endpoint: str) -> None:
+    """Let a socket speak IPv6 where its address is one; an IPv4 address would become another one by that."""
+    socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
 
 
 def control_identity(rank: int) -> bytes:
@@ -193,6 +209,7 @@ class ZeromqControl:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.LINGER, 0)
         if endpoint.startswith("tcp://"):
+            set_family(self.socket, endpoint)
             if keys is not None:
                 keys.connect(self.socket)
             events = _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -531,6 +548,7 @@ class ZeromqTransport:
         # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
         # closes the connections of a process that ends, and the agent sees one that is stopped.
         if address.startswith("tcp://"):
+            set_family(socket, address)
             ask_for_signs_of_life(socket, config)
 
     def _bind(self, endpoint: str) -> str:

@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 
 NETWORK = "10.77.0"
+NETWORK_6 = "fd77::"
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 _LIMIT_S = 20.0
 _LISTENS, _OPEN = "0A", ("01", "08")  # states of sockets, as the kernel shows them; what is closing belongs to nobody any more
@@ -51,6 +52,7 @@ class Hosts:
     def __init__(self, folder, count):
         self.folder = Path(folder)
         self.names = [f"{NETWORK}.{10 + index}" for index in range(count)]
+        self.names_6 = [f"{NETWORK_6}{10 + index}" for index in range(count)]
         tag = uuid.uuid4().hex[:6]
         self.switch = f"sv{tag}s"
         self.spaces = [f"sv{tag}h{index}" for index in range(count)]
@@ -82,6 +84,7 @@ class Hosts:
         _run("ip", "link", "add", "eth0", "address", own, "netns", space, "type", "veth", "peer", "name", f"p{index}", "netns", self.switch)
         _run("ip", "link", "set", f"p{index}", "master", "br0", "up", namespace=self.switch)
         _run("ip", "addr", "add", f"{self.names[index]}/24", "dev", "eth0", namespace=space)
+        _run("ip", "addr", "add", f"{self.names_6[index]}/64", "dev", "eth0", "nodad", namespace=space)
         for link in ("lo", "eth0"):
             _run("ip", "link", "set", link, "up", namespace=space)
 
@@ -94,11 +97,12 @@ class Hosts:
         if not key.exists():
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
             with self.known.open("a") as file:
-                file.write(f"{self.names[index]} {' '.join(Path(f'{key}.pub').read_text().split()[:2])}\n")
+                names = f"{self.names[index]},{self.names_6[index]}"
+                file.write(f"{names} {' '.join(Path(f'{key}.pub').read_text().split()[:2])}\n")
         self.temporary(index).mkdir(mode=0o700, exist_ok=True)
         config = self.folder / f"sshd{index}.conf"
         config.write_text(
-            f"Port 22\nListenAddress {self.names[index]}\nHostKey {key}\nAuthorizedKeysFile {self.folder}/key.pub\nPidFile none\n"
+            f"Port 22\nListenAddress {self.names[index]}\nListenAddress {self.names_6[index]}\nHostKey {key}\nAuthorizedKeysFile {self.folder}/key.pub\nPidFile none\n"
             "StrictModes no\nUsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nMaxStartups 100:30:200\nPrintMotd no\n"
             f"SetEnv XDG_RUNTIME_DIR={self.temporary(index)} TMPDIR={self.temporary(index)}\n"
         )

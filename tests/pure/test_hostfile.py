@@ -100,8 +100,10 @@ def test_what_is_put_together_is_told():
         ("a\n^a slots=2", 2, 4, "write ^host alone"),
         ("a user=x\na user=y", 2, 1, "with user=x in hosts:1 and with user=y here"),
         ("a python=-c", 1, 10, "does not begin with -"),
-        ("a addr=there", 1, 8, "no IPv4 address"),
-        ("a addr=fd00::7", 1, 8, "no IPv4 address"),
+        ("a addr=there", 1, 8, "no address for links"),
+        ("a addr=fd00::zz", 1, 8, "no address for links"),
+        ("a addr=fe80::7%eth0", 1, 8, "no address for links"),
+        ("a addr=[10.0.0.7", 1, 8, "no address for links"),
         ("n" + "[1]" * 9, 1, 2, "at most 8 ranges"),
     ],
 )
