@@ -866,11 +866,11 @@ def hosts_help_text() -> str:
         f"{_HOSTS}:",
         *(_help_line(option) for option in _OPTIONS if option.group == _HOSTS),
         "",
-        "Each host is logged in to by ssh, without a password, and needs this version of",
-        "syncvar for the same Python, the script at the same path, and open ports above",
-        "1023 to the others. Links between hosts are encrypted; --encryption control-only",
-        "leaves the data as it is, and still lets nobody else in. All that is wrong with",
-        "any host is told at once, before anything is started.",
+        "Each host is logged in to by ssh, without a password (with --listen none is: each",
+        "runs --join), and needs this version of syncvar for the same Python, the script at",
+        "the same path or --stage, and open ports above 1023 to the others. Links between",
+        "hosts are encrypted; --encryption control-only leaves the data as it is, and still",
+        "lets nobody else in. What is wrong with any host is told before anything is started.",
     ]
     return "\n".join(lines) + "\n"
 

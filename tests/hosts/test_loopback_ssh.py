@@ -1,7 +1,9 @@
 """Jobs by a real ssh to a real sshd on this machine, by whoever runs the tests."""
 
+from pathlib import Path
+
 import pytest
-from launching import Job, free_ports
+from launching import Job, await_true, free_ports
 from loopback import Sshd
 
 WORLD = """
@@ -27,9 +29,9 @@ def serve(tmp_path_factory):
         one.close()
 
 
-def start(folder, sshd, *options):
+def start(folder, sshd, *options, script=WORLD):
     (folder / "list").write_text(f"{sshd.place} slots=2\n")
-    return Job(folder, WORLD, options=(*sshd.ssh, "--hostfile", str(folder / "list"), *options))
+    return Job(folder, script, options=(*sshd.ssh, "--hostfile", str(folder / "list"), *options))
 
 
 @pytest.mark.slow
@@ -57,3 +59,18 @@ def test_what_ssh_refuses_is_told_with_the_line_that_names_the_host(serve, tmp_p
     }[wrong]  # fmt: skip
     assert f"127.0.0.1 ({tmp_path}/list:1): {why}" in job.err
     assert not job.events("began")
+
+
+@pytest.mark.slow
+def test_the_copy_of_a_script_goes_through_ssh_and_is_removed(serve, tmp_path):
+    sshd = serve()
+    source = tmp_path / "source"
+    source.mkdir()
+    job = start(source, sshd, "--stage", script=f"import sys; sys.path.insert(0, {str(source)!r})\nimport probe\nprobe.note('met', file=__file__)\n")
+    assert job.wait(60) == 0, (job, sshd.log)
+    places = {event["file"] for event in job.events("met")}
+    assert len(places) == 1, job
+    (place,) = places
+    assert not place.startswith(str(tmp_path)), job
+    assert place.endswith("/stage/script.py"), job
+    await_true(lambda: not Path(place).parent.exists(), what="the end of the copy")
