@@ -73,7 +73,8 @@ class Party:
 
     def __init__(self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None]) -> None:
         assert options.listen is not None
-        self._options, self._say, self._ask = options, say, ask
+        self._options, self._ask = options, ask
+        self._say: Callable[[str], None] = lambda sentence: say(escape(sentence))
         self._limit_s = options.runtime.rendezvous_timeout_s
         self._ways: dict[str, Way] = {}  # by the name of the host
         self._addresses: dict[str, str] = {}
@@ -126,7 +127,7 @@ class Party:
 
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""
-        return self._door.take_said()
+        return [escape(one) for one in self._door.take_said()]
 
     def close(self, exit_code: int) -> None:
         """Tell all hosts how the job has ended, and listen no longer. Idempotent."""
@@ -207,7 +208,7 @@ class Party:
                 one.end(f"{NOT_UNDERSTOOD}: {error}")
 
     def _dismiss(self, one: RemoteHost, why: str) -> None:
-        self._ways.pop(one.host.name).refuse(escape(why))
+        self._ways.pop(one.host.name).refuse(why)
         one.close()
 
     def _why_not(self, one: RemoteHost, came: list[RemoteHost]) -> str:

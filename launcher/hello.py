@@ -5,6 +5,7 @@ Bytes in, values out. The letters and the form of the greeting are the same in a
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any, NamedTuple
 
 import msgpack
@@ -23,6 +24,7 @@ START, INPUT, END_INPUT, REFUSED, DONE, PING = b"s", b"i", b"c", b"r", b"d", b"p
 
 _FORM = 1
 _TEXT_MAX = 4096
+_NAME_MAX = 253
 _SLOTS_MAX = 1 << 16
 _TYPES: dict[str, tuple[type, ...]] = {
     "name": (str,), "at": (str,), "slots": (int, type(None)), "cwd": (str, type(None)),
@@ -74,6 +76,13 @@ class Hello(NamedTuple):
         for name, value in found.items():
             if type(value) not in _TYPES[name] or (isinstance(value, str) and len(value) > _TEXT_MAX):
                 raise WireError(f"the {name} that it says of itself cannot be")
+        if not found["name"] or not found["name"].isprintable() or len(found["name"]) > _NAME_MAX:
+            raise WireError("the name that it says of itself cannot be")
+        if found["at"]:
+            try:
+                ipaddress.ip_address(found["at"].partition("%")[0])
+            except ValueError:
+                raise WireError("the address that it says of itself is none") from None
         if found["slots"] is not None and not 1 <= found["slots"] <= _SLOTS_MAX:
             raise WireError(f"it offers {found['slots']} slots, and at least 1 and at most {_SLOTS_MAX} can be")
         return cls(**found)

@@ -56,7 +56,7 @@ def test_a_greeting_is_read_as_it_was_packed():
     assert Hello.read(HELLO._replace(slots=3, cwd="/there").pack()) == HELLO._replace(slots=3, cwd="/there")
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": True}, {"name": 3}, {"cwd": "x" * 5000}, {"protocol": "1"}])
+@pytest.mark.parametrize("wrong", [{"name": ""}, {"name": "a\x1b[2J"}, {"at": "nowhere"}, {"slots": 0}, {"slots": True}, {"name": 3}, {"cwd": "x" * 5000}, {"protocol": "1"}])
 def test_a_greeting_with_wrong_values_is_refused(wrong):
     with pytest.raises(WireError):
         Hello.read(HELLO._replace(**wrong).pack())
