@@ -9,6 +9,7 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, DeadlineExceeded, PeerLost, UsageError
+from syncvar.runtime import engine as engine_module
 from syncvar.runtime.context import current
 from syncvar.testing import run_ranks
 from syncvar.transports.memory import Faults
@@ -20,6 +21,12 @@ def everywhere(size, fn, **options):
     if errors:
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
     return results
+
+
+@pytest.fixture
+def soon_missing(monkeypatch):
+    """Give a replica less time to make a variable that another one asks for: here it never does."""
+    monkeypatch.setattr(engine_module, "_APPEAR_S", 0.3)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -98,6 +105,7 @@ def test_any_size_travels_in_as_many_frames_as_it_needs_in_any_order(shape):
     assert everywhere(2, program, faults=faults, config=RuntimeConfig(segment_bytes=65_536)) == [True, True]
 
 
+@pytest.mark.usefixtures("soon_missing")
 def test_shapes_dtypes_and_existence_may_differ_by_rank_under_none():
     def program():
         made = {0: np.zeros(3, np.float32), 1: np.ones((2, 2), np.int64)}[sv.rank()]
@@ -125,6 +133,7 @@ def test_a_variable_that_another_replica_makes_a_little_later_is_found():
     assert everywhere(2, program) == [1.0, 1.0]
 
 
+@pytest.mark.usefixtures("soon_missing")
 def test_a_variable_that_was_dropped_is_not_found():
     def program():
         v = sv.Variable(1.0, synchronization="NONE", name="v")

@@ -115,7 +115,7 @@ def does_not_end():
     yield
     time.sleep(60)
 
-@pytest.mark.timeout(1, method="signal")
+@pytest.mark.timeout(0.5, method="signal")
 def test_stuck(does_not_end):
     threading.Event().wait(60)
 
@@ -140,7 +140,7 @@ IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # as under nohup in th
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaks")
-    shorter = CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4").replace("AGAIN_S = 20.0", "AGAIN_S = 1.0")
+    shorter = CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4").replace("AGAIN_S = 20.0", "AGAIN_S = 0.5")
     prefix = f"syncvar-test-{os.getpid()}-"  # another run of these tests has others
     (folder / "conftest.py").write_text(shorter.replace('_PREFIX = "syncvar-"', f'_PREFIX = "{prefix}"'))
     (folder / "test_leaks.py").write_text(LEAKS.replace("PREFIX", prefix))
