@@ -5,6 +5,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from launching import free_ports
@@ -98,14 +99,21 @@ except sv.SyncvarError as error:
 """
 
 
-def joined(folder, *settings):
+@pytest.fixture
+def runtime():
+    """A folder of ranks that no launcher started; the paths of sockets in the folder of a test would be too long."""
+    with tempfile.TemporaryDirectory(prefix="sv") as made:
+        yield made
+
+
+def joined(folder, runtime, *settings):
     """Start a rank on a host of its own for each; return exit codes and outputs, rank 0 ended when the others have."""
     port = free_ports(2)
     (folder / "script.py").write_text(JOINED)
     ranks = []
     for rank, own in enumerate(settings):
         told = {"RANK": rank, "WORLD_SIZE": len(settings), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank,
-                "GROUP_WORLD_SIZE": len(settings), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_RUNTIME_DIR": folder}  # fmt: skip
+                "GROUP_WORLD_SIZE": len(settings), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_RUNTIME_DIR": runtime}  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")} | {name: str(value) for name, value in told.items()}
         ranks.append(subprocess.Popen([sys.executable, "script.py"], cwd=folder, env=environ | own, text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
@@ -124,22 +132,22 @@ def joined(folder, *settings):
     return ended[::-1]
 
 
-def test_joined_ranks_need_no_secret_where_encryption_is_off_and_say_so_once(tmp_path):
+def test_joined_ranks_need_no_secret_where_encryption_is_off_and_say_so_once(tmp_path, runtime):
     off = {"SYNCVAR_ENCRYPTION": "off", "SYNCVAR_INSECURE": "on"}
-    ended = joined(tmp_path, off, off)
+    ended = joined(tmp_path, runtime, off, off)
     assert [code for code, _ in ended] == [0, 0], ended
     assert all("met 4.0" in out and "; unencrypted tcp between 2 hosts" in out for _, out in ended), ended
     assert [out.count(OPENED) for _, out in ended] == [1, 0]
 
 
 @pytest.mark.parametrize("what", ["mode", pytest.param("secret", marks=pytest.mark.slow), pytest.param("insecure", marks=pytest.mark.slow)])
-def test_a_joined_rank_that_has_it_otherwise_is_told_at_once(tmp_path, what):
+def test_a_joined_rank_that_has_it_otherwise_is_told_at_once(tmp_path, runtime, what):
     key = {"SYNCVAR_KEY": secrets.token_hex(32)}
     other, words = {
         "mode": (key | {"SYNCVAR_ENCRYPTION": "off", "SYNCVAR_INSECURE": "on"}, "has another mode of encryption than this process"),
         "secret": ({"SYNCVAR_KEY": secrets.token_hex(32)}, "does this process have the same secret"),
         "insecure": (key | {"SYNCVAR_ENCRYPTION": "off"}, "encryption off needs insecure on"),
     }[what]
-    ended = joined(tmp_path, key, other)
+    ended = joined(tmp_path, runtime, key, other)
     assert ended[1][0] == 3, ended
     assert words in ended[1][1], ended

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from joined import Joined, agents
-from launching import await_true, check_bound, state
+from launching import await_true, check_bound, slowness, state
 
 WORLD = """
     import os
@@ -91,7 +91,8 @@ def test_two_hosts_join_and_all_refusals_are_told_on_both_sides(start, tmp_path)
 
 
 def test_a_host_that_joins_twice_is_refused_and_too_few_are_told(start, tmp_path):
-    job = start(WORLD, 2, "--fake-hosts", "1", "--start-timeout", "3")
+    limit = f"{min(3.0 * slowness(), 15.0):.1f}".removesuffix(".0")
+    job = start(WORLD, 2, "--fake-hosts", "1", "--start-timeout", limit)
     one = job.join("--slots", "3")
     await_true(lambda: "has joined with 3 slots" in job.err, what="the first host")
     two = job.join()
@@ -99,7 +100,7 @@ def test_a_host_that_joins_twice_is_refused_and_too_few_are_told(start, tmp_path
     assert "this machine has joined already, as" in two.words()
     assert job.wait() == 69, job
     assert one.wait(20) == 69, job
-    assert "2 hosts did not join within 3 s; nothing was started. Each runs: syncvar-launch --join 127.0.0.1:" in job.err
+    assert f"2 hosts did not join within {limit} s; nothing was started. Each runs: syncvar-launch --join 127.0.0.1:" in job.err
     assert re.search(r"\n  \S+ \(127\.0\.0\.1\): has joined, with 3 slots\n  .* was refused: this machine has joined already", job.err), job
 
 
