@@ -1,6 +1,7 @@
 """What a job on several hosts shows and ends with is what it is on one: each job runs both ways, and the words are compared."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -186,3 +187,18 @@ def test_totals_and_the_names_of_torch(hosts, tmp_path):
     assert len({one["MASTER_PORT"] for one in torch.values()}) == 1
     places = [tuple(int(torch[rank][name]) for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")) for rank in range(3)]
     assert places == [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]
+
+
+def test_an_agent_told_to_end_ends_its_ranks_in_order_and_the_second_time_at_once(hosts, tmp_path):
+    for name, script, code in (("plain", STUBBORN.replace("signal.signal(", "lambda *_: ("), 143), ("stubborn", STUBBORN, 70)):
+        folder = tmp_path / name
+        folder.mkdir()
+        job = start(hosts, folder, script, at(hosts, 0, 2, 1))
+        job.await_events("met", 3, limit_s=60)
+        os.kill(hosts.agent(2), signal.SIGTERM)
+        if name == "stubborn":
+            job.await_events("ignored", 1, rank=2)
+            assert job.process.poll() is None
+            os.kill(hosts.agent(2), signal.SIGTERM)
+        assert job.wait(60) == code, job
+        assert f"rank 2 on {hosts.names[2]}" in job.err
