@@ -202,9 +202,9 @@ class _Host:
         return self.store is not None and not self._present(self.store)
 
     def _present(self, store: Store) -> set[int]:
-        """Return the others who have joined and have neither left nor been lost."""
+        """Return the others who have joined and have neither left nor been lost, to anybody."""
         coordinator = store.coordinator
-        return set(coordinator.roll.members) - {self._told.rank} - set(coordinator.left) - set(coordinator.gone)
+        return set(coordinator.roll.members) - {self._told.rank} - set(coordinator.left) - set(coordinator.gone) - coordinator.lost
 
     def _serve(self) -> None:
         while not self._ends.is_set():
@@ -244,8 +244,10 @@ class _Host:
 
     def _tell_lost(self, store: Store, now: float) -> None:
         """Tell of ranks whose channel has closed: while the ranks meet, and when this one has left, no link tells of them."""
+        coordinator = store.coordinator
         for rank in store.take_lost(now):
-            if rank in self._present(store) or rank in store.coordinator.next_roll.members:
+            is_member = rank in coordinator.roll.members and rank not in coordinator.left
+            if rank != self._told.rank and (is_member or rank in coordinator.next_roll.members):
                 store.ended(rank, why_closed(self._config), now)
 
     def _ended(self, store: Store, descriptor: int, now: float) -> None:

@@ -10,6 +10,7 @@ import zmq
 from syncvar.errors import ConfigError, RendezvousError, WireError
 from syncvar.transports.zeromq import (
     COMING_AND_GOING,
+    look_for_silence,
     milliseconds,
     monitor_of,
     monitored,
@@ -83,6 +84,7 @@ class Store:
                 self._gate = Gate(self._context, keys)
                 self._monitor = monitor_of(self._context, self.socket, COMING_AND_GOING)
                 set_family(self.socket, endpoint)
+                look_for_silence(self.socket, config)
                 if keys is not None:
                     keys.listen(self.socket)
             self.socket.bind(endpoint)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from syncvar.transports.curve import Gate, LinkKeys
 
 __all__ = [
-    "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "control_identity", "milliseconds", "monitor_of", "monitored",
+    "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "control_identity", "look_for_silence", "milliseconds", "monitor_of", "monitored",
     "parse_control_identity", "set_family", "tcp_endpoint", "why_closed",
 ]  # fmt: skip
 
@@ -125,11 +125,28 @@ def monitored(monitor: Any) -> tuple[int, int]:
 
 
 def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
-    """Let a tcp connection that is silent for longer than `lost_after_s` be closed at both ends; only the end that connects needs it."""
-    socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
+    """Let a tcp connection that is silent for longer than `lost_after_s` be closed at both ends.
+
+    The end that connects asks for signs of life, and says how long the other may wait for such a question. A question that is
+    followed by any other message, and that by silence, leaves the other end without a limit (libzmq 4.3.5): there the system
+    looks whether the peer's still answers.
+    """
     silence = milliseconds(config.link_silence_s)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(config.heartbeat_interval_s))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence)
     socket.setsockopt(zmq.HEARTBEAT_TTL, min(silence, 6_553_500))
+    look_for_silence(socket, config)
+
+
+def look_for_silence(socket: Any, config: RuntimeConfig) -> None:
+    """Let the system close tcp connections whose other end does not answer its probes, or acknowledge what it is sent."""
+    silence = milliseconds(config.link_silence_s)
+    if silence:
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 1), (zmq.TCP_KEEPALIVE_INTVL, 1),
+            (zmq.TCP_KEEPALIVE_CNT, 1 + silence // 1000), (zmq.TCP_MAXRT, silence),
+        ):  # fmt: skip
+            socket.setsockopt(option, value)
 
 
 def why_closed(config: RuntimeConfig) -> str:

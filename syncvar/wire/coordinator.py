@@ -72,6 +72,7 @@ class Coordinator:
         self.next_roll = self._new_roll(generation + 1)
         self.left: dict[int, dict[int, int]] = {}
         self.gone: dict[int, str] = {}
+        self.lost: set[int] = set()  # by another rank, which has said so; nobody else may know it yet
         self.broken_by: tuple[int, str] | None = None
         self._reports: dict[tuple[int, int, int], Report] = {}
         self.stalls = Stalls(config.stall_warning_s)
@@ -103,6 +104,7 @@ class Coordinator:
         if roll is self.next_roll:  # every rank has left the old generation and joined anew
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
             self.left.clear()
+            self.lost.clear()
             self.broken_by = None
             self._reports.clear()
             self.stalls = Stalls(self.config.stall_warning_s)
@@ -148,6 +150,7 @@ class Coordinator:
                 self.broken_by = (rank, message["reason"])
             if message["kind_of_break"] == "lost":  # it is not the reporter that was lost
                 lost = [peer for peer in message["missing"] if peer in self.roll.members]
+                self.lost |= set(lost)
                 others = [other for other in self.roll.members if other not in lost]
                 return [one for peer in lost for one in self._tell(others, self._lost_data(peer, message["reason"]), but=rank)]
             return self._tell_others(rank, self._abort_data(rank, message))
