@@ -69,7 +69,7 @@ def test_a_rank_killed_on_another_host_and_started_again_ends_with_the_weights_o
 
 @pytest.mark.parametrize("who", ["launcher", "rank", "agent", "all"])
 def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(hosts, tmp_path, undisturbed, who):
-    first = training(over(hosts), tmp_path / "c", 3, pause_s=0.1)
+    first = training(over(hosts), tmp_path / "c", 3, pause_s=0.25)
     first.await_events("running", 3, limit_s=60)
     agents = [hosts.agent(1), hosts.agent(2)]
     if who in ("rank", "all"):
@@ -89,3 +89,15 @@ def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(hosts, tmp_p
     assert second.wait(60) == 0, second
     assert {event["step"] for event in second.events("restored")} == {step}
     assert digests(second) == {undisturbed}, second
+
+
+def test_a_host_that_was_wanted_back_and_is_there_again_is_logged_in_to_anew(hosts, tmp_path, undisturbed):
+    job = training(over(hosts), tmp_path / "c", 3, pause_s=0.25, options=("--max-restarts", "1"))
+    job.await_events("running", 3, limit_s=60)
+    agent = hosts.agent(2)
+    os.kill(agent, signal.SIGTERM)
+    assert job.wait(90) == 0, job
+    assert digests(job) == {undisturbed}, job
+    (step,) = {event["step"] for event in job.events("stops")}
+    assert {event["step"] for event in job.events("restored")} == {step}
+    assert "all ranks stopped as asked" in job.err.split("started again 1 time:\n")[1]
