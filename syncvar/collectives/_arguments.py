@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from copy import copy
 from dataclasses import fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,9 +58,15 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
             raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {told(error)}") from error
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
-    if value.dtype.name not in DTYPE_NAMES:
+    if not _travels(value.dtype):
         raise ConfigError(_untravelled(value, what))
     return np.asarray(value)
+
+
+@lru_cache(maxsize=256)
+def _travels(dtype: np.dtype[Any]) -> bool:
+    """Return whether arrays of a dtype can be communicated; NumPy makes the name anew each time."""
+    return dtype.name in DTYPE_NAMES
 
 
 def told(error: Exception) -> str:

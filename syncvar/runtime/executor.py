@@ -141,9 +141,11 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
     frames, of which one travels while others are worked on, if they are not so short that they cost more than that saves.
 
     Example:
-        >>> [_per_segment(count, 4, 1 << 20) * 4 >> 10 for count in (1000, 1 << 17, 1 << 21, 1 << 24)]  # KiB
-        [128, 128, 512, 1024]
+        >>> [_per_segment(count, 4, 1 << 20) * 4 >> 10 for count in (1 << 14, 1 << 17, 1 << 21, 1 << 24)]  # KiB
+        [64, 128, 512, 1024]
     """
+    if 0 < count * itemsize <= _PIECE_NBYTES_MIN <= nbytes_max:
+        return count
     return max(1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize)
 
 
