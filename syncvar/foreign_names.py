@@ -264,7 +264,7 @@ WORDS = (
     _word("option", "--machinefile -f", "write --hostfile FILE"),
     _word("option", "--host", "write -H a:2,b:2"),
     _word("option", "--nnodes --nodes --node-rank --rdzv-endpoint --rdzv-backend --rdzv-id --rdzv-conf --master-addr --master-port "
-          "--local-addr --join --listen", WITHOUT_SSH),
+          "--local-addr", WITHOUT_SSH),
     _word("option", "--host-discovery-script --launcher", SEVERAL_HOSTS),
     _word("option", "--ssh-identity-file", "name it in ~/.ssh/config, or write --ssh 'ssh -i FILE'"),
     _word("option", "--network-interface --network-interfaces", "write --iface eth0"),

@@ -66,6 +66,7 @@ class Told:
 
     def __init__(self):
         self.host = Host("n")
+        self.staged = ""
         self.orders = []
 
     def send(self, kind, **fields):

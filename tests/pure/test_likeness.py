@@ -35,7 +35,8 @@ def test_a_rank_tells_all_that_matters_and_little():
     about = likeness(RuntimeConfig(check_every=7))
     assert {"protocol", "byte_order", "syncvar", "python", "numpy", "script"} < about.keys()
     assert about["set.check_every"] == 7
-    assert {name for name in about if name.startswith("set.")} == {"set.algorithm", "set.check_every", "set.check_finite"}
+    settings = {name for name in about if name.startswith("set.")}
+    assert settings == {"set.algorithm", "set.check_every", "set.check_finite", "set.encryption"}
     check_about(about)
 
 
