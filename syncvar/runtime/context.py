@@ -137,6 +137,7 @@ class Context:
             self.engine = Engine(
                 self.rank, self.world_size, generation, transport, control, config, roll["hosts"], self.arena, self.recorder
             )
+            self.recorder.transport = self.transport  # the ring forgets
             self.recorder.note("joined", self.transport)
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
         self.world = self.communicator(_WORLD, tuple(range(self.world_size)))

@@ -140,6 +140,7 @@ class Recorder:
 
     Attributes:
         is_due: The generation broke, and the record has not been written since.
+        transport: The data path between ranks, and how it is protected between hosts; empty before they have met.
         add: Adds (told, call, began, ended, thread), an operation that is over; one step, from any thread.
 
     Cost: 0.15 us for an operation of the short way, 0.7 us for any other (`bench/recorder.py`); at most 1 MB.
@@ -173,6 +174,7 @@ class Recorder:
         self._written = 0
         self._broken_by = ""
         self.is_due = False
+        self.transport = ""
         self._writing = threading.Lock()
 
     # -- what happens ---------------------------------------------------------------------------------------------
@@ -262,6 +264,7 @@ class Recorder:
             "process": self._process,
             "reason": reason,
             "is_final": is_final,
+            "transport": self.transport,
             "clock_offset_ns": 0,  # ranks of one host share their clock
             "written_ns": monotonic_ns(),
             "written_wall_ns": time.time_ns(),

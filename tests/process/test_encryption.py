@@ -42,7 +42,7 @@ def test_a_job_says_its_mode_and_sums_right(launch, tmp_path, mode):
     assert job.err.count(f"\x1b[31msyncvar-launch: {OPENED}\x1b[0m\n") == (mode == "off"), job.err
     for rank in range(3):
         record = json.loads((tmp_path / "trace" / f"flight-rank{rank}.json").read_text())
-        assert f"; {WORDS[mode]} between 2 hosts" in next(event[-1] for event in record["events"] if event[0] == "joined")
+        assert f"; {WORDS[mode]} between 2 hosts" in record["transport"]
 
 
 def test_off_is_refused_unless_it_is_said_twice(tmp_path):
