@@ -81,15 +81,15 @@ def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, 
     pids = [*job.pids().values(), *more()]
     before = {pid: rss(pid) for pid in pids}
     with strangers(folder, kinds, count, about, places, prefix):
-        grown = {pid: rss(pid) - before[pid] for pid in pids} if not while_meeting else {}
-        job.open_gate("meet")
+        grown = {pid: rss(pid) - before[pid] for pid in pids}
+        job.open_gate("meet")  # from here on those who had not met need memory of their own
         job.await_events("summing", len(job.events("summing")) + size, limit_s=90)  # those who stay are there
         if not while_meeting:
             grown = {pid: max(grown[pid], rss(pid) - before[pid]) for pid in pids}
         job.open_gate("end")
         assert job.wait(90) == 0, job
     assert len(job.events("right")) == size, job
-    print(f"{kinds} at {len(places)} ports: memory has grown by {max(grown.values(), default=0) >> 10} KiB at most")
+    print(f"{kinds} at {len(places)} ports: memory has grown by {max(grown.values()) >> 10} KiB at most")
     assert all(one < GROWTH_MAX for one in grown.values()), (kinds, grown)
     assert " was refused (" in job.err, job
     return places
