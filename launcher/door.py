@@ -338,7 +338,7 @@ class Door:
                     self._send(one, b"" if one.unsent else PING)
             if is_due:
                 ping_at = time.monotonic() + _PING_S
-        for one in self._guests.values():
+        for one in list(self._guests.values()):  # who turns out to be gone is taken out meanwhile
             one.let_go()
             if self._exit_code is not None:
                 self._send(one, DONE + str(self._exit_code).encode())
