@@ -105,7 +105,7 @@ class _Host:
         self._socket: Any = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0), (zmq.MAXMSGSIZE, CHUNK + 1), (zmq.SNDHWM, _QUEUED), (zmq.RCVHWM, _QUEUED), (zmq.IPV6, family == socket.AF_INET6),
-            (zmq.RECONNECT_IVL, _RECONNECT_MS), (zmq.IMMEDIATE, 1),
+            (zmq.RECONNECT_IVL, _RECONNECT_MS),  # not IMMEDIATE, with which a lost connection takes along what had come by it
         ):  # fmt: skip
             self._socket.setsockopt(option, value)
         link_keys(secret).connect(self._socket)
