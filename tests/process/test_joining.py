@@ -14,7 +14,7 @@ import time
 
 import pytest
 from joined import Joined, agents
-from launching import await_true, check_bound, slowness, state
+from launching import await_true, check_bound, state
 
 WORLD = """
     import os
