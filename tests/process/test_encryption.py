@@ -140,7 +140,8 @@ def test_joined_ranks_need_no_secret_where_encryption_is_off_and_say_so_once(tmp
     assert [out.count(OPENED) for _, out in ended] == [1, 0]
 
 
-@pytest.mark.parametrize("what", ["mode", pytest.param("secret", marks=pytest.mark.slow), pytest.param("insecure", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["mode", "secret", "insecure"])
 def test_a_joined_rank_that_has_it_otherwise_is_told_at_once(tmp_path, runtime, what):
     key = {"SYNCVAR_KEY": secrets.token_hex(32)}
     other, words = {
