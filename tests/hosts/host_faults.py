@@ -74,14 +74,19 @@ def slots(hosts):
     return f"{hosts.names[0]}:1,{hosts.names[1]}:1,{hosts.names[2]}:2"
 
 
-def begin(hosts, folder, phase, script=SCRIPT, arguments=(), **named):
-    """Start a job and wait until all its ranks are in a phase."""
+def begin(hosts, folder, phase, script=SCRIPT, arguments=(), *, lost_after_s=15.0, **named):
+    """Start a job and wait until all its ranks are in a phase.
+
+    Only where silence is what is to be noticed, `lost_after_s` is the short one of the tests: processes that start, on a
+    machine with more to do, may be silent for so long.
+    """
     folder.mkdir()
     if phase == DEFAULTS:
         phase = "X"
         (folder / "defaults.toml").write_text("[launch]\ntimeout = 120\n")
         named["config"] = folder / "defaults.toml"
     workers = named.setdefault("workers", 4)
+    named.setdefault("env", {"SYNCVAR_LOST_AFTER_S": str(lost_after_s)})
     job = Job(
         folder, script, prefix=hosts.prefix, arguments=[phase, str(folder / "checkpoint"), *arguments],
         options=(*hosts.ssh, "-H", slots(hosts)), **named,
@@ -120,6 +125,11 @@ def survivors(phase):
 def grace_s(phase):
     """Return how much later than the last exception a job may end in a case: ranks that are told to end are given so long."""
     return 12.0 if phase == DEFAULTS else 2.5
+
+
+def silence_s(phase):
+    """Return `lost_after_s` for a test of silence."""
+    return 15.0 if phase == DEFAULTS else 1.5
 
 
 def bounded(phase, bound):

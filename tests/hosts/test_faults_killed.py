@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from host_faults import check_old_checkpoint, check_survivors, over_and_over, phases
+from host_faults import check_old_checkpoint, check_survivors, over_and_over, phases, silence_s
 from launching import check_bound
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
@@ -74,7 +74,7 @@ def test_f58_all_ranks_are_killed_at_once(hosts, tmp_path, phase):
 
 @pytest.mark.parametrize("phase", phases("CXK"))
 def test_f58_a_whole_host_is_gone(own_hosts, tmp_path, phase):
-    for job in over_and_over(own_hosts, tmp_path, phase, "CXK"):
+    for job in over_and_over(own_hosts, tmp_path, phase, "CXK", lost_after_s=silence_s(phase)):
         injected = time.monotonic()
         own_hosts.lose(2)
         try:

@@ -19,6 +19,7 @@ from host_faults import (
     grace_s,
     over_and_over,
     phases,
+    silence_s,
 )
 from launching import PROFILE, await_true, check_bound, measure_slowness
 
@@ -116,7 +117,7 @@ def check_cut(hosts, job, injected, name, phase, bound, lost):
 
 @pytest.mark.parametrize("phase", phases("RCXK"))
 def test_f20_the_link_is_down(hosts, tmp_path, phase):
-    for job in over_and_over(hosts, tmp_path, phase, "RCXK"):
+    for job in over_and_over(hosts, tmp_path, phase, "RCXK", lost_after_s=silence_s(phase)):
         with cut(hosts) as injected:
             check_cut(hosts, job, injected, f"F20-{phase}", phase, ROWS["F20"].bound, (2, 3))
         assert f"its host {hosts.names[2]} is gone: nothing has come from it for" in job.report, job
@@ -172,19 +173,20 @@ def started_elsewhere(hosts, folder, rank, key):
 @pytest.mark.parametrize("phase", "CX")
 @pytest.mark.parametrize("way", [deaf, dumb])
 def test_f21_one_direction_is_lost(hosts, tmp_path, phase, way):
-    for job in over_and_over(hosts, tmp_path, phase, "CCXX"):
+    for job in over_and_over(hosts, tmp_path, phase, "CCXX", lost_after_s=silence_s(phase)):
         with way(hosts) as injected:
             # Who hears nobody and is still heard says that the others are lost, and may say it first.
             check_cut(hosts, job, injected, f"F21-{phase}-{way.__name__}", phase, ROWS["F21"].bound, range(4))
 
 
-@pytest.mark.parametrize("phase", phases("CX"))
+@pytest.mark.parametrize("phase", phases("C"))  # the last one is inside calls
 def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_path, phase):
     """When the link is up again, TCP goes on with its next try: it doubles its pauses, from 0.2 s on."""
-    lost_after_s = 15.0 if phase == DEFAULTS else 1.5
-    job = begin(hosts, tmp_path / "job", phase, SUMS, ["1000"])
+    lost_after_s = 15.0 if phase == DEFAULTS else 4.5  # shorter, and what a busy machine takes matters more than TCP's pauses
+    env = {} if phase == DEFAULTS else {"SYNCVAR_LOST_AFTER_S": str(lost_after_s), "SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"}
+    job = begin(hosts, tmp_path / "job", phase, SUMS, ["1000"], env=env)
     try:
-        for _ in range(1 if phase == DEFAULTS else TIMES):
+        for _ in range(1 if phase == DEFAULTS else TIMES // 2):
             with cut(hosts):
                 time.sleep(lost_after_s / 2)
             before = max(last_turns(job).values())
