@@ -1,6 +1,8 @@
 """Fixtures of the tests that start real jobs."""
 
 import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 from launching import Job, measure_slowness
@@ -45,3 +47,10 @@ def launch(tmp_path):
     yield start
     for job in jobs:
         job.close()
+
+
+@pytest.fixture
+def runtime():
+    """A runtime directory of the test's own; below the folder of a test, paths of sockets in it would be too long."""
+    with tempfile.TemporaryDirectory(prefix="sv-") as made:
+        yield Path(made)

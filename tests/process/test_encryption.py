@@ -5,7 +5,6 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
 
 import pytest
 from launching import free_ports
@@ -97,13 +96,6 @@ except sv.SyncvarError as error:
     print(type(error).__name__, error, flush=True)
     sys.exit(3)
 """
-
-
-@pytest.fixture
-def runtime():
-    """A folder of ranks that no launcher started; the paths of sockets in the folder of a test would be too long."""
-    with tempfile.TemporaryDirectory(prefix="sv") as made:
-        yield made
 
 
 def joined(folder, runtime, *settings):

@@ -69,11 +69,9 @@ def target_of(tmp_path):
 
 
 @pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    return folder
+def runtime(runtime, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    return runtime
 
 
 def check(job, folder, runtime, count=2):
@@ -142,7 +140,8 @@ def test_an_agent_makes_nothing_outside_the_copy(tmp_path, runtime, entry):
             copy.take({"kind": "stage", "path": path, "what": what, "mode": 0o644, "leads_to": leads_to})
     finally:
         copy.close()
-    assert list(tmp_path.rglob("*")) == [runtime, runtime / "syncvar", runtime / "syncvar" / ".lock"]
+    assert not list(tmp_path.rglob("*"))
+    assert list(runtime.rglob("*")) == [runtime / "syncvar", runtime / "syncvar" / ".lock"]
 
 
 def test_a_copy_that_has_no_room_is_told_with_the_reason(runtime):
