@@ -38,6 +38,7 @@ __all__ = ["Agents"]
 _CLOSE_S = 10.0
 _GRANT = 1 << 18  # bytes that have been used before more are asked for
 _MOMENT_S = 0.3
+_BEATS_MISSED = 3
 _BEYOND = 1 << 18  # one read more than there was credit for
 _WORDS_SHOWN = 10
 _WORDS_OF_A_FAILURE = {"error", "message", "traceback", "exit_code"}
@@ -281,7 +282,10 @@ class Agents:
         return self._stood.get(asked.start)
 
     def place_now(self, rank: int) -> str:
-        """Ask a rank where it stands, and wait a moment for the answer; empty where there is none."""
+        """Ask a rank where it stands, and wait a moment for the answer; empty where there is none, or its host is silent."""
+        silent_s = time.monotonic() - self.workers[rank].remote.heard
+        if silent_s > _BEATS_MISSED * self._job.config.heartbeat_interval_s:  # to wait for each of its ranks would delay its loss
+            return ""
         asked = self.ask(rank)
         if asked.start < 0:
             return ""
