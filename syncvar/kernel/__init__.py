@@ -9,6 +9,7 @@ version 1. Before it is used for the first time, that is tried out with this Num
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,14 @@ __all__ = ["ChannelState", "entrance", "remember", "slot_call", "told", "which",
 _native: ModuleType | None
 _missing: str
 try:
-    from syncvar.kernel import native as _native
-
+    _native = importlib.import_module("syncvar.kernel.native")
     _missing = ""
+except ModuleNotFoundError:
+    _native = None
+    _missing = "syncvar was installed without the C kernel: that takes a C compiler and Python's headers at the time"
 except ImportError as error:
     _native = None
-    _missing = f"syncvar was installed without it: a C compiler and Python's headers are needed when it is installed ({error})"
+    _missing = f"the C kernel cannot be loaded: {error}"
 
 
 def _differs(native: Any) -> str:
