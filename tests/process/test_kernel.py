@@ -40,6 +40,7 @@ INTERRUPTED = """
 import signal
 import numpy as np, syncvar as sv
 from probe import failure, gate, note
+from syncvar.runtime.context import current
 
 x = np.ones(4)
 for _ in range(3):
@@ -50,7 +51,7 @@ if sv.rank() == 0:
     try:
         sv.all_reduce(x)
     except InterruptedError:
-        note("interrupted")
+        note("interrupted", locked=current().world.busy.locked())
     failure(sv.all_reduce, x)
 else:
     gate("come")
@@ -62,7 +63,8 @@ else:
 @pytest.mark.needs_kernel
 def test_a_signal_in_a_prepared_call_breaks_the_group_on_all_ranks(launch):
     job = launch(INTERRUPTED, env={"SYNCVAR_KERNEL": "c"})
-    job.await_events("interrupted")
+    (event,) = job.await_events("interrupted")
+    assert not event["locked"]
     job.open_gate("come")
     job.wait(30)
     first = {event["rank"]: event["error"] for event in reversed(job.events("raised"))}
