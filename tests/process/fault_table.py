@@ -40,7 +40,7 @@ class Row(NamedTuple):
         fault: What happens.
         bound: Seconds with the default settings and with those of the tests; None where there is nothing to wait for.
         tests: By phase, the tests that show it: "file::test" stands for all its cases, "file::test[case]" for one.
-        waits_for: What is not there yet and the row needs: "hosts" (several real ones) or "servers" (of parameters).
+        waits_for: What is not there yet and the row needs: "servers" (of parameters).
     """
 
     fault: str
@@ -130,7 +130,7 @@ ROWS = {
     "F25": Row("200 ms more between hosts", None, _all("RHX", f"{LINKS}test_f25_everything_arrives_later") | {
         "X": (f"{LINKS}test_f25_everything_arrives_later", "contract/test_faults.py::test_every_collective_is_exact_under_delay_and_reordering"),
     }),
-    "F26": Row("a bit flips in a payload on its way", (1, 0.5), _all("X", f"{CURVE}test_a_payload_that_has_changed_on_its_way_is_refused"), "hosts"),
+    "F26": Row("a bit flips in a payload on its way", (1, 0.5), _all("X", f"{CURVE}test_a_payload_that_has_changed_on_its_way_is_refused")),
     "F27": Row("a bad header: flipped, truncated, too large, of something else", (1, 0.5), _all(
         "HX", f"{TRANSPORT}test_a_header_with_any_bit_flipped_is_never_delivered",
         f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",

@@ -45,7 +45,7 @@ def test_every_case_that_is_named_exists():
 
 def test_there_is_a_row_for_every_fault():
     assert list(table.ROWS) == list(table.PHASES) == [f"F{number:02d}" for number in range(1, 61)]
-    assert {row.waits_for for row in table.ROWS.values()} == {"", "hosts", "servers"}
+    assert {row.waits_for for row in table.ROWS.values()} == {"", "servers"}
 
 
 def test_every_phase_of_a_row_has_a_test():
