@@ -1,8 +1,9 @@
 /* The C runner of calls of one phase in shared memory: put, publish, await, compare, combine.
  *
  * It does what syncvar/runtime/shortcut.py says in Python, step by step, for arrays that lie in one piece; whatever is
- * unusual it leaves to that function, before it has changed anything. Arrays are combined by NumPy's own inner loops, so
- * both runners give the same bytes. Only the limited API of CPython is used: one build serves every version from 3.11 on.
+ * unusual it leaves to that function, before it has changed anything. Arrays are combined by NumPy's own inner loops,
+ * so both runners give the same bytes. Only the limited API of CPython is used: one build serves every version
+ * from 3.11 on.
  *
  * The interpreter's lock is kept: a call takes about a microsecond. What does not come soon goes on in Python.
  */
@@ -28,11 +29,11 @@
 #define LEVELS 6 /* of a tree over RANKS_MAX ranks */
 #define SPREAD 0x9E3779B97F4A7C15ull
 
-/* -- what a channel knows of its own progress: the attributes that both runners read and write ---------------------- */
+/* -- what a channel knows of its own progress: the attributes that both runners read and write ----------------------
+ */
 
 typedef struct {
-    PyObject_HEAD
-    long long side, last, phase, tail;
+    PyObject_HEAD long long side, last, phase, tail;
     char is_settled;
 } ChannelState;
 
@@ -45,7 +46,8 @@ static PyMemberDef channel_state_members[] = {
     {NULL},
 };
 
-static void channel_state_dealloc(PyObject *self) {
+/* Give back the memory of an object, and what it has held of its type. */
+static void release_object(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -54,23 +56,24 @@ static void channel_state_dealloc(PyObject *self) {
 
 static PyType_Slot channel_state_slots[] = {
     {Py_tp_members, channel_state_members},
-    {Py_tp_dealloc, channel_state_dealloc},
+    {Py_tp_dealloc, release_object},
     {Py_tp_doc, "What a rank has published last in a group, and whether everyone has reached it."},
     {0, NULL},
 };
 
 static PyType_Spec channel_state_spec = {
-    "syncvar.kernel.native.ChannelState", sizeof(ChannelState), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, channel_state_slots,
+    "syncvar.kernel.native.ChannelState",     sizeof(ChannelState), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, channel_state_slots,
 };
 
-/* -- NumPy's inner loops -------------------------------------------------------------------------------------------- */
+/* -- NumPy's inner loops --------------------------------------------------------------------------------------------
+ */
 
 typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
 
 /* The beginning of NumPy's PyUFuncObject, which its C interface has kept since version 1. */
 typedef struct {
-    PyObject_HEAD
-    int nin, nout, nargs, identity;
+    PyObject_HEAD int nin, nout, nargs, identity;
     Loop *functions;
     void *const *data;
     int ntypes;
@@ -101,18 +104,21 @@ static int find_loop(PyObject *ufunc, int number, Step *found) {
     return 0;
 }
 
-static void combine(const Step *step, const char *left, const char *right, intptr_t right_step, char *out, intptr_t count, intptr_t width) {
+static void combine(
+    const Step *step, const char *left, const char *right, intptr_t right_step, char *out, intptr_t count,
+    intptr_t width
+) {
     char *arrays[3] = {(char *)left, (char *)right, out};
     const intptr_t steps[3] = {width, right_step, width};
     step->loop(arrays, &count, steps, step->data);
 }
 
-/* -- arrays --------------------------------------------------------------------------------------------------------- */
+/* -- arrays ---------------------------------------------------------------------------------------------------------
+ */
 
 /* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1. */
 typedef struct {
-    PyObject_HEAD
-    char *data;
+    PyObject_HEAD char *data;
     int ndim;
     intptr_t *shape;
     intptr_t *strides;
@@ -129,7 +135,8 @@ typedef struct {
 
 struct Entrance;
 
-/* -- a prepared call ------------------------------------------------------------------------------------------------ */
+/* -- a prepared call ------------------------------------------------------------------------------------------------
+ */
 
 /* What is copied: from what this rank brings into its slot, or from somewhere into the result. */
 typedef struct {
@@ -145,12 +152,12 @@ typedef struct {
 } Form;
 
 typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
+    PyObject_HEAD Py_buffer memory;
     int has_memory;
     uint64_t *words;
     ChannelState *channel;
-    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *make_arguments, *plain, *later, *hand_over, *interrupt, *saying, *shortcuts;
+    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *make_arguments, *plain, *later,
+        *hand_over, *interrupt, *saying, *shortcuts;
     struct Entrance *entrance; /* where it is remembered, if anywhere */
     Form brought, made;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
@@ -180,8 +187,10 @@ static int is_fitting(const SlotCall *self, const Form *form, PyObject *value, i
 static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
     const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
     int is_all_put_before = self->take_count == 0;
-    for (int term = 0; term < self->term_count; term++) is_all_put_before = is_all_put_before && self->terms[term].rank >= 0;
-    return is_all_put_before || (x == out && self->term_count == 0) || brought + self->brought.nbytes <= made || made + self->made.nbytes <= brought;
+    for (int term = 0; term < self->term_count; term++)
+        is_all_put_before = is_all_put_before && self->terms[term].rank >= 0;
+    return is_all_put_before || (x == out && self->term_count == 0) || brought + self->brought.nbytes <= made ||
+           made + self->made.nbytes <= brought;
 }
 
 static int64_t now_ns(void) {
@@ -190,9 +199,13 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static inline uint64_t seen(const SlotCall *self, Py_ssize_t place) { return __atomic_load_n(self->words + place, __ATOMIC_ACQUIRE); }
+static inline uint64_t seen(const SlotCall *self, Py_ssize_t place) {
+    return __atomic_load_n(self->words + place, __ATOMIC_ACQUIRE);
+}
 
-static inline void store(SlotCall *self, Py_ssize_t place, uint64_t value) { __atomic_store_n(self->words + place, value, __ATOMIC_RELEASE); }
+static inline void store(SlotCall *self, Py_ssize_t place, uint64_t value) {
+    __atomic_store_n(self->words + place, value, __ATOMIC_RELEASE);
+}
 
 /* Wait a short while until all others have published this word. */
 static int have_come(const SlotCall *self, uint64_t target) {
@@ -217,7 +230,8 @@ static int have_come(const SlotCall *self, uint64_t target) {
 }
 
 /* Combine terms [low, high) of a block by the tree over ranks: T(low, high) = T(low, middle) + T(middle, high). */
-static void combine_tree(const SlotCall *self, const char **terms, int low, int high, char *out, char *scratch, intptr_t count) {
+static void
+combine_tree(const SlotCall *self, const char **terms, int low, int high, char *out, char *scratch, intptr_t count) {
     int half = 1;
     while (2 * half < high - low) half *= 2;
     const int middle = low + half;
@@ -234,7 +248,8 @@ static void combine_tree(const SlotCall *self, const char **terms, int low, int 
 }
 
 static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *brought) {
-    return copy->rank < 0 ? brought + copy->from : (const char *)self->words + self->slots[copy->rank] + side * self->side_bytes + copy->from;
+    return copy->rank < 0 ? brought + copy->from
+                          : (const char *)self->words + self->slots[copy->rank] + side * self->side_bytes + copy->from;
 }
 
 /* Combine the terms, block by block, into the result. */
@@ -244,18 +259,22 @@ static void combine_terms(const SlotCall *self, int side, const char *brought, c
     for (Py_ssize_t start = 0; start < self->made.nbytes; start += BLOCK) {
         intptr_t count = (self->made.nbytes - start) / self->width;
         if (count > BLOCK / self->width) count = BLOCK / self->width;
-        for (int term = 0; term < self->term_count; term++) terms[term] = place_in(self, &self->terms[term], side, brought) + start;
+        for (int term = 0; term < self->term_count; term++)
+            terms[term] = place_in(self, &self->terms[term], side, brought) + start;
         char *made = self->apply.loop == NULL ? out + start : scratch + LEVELS * BLOCK;
         combine_tree(self, terms, 0, self->term_count, made, scratch, count);
         if (self->divide.loop != NULL) combine(&self->divide, made, self->divisor, 0, made, count, self->width);
-        if (self->apply.loop != NULL) combine(&self->apply, out + start, made, self->width, out + start, count, self->width);
+        if (self->apply.loop != NULL)
+            combine(&self->apply, out + start, made, self->width, out + start, count, self->width);
     }
 }
 
 /* Make the result of a call on which all ranks agree. */
 static void finish(const SlotCall *self, int side, const char *brought, char *out) {
     for (int take = 0; take < self->take_count; take++)
-        memmove(out + self->takes[take].to, place_in(self, &self->takes[take], side, brought), self->takes[take].nbytes);
+        memmove(
+            out + self->takes[take].to, place_in(self, &self->takes[take], side, brought), self->takes[take].nbytes
+        );
     if (self->term_count) combine_terms(self, side, brought, out);
 }
 
@@ -274,9 +293,14 @@ static int is_true(PyObject *owner, PyObject *name) {
  *
  * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
  * take part in, wherever a signal may have struck. */
-static PyObject *go_on(SlotCall *self, PyObject *number, PyObject *begin, PyObject *x, PyObject *out, PyObject *made, PyObject *said, PyObject *timeout) {
-    PyObject *taken = PyObject_CallMethodObjArgs(self->busy, name_acquire, Py_False, NULL); /* free: nobody else has run since */
-    PyObject *told = taken == NULL ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, NULL);
+static PyObject *go_on(
+    SlotCall *self, PyObject *number, PyObject *begin, PyObject *x, PyObject *out, PyObject *made, PyObject *said,
+    PyObject *timeout
+) {
+    PyObject *taken =
+        PyObject_CallMethodObjArgs(self->busy, name_acquire, Py_False, NULL); /* free: nobody else has run since */
+    PyObject *told =
+        taken == NULL ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, NULL);
     PyObject *result = NULL;
     if (told == NULL) {
         PyObject *type, *error, *trace;
@@ -289,7 +313,8 @@ static PyObject *go_on(SlotCall *self, PyObject *number, PyObject *begin, PyObje
     } else if (PyTuple_GetItem(told, 0) == Py_True) {
         result = Py_NewRef(PyTuple_GetItem(told, 1));
     } else {
-        result = PyObject_CallFunctionObjArgs(self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, timeout, NULL);
+        result =
+            PyObject_CallFunctionObjArgs(self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, timeout, NULL);
     }
     Py_XDECREF(told);
     if (taken != NULL) {
@@ -306,7 +331,8 @@ static PyObject *go_on(SlotCall *self, PyObject *number, PyObject *begin, PyObje
 
 /* Add a call that is over to the flight recorder. */
 static int record(const SlotCall *self, PyObject *told, PyObject *number, PyObject *begin) {
-    PyObject *entry = PyTuple_New(5), *end = PyLong_FromLongLong(now_ns()), *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+    PyObject *entry = PyTuple_New(5), *end = PyLong_FromLongLong(now_ns()),
+             *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     if (entry == NULL || end == NULL || thread == NULL) {
         Py_XDECREF(entry);
         Py_XDECREF(end);
@@ -324,20 +350,24 @@ static int record(const SlotCall *self, PyObject *told, PyObject *number, PyObje
     return added == NULL ? -1 : 0;
 }
 
+/* Return whether a call may begin now: no refusal is known, nothing is queued, nobody else is in the group's calls. */
+static int may_begin(const SlotCall *self) {
+    if (!self->channel->is_settled || !is_true(self->engine, name_is_quiet) || PyObject_Size(self->queue) != 0)
+        return 0;
+    PyObject *locked = PyObject_CallMethodObjArgs(self->busy, name_locked, NULL);
+    Py_XDECREF(locked);
+    if (locked == NULL) PyErr_Clear(); /* Python will say what is wrong */
+    return locked == Py_False;
+}
+
 static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout) {
     ChannelState *channel = self->channel;
+    PyObject *told = NULL, *made = NULL, *number = NULL, *begin = NULL, *following = NULL, *result = NULL;
+    uint64_t digest = self->digest;
 
-    if (!channel->is_settled || !is_true(self->engine, name_is_quiet) || PyObject_Size(self->queue) != 0) goto unusual;
     if (!is_fitting(self, &self->brought, x, IN_ONE_PIECE | ALIGNED)) goto unusual;
     if (out != Py_None && !is_fitting(self, &self->made, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
     if (out != Py_None && !lie_apart(self, x, out)) goto unusual;
-    PyObject *locked = PyObject_CallMethodObjArgs(self->busy, name_locked, NULL);
-    if (locked == NULL) return NULL;
-    Py_DECREF(locked);
-    if (locked != Py_False) goto unusual;
-
-    uint64_t digest = self->digest;
-    PyObject *told = NULL, *made = NULL, *number = NULL, *begin = NULL, *following = NULL, *result = NULL;
     if (said == Py_None) {
         told = Py_NewRef(self->told);
     } else {
@@ -347,17 +377,21 @@ static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject 
     if (told == NULL) goto done;
     made = out == Py_None ? PyObject_Call(self->make, self->make_arguments, NULL) : Py_NewRef(out);
     if (made == NULL) goto done;
+    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
+    if (!may_begin(self)) goto unusual;
     number = PyObject_GetAttr(self->communicator, name_next_call);
     if (number == NULL) goto done;
     const long long call = PyLong_AsLongLong(number);
     following = call < 0 ? NULL : PyLong_FromLongLong(call + 1);
     begin = PyLong_FromLongLong(now_ns());
-    if (following == NULL || begin == NULL || PyObject_SetAttr(self->communicator, name_next_call, following) < 0) goto done;
+    if (following == NULL || begin == NULL || PyObject_SetAttr(self->communicator, name_next_call, following) < 0)
+        goto done;
 
     /* From here to the end of the wait nothing can fail: others take part in the call now. */
     const int side = (int)(channel->side ^= 1);
     char *own = (char *)self->words + self->slots[self->rank] + side * self->side_bytes;
-    for (int put = 0; put < self->put_count; put++) memcpy(own + self->puts[put].to, ((Array *)x)->data + self->puts[put].from, self->puts[put].nbytes);
+    for (int put = 0; put < self->put_count; put++)
+        memcpy(own + self->puts[put].to, ((Array *)x)->data + self->puts[put].from, self->puts[put].nbytes);
     const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     store(self, self->entry + self->check_at + side, check);
     if (self->tells) { /* what differs may be the detail alone: then the others need to know the call itself */
@@ -374,7 +408,8 @@ static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject 
     store(self, self->entry, target | (uint64_t)side);
     int agree = have_come(self, target);
     for (int other = 0; agree && other < self->size - 1; other++)
-        agree = seen(self, self->others[other] + self->check_at + side) == check; /* who has not been given up a call has it on this side */
+        agree = seen(self, self->others[other] + self->check_at + side) ==
+                check; /* who has not been given up a call has it on this side */
     if (!agree) {
         result = go_on(self, number, begin, x, out, made, said, timeout);
     } else {
@@ -390,7 +425,8 @@ done:
     return result;
 
 unusual:
-    return PyObject_CallFunctionObjArgs(self->plain, x, out, said, timeout, NULL);
+    result = PyObject_CallFunctionObjArgs(self->plain, x, out, said, timeout, NULL);
+    goto done;
 }
 
 static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
@@ -399,46 +435,75 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
         PyErr_SetString(PyExc_TypeError, "a prepared call takes (x, out, said, timeout)");
         return NULL;
     }
-    PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None, *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
+    PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
+             *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
     return run_slots((SlotCall *)object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
 }
 
-/* -- making one ----------------------------------------------------------------------------------------------------- */
+/* -- making one -----------------------------------------------------------------------------------------------------
+ */
 
-static PyObject **references(SlotCall *self, int place) {
+static PyObject **references(PyObject *object, int place) {
+    SlotCall *self = (SlotCall *)object;
     PyObject **all[] = {
-        (PyObject **)&self->channel, &self->engine, &self->communicator, &self->busy, &self->queue, &self->add, &self->told, &self->array_type,
-        &self->brought.dtype, &self->made.dtype, &self->make, &self->make_arguments, &self->plain, &self->later, &self->hand_over, &self->interrupt, &self->saying, &self->shortcuts,
-        &self->fold.owner, &self->divide.owner, &self->apply.owner,
+        (PyObject **)&self->channel,
+        &self->engine,
+        &self->communicator,
+        &self->busy,
+        &self->queue,
+        &self->add,
+        &self->told,
+        &self->array_type,
+        &self->brought.dtype,
+        &self->made.dtype,
+        &self->make,
+        &self->make_arguments,
+        &self->plain,
+        &self->later,
+        &self->hand_over,
+        &self->interrupt,
+        &self->saying,
+        &self->shortcuts,
+        &self->fold.owner,
+        &self->divide.owner,
+        &self->apply.owner,
     };
     return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
 }
 
-static int slot_call_traverse(PyObject *object, visitproc visit, void *arg) {
+/* Visit, or let go of, all that an object holds, as the collector of garbage asks for. */
+typedef PyObject **(*References)(PyObject *object, int place);
+
+static int visit_all(PyObject *object, References references_of, visitproc visit, void *arg) {
     PyObject **found;
     Py_VISIT(Py_TYPE(object));
-    for (int place = 0; (found = references((SlotCall *)object, place)) != NULL; place++) Py_VISIT(*found);
+    for (int place = 0; (found = references_of(object, place)) != NULL; place++) Py_VISIT(*found);
     return 0;
+}
+
+static void clear_all(PyObject *object, References references_of) {
+    PyObject **found;
+    for (int place = 0; (found = references_of(object, place)) != NULL; place++) Py_CLEAR(*found);
+}
+
+static int slot_call_traverse(PyObject *object, visitproc visit, void *arg) {
+    return visit_all(object, references, visit, arg);
 }
 
 static void forget(SlotCall *call);
 
 static int slot_call_clear(PyObject *object) {
-    PyObject **found;
     forget((SlotCall *)object);
-    for (int place = 0; (found = references((SlotCall *)object, place)) != NULL; place++) Py_CLEAR(*found);
+    clear_all(object, references);
     return 0;
 }
 
 static void slot_call_dealloc(PyObject *object) {
     SlotCall *self = (SlotCall *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     slot_call_clear(object);
     if (self->has_memory) PyBuffer_Release(&self->memory);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    release_object(object);
 }
 
 /* Read a tuple of numbers; returns how many, or -1. */
@@ -495,17 +560,22 @@ static int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
 
 /* Look whether all that a call can touch lies in the arena and in its arrays: nothing is compared later. */
 static int check_places(const SlotCall *self) {
-    const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len, brought = self->brought.nbytes, made = self->made.nbytes;
+    const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len, brought = self->brought.nbytes,
+                     made = self->made.nbytes;
     const Py_ssize_t fields[] = {self->check_at, self->phase_at, self->done_at, self->source_at, self->target_at};
     int good = is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
     for (int field = 0; field < 5; field++) good = good && is_within(8 * fields[field], 16, entry_bytes);
-    for (int other = 0; other < self->size - 1; other++) good = good && is_within(8 * self->others[other], entry_bytes, arena);
-    for (int rank = 0; rank < self->size; rank++) good = good && is_within(self->slots[rank], 2 * self->side_bytes, arena);
+    for (int other = 0; other < self->size - 1; other++)
+        good = good && is_within(8 * self->others[other], entry_bytes, arena);
+    for (int rank = 0; rank < self->size; rank++)
+        good = good && is_within(self->slots[rank], 2 * self->side_bytes, arena);
     for (int put = 0; put < self->put_count; put++)
-        good = good && is_within(self->puts[put].from, self->puts[put].nbytes, brought) && is_within(self->puts[put].to, self->puts[put].nbytes, self->side_bytes);
+        good = good && is_within(self->puts[put].from, self->puts[put].nbytes, brought) &&
+               is_within(self->puts[put].to, self->puts[put].nbytes, self->side_bytes);
     for (int take = 0; take < self->take_count + self->term_count; take++) {
         const Copy *copy = take < self->take_count ? &self->takes[take] : &self->terms[take - self->take_count];
-        good = good && copy->rank < self->size && is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : self->side_bytes);
+        good = good && copy->rank < self->size &&
+               is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : self->side_bytes);
         good = good && is_within(copy->to, copy->nbytes, made) && (take < self->take_count || copy->nbytes == made);
     }
     if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside its arrays or the arena");
@@ -514,20 +584,24 @@ static int check_places(const SlotCall *self) {
 
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {
-        "memory", "channel", "engine", "communicator", "busy", "queue", "add", "told", "digest", "detail", "entry", "fields", "others", "slots",
-        "side_bytes", "rank", "shares_cores", "looks", "tells", "brought", "made", "puts", "takes", "terms", "fold", "divide", "apply", "divisor", "make",
-        "plain", "later", "hand_over", "interrupt", "saying", NULL,
+        "memory",  "channel", "engine", "communicator", "busy",      "queue",      "add",    "told",         "digest",
+        "detail",  "entry",   "fields", "others",       "slots",     "side_bytes", "rank",   "shares_cores", "looks",
+        "tells",   "brought", "made",   "puts",         "takes",     "terms",      "fold",   "divide",       "apply",
+        "divisor", "make",    "plain",  "later",        "hand_over", "interrupt",  "saying", NULL,
     };
-    PyObject *memory, *channel, *engine, *communicator, *busy, *queue, *add, *told, *fields, *others, *slots, *brought, *made, *puts, *takes, *terms;
+    PyObject *memory, *channel, *engine, *communicator, *busy, *queue, *add, *told, *fields, *others, *slots, *brought,
+        *made, *puts, *takes, *terms;
     PyObject *fold, *divide, *apply, *make, *plain, *later, *hand_over, *interrupt, *saying;
     const char *divisor;
     Py_ssize_t divisor_bytes, entry, side_bytes, places[6];
     unsigned long long digest, detail;
     int rank, shares_cores, looks, tells;
     if (!PyArg_ParseTupleAndKeywords(
-            arguments, keywords, "$OOOOOOOOKKnOOOnipipOOOOOOOOy#OOOOOO:SlotCall", names, &memory, &channel, &engine, &communicator, &busy, &queue, &add,
-            &told, &digest, &detail, &entry, &fields, &others, &slots, &side_bytes, &rank, &shares_cores, &looks, &tells, &brought, &made, &puts, &takes,
-            &terms, &fold, &divide, &apply, &divisor, &divisor_bytes, &make, &plain, &later, &hand_over, &interrupt, &saying))
+            arguments, keywords, "$OOOOOOOOKKnOOOnipipOOOOOOOOy#OOOOOO:SlotCall", names, &memory, &channel, &engine,
+            &communicator, &busy, &queue, &add, &told, &digest, &detail, &entry, &fields, &others, &slots, &side_bytes,
+            &rank, &shares_cores, &looks, &tells, &brought, &made, &puts, &takes, &terms, &fold, &divide, &apply,
+            &divisor, &divisor_bytes, &make, &plain, &later, &hand_over, &interrupt, &saying
+        ))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     SlotCall *self = (SlotCall *)allocate(type, 0);
@@ -565,7 +639,9 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->target_at = places[4];
     self->abort_at = places[5];
     self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
-    if (self->size < 2 || read_numbers(others, self->others, RANKS_MAX) != self->size - 1 || rank < 0 || rank >= self->size) goto wrong;
+    if (self->size < 2 || read_numbers(others, self->others, RANKS_MAX) != self->size - 1 || rank < 0 ||
+        rank >= self->size)
+        goto wrong;
     if (!read_form(brought, &self->brought) || !read_form(made, &self->made)) goto failed;
     self->put_count = read_copies(puts, self->puts, RANKS_MAX);
     self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
@@ -577,8 +653,12 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->width = PyLong_AsSsize_t(itemsize);
     const int kind = (int)PyLong_AsLong(number);
     if (fold != Py_None) {
-        if (self->width < 1 || BLOCK % self->width != 0 || self->term_count != self->size || !find_loop(fold, kind, &self->fold)) goto wrong;
-        if (divide != Py_None && (divisor_bytes != self->width || divisor_bytes > (Py_ssize_t)sizeof self->divisor || !find_loop(divide, kind, &self->divide))) goto wrong;
+        if (self->width < 1 || BLOCK % self->width != 0 || self->term_count != self->size ||
+            !find_loop(fold, kind, &self->fold))
+            goto wrong;
+        if (divide != Py_None && (divisor_bytes != self->width || divisor_bytes > (Py_ssize_t)sizeof self->divisor ||
+                                  !find_loop(divide, kind, &self->divide)))
+            goto wrong;
         if (apply != Py_None && !find_loop(apply, kind, &self->apply)) goto wrong;
         if (divide != Py_None) memcpy(self->divisor, divisor, divisor_bytes);
     } else if (self->term_count || divide != Py_None || apply != Py_None) {
@@ -619,7 +699,8 @@ static PyType_Spec slot_call_spec = {
     "syncvar.kernel.native.SlotCall", sizeof(SlotCall), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slot_call_slots,
 };
 
-/* -- the entrance of a public function ------------------------------------------------------------------------------- */
+/* -- the entrance of a public function -------------------------------------------------------------------------------
+ */
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
@@ -647,12 +728,12 @@ static int are_numbers(PyObject *value) {
 
 typedef struct {
     PyObject *op;
-    SlotCall *call; /* borrowed: the group's table of prepared calls keeps it, and it takes itself out here when it goes */
+    SlotCall
+        *call; /* borrowed: the group's table of prepared calls keeps it, and it takes itself out here when it goes */
 } Remembered;
 
 typedef struct Entrance {
-    PyObject_HEAD
-    PyObject *function, *state, *array_type, *as_array, *nothing, *second, *usual;
+    PyObject_HEAD PyObject *function, *state, *array_type, *as_array, *nothing, *second, *usual;
     int positions; /* how many arguments may be given by position */
     Remembered calls[REMEMBERED];
 } Entrance;
@@ -696,17 +777,22 @@ static int is_current(const Entrance *self, const SlotCall *call) {
 /* Run a call that has been remembered; NULL without an error where the function itself has to be called. */
 static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *keywords) {
     const Py_ssize_t given = PyTuple_Size(arguments);
-    PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing, *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual;
+    PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing,
+             *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual;
     PyObject *out = Py_None, *timeout = Py_None;
     if (given > self->positions || (given == 0) != (self->nothing != Py_None)) return NULL;
     if (keywords != NULL) {
         PyObject *name, *value;
         Py_ssize_t place = 0;
         while (PyDict_Next(keywords, &place, &name, &value)) {
-            if (name == name_out && given > 0) out = value;
-            else if (name == self->second && given == 1) op = value;
-            else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0))) timeout = value;
-            else return NULL;
+            if (name == name_out && given > 0)
+                out = value;
+            else if (name == self->second && given == 1)
+                op = value;
+            else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0)))
+                timeout = value;
+            else
+                return NULL;
         }
     }
     PyObject *array;
@@ -720,7 +806,8 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
     if (array != NULL && (PyObject *)Py_TYPE(array) == self->array_type) {
         const Array *seen_array = (const Array *)array;
         const Remembered *found = &self->calls[place_of(op, seen_array->dtype, seen_array->ndim, seen_array->shape)];
-        if (found->call != NULL && found->op == op && is_fitting(found->call, &found->call->brought, array, 0) && is_current(self, found->call)) {
+        if (found->call != NULL && found->op == op && is_fitting(found->call, &found->call->brought, array, 0) &&
+            is_current(self, found->call)) {
             SlotCall *call = (SlotCall *)Py_NewRef((PyObject *)found->call);
             result = run_slots(call, array, out, Py_None, timeout);
             Py_DECREF(call);
@@ -756,39 +843,38 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-static PyObject **entrance_references(Entrance *self, int place) {
+static PyObject **entrance_references(PyObject *object, int place) {
+    Entrance *self = (Entrance *)object;
     if (place < REMEMBERED) return &self->calls[place].op;
-    PyObject **all[] = {&self->function, &self->state, &self->as_array, &self->nothing, &self->array_type, &self->second, &self->usual};
+    PyObject **all[] = {&self->function,   &self->state,  &self->as_array, &self->nothing,
+                        &self->array_type, &self->second, &self->usual};
     place -= REMEMBERED;
     return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
 }
 
 static int entrance_traverse(PyObject *object, visitproc visit, void *arg) {
-    PyObject **found;
-    Py_VISIT(Py_TYPE(object));
-    for (int place = 0; (found = entrance_references((Entrance *)object, place)) != NULL; place++) Py_VISIT(*found);
-    return 0;
+    return visit_all(object, entrance_references, visit, arg);
 }
 
 static int entrance_clear(PyObject *object) {
-    PyObject **found;
-    for (int place = 0; (found = entrance_references((Entrance *)object, place)) != NULL; place++) Py_CLEAR(*found);
+    clear_all(object, entrance_references);
     return 0;
 }
 
 static void entrance_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     entrance_clear(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    release_object(object);
 }
 
 static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *function, *state, *as_array, *nothing, *array_type, *second, *usual;
     int positions;
-    if (keywords != NULL || !PyArg_ParseTuple(arguments, "OOOOOOOi", &function, &state, &array_type, &as_array, &nothing, &second, &usual, &positions)) return NULL;
+    if (keywords != NULL ||
+        !PyArg_ParseTuple(
+            arguments, "OOOOOOOi", &function, &state, &array_type, &as_array, &nothing, &second, &usual, &positions
+        ))
+        return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Entrance *self = (Entrance *)allocate(type, 0);
     if (self == NULL) return NULL;
@@ -807,8 +893,10 @@ static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject 
 static PyObject *entrance_getattr(PyObject *object, PyObject *name) {
     PyObject *function = ((Entrance *)object)->function;
     if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
-    if (PyUnicode_CompareWithASCIIString(name, "remember") == 0 || PyUnicode_CompareWithASCIIString(name, "__class__") == 0 ||
-        PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0 || PyUnicode_CompareWithASCIIString(name, "__reduce__") == 0)
+    if (PyUnicode_CompareWithASCIIString(name, "remember") == 0 ||
+        PyUnicode_CompareWithASCIIString(name, "__class__") == 0 ||
+        PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0 ||
+        PyUnicode_CompareWithASCIIString(name, "__reduce__") == 0)
         return PyObject_GenericGetAttr(object, name);
     return PyObject_GetAttr(function, name);
 }
@@ -835,7 +923,8 @@ static PyType_Slot entrance_slots[] = {
     {Py_tp_getattro, entrance_getattr},
     {Py_tp_repr, entrance_repr},
     {Py_tp_methods, entrance_methods},
-    {Py_tp_doc, "A public function whose prepared calls are found and run without Python's steps; any other call is the function's."},
+    {Py_tp_doc, "A public function whose prepared calls are found and run without Python's steps; any other call is "
+                "the function's."},
     {0, NULL},
 };
 
@@ -843,15 +932,20 @@ static PyType_Spec entrance_spec = {
     "syncvar.kernel.native.Entrance", sizeof(Entrance), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entrance_slots,
 };
 
-/* -- what the module tells of itself --------------------------------------------------------------------------------- */
+/* -- what the module tells of itself ---------------------------------------------------------------------------------
+ */
 
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
 static PyObject *describe(PyObject *module, PyObject *value) {
     (void)module;
     const Array *array = (const Array *)value;
     PyObject *shape = PyTuple_New(array->ndim);
-    for (int axis = 0; shape != NULL && axis < array->ndim; axis++) PyTuple_SetItem(shape, axis, PyLong_FromSsize_t(array->shape[axis]));
-    return Py_BuildValue("(KNOi)", (unsigned long long)(uintptr_t)array->data, shape, array->dtype, array->flags & (IN_ONE_PIECE | ALIGNED | WRITEABLE));
+    for (int axis = 0; shape != NULL && axis < array->ndim; axis++)
+        PyTuple_SetItem(shape, axis, PyLong_FromSsize_t(array->shape[axis]));
+    return Py_BuildValue(
+        "(KNOi)", (unsigned long long)(uintptr_t)array->data, shape, array->dtype,
+        array->flags & (IN_ONE_PIECE | ALIGNED | WRITEABLE)
+    );
 }
 
 /* Combine two arrays of one dtype and length into a third one by a ufunc's own loop; the loader compares the result. */
@@ -863,14 +957,19 @@ static PyObject *combine_once(PyObject *module, PyObject *arguments) {
     Step step = {NULL, NULL, NULL};
     if (!find_loop(ufunc, number, &step)) Py_RETURN_FALSE;
     const Array *made = (const Array *)out;
-    combine(&step, ((const Array *)left)->data, ((const Array *)right)->data, made->strides[0], made->data, made->shape[0], made->strides[0]);
+    combine(
+        &step, ((const Array *)left)->data, ((const Array *)right)->data, made->strides[0], made->data, made->shape[0],
+        made->strides[0]
+    );
     Py_DECREF(step.owner);
     Py_RETURN_TRUE;
 }
 
 static PyMethodDef functions[] = {
-    {"describe", describe, METH_O, "Return (address, shape, dtype, flags) of an array, as this module reads its memory."},
-    {"combine_once", combine_once, METH_VARARGS, "Combine two flat arrays into a third one by the loop of a ufunc; False where it has none."},
+    {"describe", describe, METH_O,
+     "Return (address, shape, dtype, flags) of an array, as this module reads its memory."},
+    {"combine_once", combine_once, METH_VARARGS,
+     "Combine two flat arrays into a third one by the loop of a ufunc; False where it has none."},
     {NULL},
 };
 
@@ -895,7 +994,8 @@ static int prepare_module(PyObject *module) {
     name_timeout = PyUnicode_InternFromString("timeout");
     if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_out || !name_timeout) return -1;
     if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release) return -1;
-    if (add_type(module, &channel_state_spec, "ChannelState") < 0 || add_type(module, &entrance_spec, "Entrance") < 0) return -1;
+    if (add_type(module, &channel_state_spec, "ChannelState") < 0 || add_type(module, &entrance_spec, "Entrance") < 0)
+        return -1;
     if (add_type(module, &slot_call_spec, "SlotCall") < 0) return -1;
     slot_call_type = (PyTypeObject *)PyObject_GetAttrString(module, "SlotCall");
     return slot_call_type == NULL ? -1 : 0;
@@ -904,7 +1004,15 @@ static int prepare_module(PyObject *module) {
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "syncvar.kernel.native", "Runs prepared calls in shared memory without Python's own steps.", 0, functions, module_slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT,
+    "syncvar.kernel.native",
+    "Runs prepared calls in shared memory without Python's own steps.",
+    0,
+    functions,
+    module_slots,
+    NULL,
+    NULL,
+    NULL,
 };
 
 PyMODINIT_FUNC PyInit_native(void) { return PyModuleDef_Init(&definition); }
