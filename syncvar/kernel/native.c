@@ -812,6 +812,10 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
             result = run_slots(call, array, out, Py_None, timeout);
             Py_DECREF(call);
             if (result == Py_None) Py_CLEAR(result); /* nothing has been done */
+            if (result != NULL && given == 0) {      /* who brings nothing gets nothing */
+                Py_DECREF(result);
+                result = Py_NewRef(Py_None);
+            }
         }
     }
     Py_XDECREF(array);

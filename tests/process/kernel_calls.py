@@ -126,7 +126,8 @@ def main():
         strategy.run(write, args=(step,))
         take(plain.numpy())
         take(inside.numpy())
-        sv.barrier()
+        assert sv.barrier() is None
+        assert sv.barrier(timeout=30.0) is None
     sys.stdout.write(json.dumps({"digest": digest.hexdigest(), "calls": calls, "native": native}) + "\n")
 
 

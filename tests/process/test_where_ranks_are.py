@@ -267,6 +267,7 @@ def test_a_program_survives_that_is_asked_very_often(tmp_path, times):
                 os.kill(program.pid, (MAIN_THREAD, ALL_THREADS)[number % 2])
                 await_true(lambda: answers.stat().st_size > end or program.poll() is not None)  # noqa: B023
                 assert program.poll() is None, f"it ended with {program.poll()} after {number} questions"
+            await_true(lambda: answers.read_text().endswith(f"{END}\n"), what="the last answer is whole")
         finally:
             program.kill()
     assert answers.read_text().count(f"{END}\n") == times
