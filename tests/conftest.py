@@ -49,6 +49,7 @@ def pytest_configure(config):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     config.stash[_BEFORE] = {}
+    config.syncvar_left_out = []  # in words, by the conftest of a folder whose tests need what is not there
     # Short, because paths of unix sockets are limited to 107 bytes; private, because jobs keep their sockets in it.
     runtime_parent = os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp")
     config.syncvar_runtime = _folder_of_the_run(config, "XDG_RUNTIME_DIR", "sv-", runtime_parent)
@@ -99,6 +100,26 @@ def pytest_runtest_teardown(item):
     """Set the timer anew: pytest-timeout stops it at a failure, and the fixtures would have no limit."""
     if _LIMIT in item.stash:
         item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_LIMIT])
+
+
+def pytest_sessionfinish(session):
+    """Hand on what a process of tests has left out: the one that started it tells."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.syncvar_left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take in what a process of tests has left out; all of them leave out the same."""
+    for line in getattr(node, "workeroutput", {}).get("left_out", []):
+        if line not in node.config.syncvar_left_out:
+            node.config.syncvar_left_out.append(line)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say which tests were left out, and why."""
+    for line in config.syncvar_left_out:
+        terminalreporter.write_line(line)
 
 
 def pytest_unconfigure(config):

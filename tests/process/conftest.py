@@ -10,21 +10,15 @@ from launching import Job, measure_slowness
 from syncvar import kernel
 
 collect_ignore = ["soak.py", "every_collective.py", "disagreeing.py", "kernel_calls.py"]  # scripts that run as ranks
-_WHY = pytest.StashKey()
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what compares both runners of prepared calls where there is one of them only, and say why."""
     own = [item for item in items if item.get_closest_marker("needs_kernel")]
     if own and (why := kernel.why_not_native()):
-        config.stash[_WHY] = why
+        config.syncvar_left_out.append(f"{len(own)} tests of the C kernel were left out: {why}")
         config.hook.pytest_deselected(items=own)
         items[:] = [item for item in items if item not in own]
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if _WHY in config.stash:
-        terminalreporter.write_line(f"tests of the C kernel were left out: {config.stash[_WHY]}")
 
 
 @pytest.fixture(autouse=True)

@@ -191,3 +191,23 @@ def test_a_test_that_is_stuck_fails_alone_and_its_fixtures_end_too(outcome):
     assert re.search(r"^FAILED \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), outcome.stdout
     assert re.search(r"^ERROR \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), outcome.stdout
     assert re.search(r"^PASSED \S*::test_clean_again", outcome.stdout, re.MULTILINE), outcome.stdout
+
+
+LEAVES_OUT = """
+def pytest_collection_modifyitems(config, items):
+    config.syncvar_left_out.append("2 tests of nothing were left out: there is nothing")
+    config.hook.pytest_deselected(items=items[1:])
+    del items[1:]
+"""
+
+
+def test_what_is_left_out_is_told_by_the_process_that_started_the_others(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "conftest.py").write_text(LEAVES_OUT)
+    (tmp_path / "few" / "test_few.py").write_text("import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n): pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    for options in ([], ["-n", "1"]):
+        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tmp_path)]
+        told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert told.stdout.count("2 tests of nothing were left out: there is nothing") == 1, told
