@@ -29,10 +29,11 @@ def why_none():
     for program, package in (("ip", "iproute2"), ("ssh", "openssh-client"), ("ssh-keygen", "openssh-client"), (_SSHD, "openssh-server")):
         if shutil.which(program) is None:
             return f"there is no {program}: apt-get install {package}"
-    done = subprocess.run(["ip", "netns", "add", "sv-probe"], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    probe = f"sv-probe-{uuid.uuid4().hex[:8]}"  # two processes of tests ask at the same time, and must come to the same
+    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
     if done.returncode:
         return f"no network namespace can be made: {done.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "sv-probe"], check=False, timeout=_LIMIT_S)
+    subprocess.run(["ip", "netns", "del", probe], check=False, timeout=_LIMIT_S)
     return ""
 
 
