@@ -17,10 +17,17 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from syncvar.errors import ConfigError, WireError
 from syncvar.transports.curve import Gate, link_keys
+from syncvar.transports.zeromq import (
+    bound_messages,
+    bracketed,
+    events_of,
+    monitor_of,
+    set_family,
+    tcp_endpoint,
+)
 from syncvar_launcher.hello import (
     CHUNK,
     DONE,
@@ -30,6 +37,7 @@ from syncvar_launcher.hello import (
     INPUT,
     OUTPUT,
     PING,
+    QUEUED,
     REFUSED,
     START,
     WORDS,
@@ -45,7 +53,7 @@ __all__ = ["Door", "Joined", "Way"]
 _PING_S = 0.25  # who is gone is noticed by what cannot be sent to it
 _RETRY_S = 0.005
 _HELD_MAX = 16 << 20
-_QUEUED = 16  # messages of each host and direction; of at most CHUNK bytes each
+_SAID_MAX = 16  # sentences in _SAY_EVERY_S
 _SAY_EVERY_S = 60.0
 _FAREWELL_MS = 1000
 _LOST = 255  # the status of a way that broke, as ssh has it
@@ -227,21 +235,21 @@ class Door:
             self._stack.callback(gate.close)
             self._socket: Any = self._context.socket(zmq.ROUTER)
             self._stack.callback(lambda: self._socket.close(linger=_FAREWELL_MS))
-            for option, value in (
-                (zmq.MAXMSGSIZE, CHUNK + 1), (zmq.SNDHWM, _QUEUED), (zmq.RCVHWM, _QUEUED), (zmq.ROUTER_MANDATORY, 1), (zmq.IPV6, ":" in address),
-            ):  # fmt: skip
-                self._socket.setsockopt(option, value)
+            place = tcp_endpoint(address, port or "*")
+            bound_messages(self._socket, CHUNK + 1, QUEUED)
+            set_family(self._socket, place)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             keys.listen(self._socket)
-            self._monitor: Any = self._socket.get_monitor_socket(
-                zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            )
+            self._monitor = monitor_of(
+                self._context, self._socket,
+                zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            )  # fmt: skip
             self._stack.callback(self._monitor.close, 0)
             self._stack.callback(self._socket.disable_monitor)
-            place = f"[{address}]" if ":" in address else address
             try:
-                self._socket.bind(f"tcp://{place}:{port or '*'}")
+                self._socket.bind(place)
             except zmq.ZMQError as error:
-                raise ConfigError(f"--listen {place}:{port}: nothing can listen there: {error.strerror}") from None
+                raise ConfigError(f"--listen {bracketed(address)}:{port}: nothing can listen there: {error.strerror}") from None
             endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self.port = int(endpoint.rpartition(":")[2])
             gate.guard(endpoint)
@@ -345,7 +353,7 @@ class Door:
         self._guests.clear()
 
     def _hear(self) -> None:
-        for _ in range(_QUEUED):
+        for _ in range(QUEUED):
             try:
                 identity, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -454,25 +462,24 @@ class Door:
     def _look(self) -> bool:
         """Handle what the socket tells of connections; return whether one has ended."""
         has_ended = False
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._peers[event["value"]] = _peer_of(event["value"])
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
+        for event, value in events_of(self._monitor):
+            if event == zmq.EVENT_ACCEPTED:
+                self._peers[value] = _peer_of(value)
+            elif event == zmq.EVENT_DISCONNECTED:
                 has_ended = True
-                peer = self._peers.pop(event["value"], "somewhere")
+                peer = self._peers.pop(value, "somewhere")
                 if self._is_other_key:
                     self._say(f"who came from {peer} was refused: it has another key than that of --key-file")
                 self._is_other_key = False
             else:
-                self._is_other_key = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH or event["value"] == _OTHER_KEY
+                self._is_other_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _OTHER_KEY
         return has_ended
 
     def _say(self, sentence: str) -> None:
         """Let something be shown, the same not too often."""
         now = time.monotonic()
         self._told = {each: at for each, at in self._told.items() if now - at < _SAY_EVERY_S}
-        if sentence not in self._told and len(self._told) < _QUEUED:
+        if sentence not in self._told and len(self._told) < _SAID_MAX:
             self._told[sentence] = now
             self._said.append(sentence)
             self._tell()

@@ -21,9 +21,8 @@ from syncvar_launcher import exits
 from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.fitness import why_unfit
-from syncvar_launcher.gathering import Party
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
-from syncvar_launcher.login import local_command, ssh_command, why_failed
+from syncvar_launcher.login import AGENT, local_command, ssh_command, why_failed
 from syncvar_launcher.messages import checked_list
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
@@ -33,12 +32,12 @@ from syncvar_launcher.staging import Collection, collected, stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from syncvar_launcher.gathering import Party
     from syncvar_launcher.hostfile import Host
     from syncvar_launcher.options import LaunchOptions
 
-__all__ = ["AGENT", "Fleet", "Site", "is_here"]
+__all__ = ["Fleet", "Site", "is_here"]
 
-AGENT = "syncvar_launcher.hostagent"
 _LOGINS_AT_ONCE = 16
 _LOGIN_S = 30.0
 _ANSWER_S = 15.0
@@ -121,6 +120,10 @@ class Fleet:
             self._collection = collected(self._options)
             self._say(f"--stage copies to each host {self._collection.describe()}")
         if self._options.listen is not None:
+            from syncvar_launcher.gathering import (
+                Party,  # sockets for hosts that join, which the others do not need
+            )
+
             self._party = Party(self._options, self._say, self._ask)
             meanwhile()
             self._remotes = self._party.gather()

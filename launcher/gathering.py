@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError, HostUnreachable, WireError
+from syncvar.transports.zeromq import bracketed
 from syncvar_launcher.addresses import interfaces
 from syncvar_launcher.door import Door
 from syncvar_launcher.fitness import why_unfit, why_unlike
@@ -55,8 +56,7 @@ def listen_address(text: str) -> tuple[str, int]:
 
 def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
     """Return what is to be run on each host."""
-    place = f"[{address}]" if ":" in address else address
-    return f"syncvar-launch --join {place}:{port} --key-file {shlex.quote(str(options.key_file))}"
+    return f"syncvar-launch --join {bracketed(address)}:{port} --key-file {shlex.quote(str(options.key_file))}"
 
 
 class Party:

@@ -12,7 +12,7 @@ import msgpack
 
 from syncvar.errors import WireError
 
-__all__ = ["CHUNK", "DONE", "ENDED", "END_INPUT", "HELLO", "INPUT", "OUTPUT", "PING", "REFUSED", "START", "WORDS", "Hello"]
+__all__ = ["CHUNK", "DONE", "ENDED", "END_INPUT", "HELLO", "INPUT", "OUTPUT", "PING", "QUEUED", "REFUSED", "START", "WORDS", "Hello"]
 
 CHUNK = 1 << 18
 """The most bytes behind a letter."""
@@ -21,6 +21,9 @@ CHUNK = 1 << 18
 HELLO, OUTPUT, WORDS, ENDED = b"h", b"o", b"e", b"x"
 # the launcher says
 START, INPUT, END_INPUT, REFUSED, DONE, PING = b"s", b"i", b"c", b"r", b"d", b"p"
+
+QUEUED = 16
+"""The most messages that wait for each host and direction."""
 
 _FORM = 1
 _TEXT_MAX = 4096

@@ -17,12 +17,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 import syncvar
 from syncvar.begin import command_of
 from syncvar.errors import ConfigError, HostUnreachable
 from syncvar.transports.curve import link_keys
+from syncvar.transports.zeromq import bound_messages, events_of, monitor_of, set_family, tcp_endpoint
 from syncvar.wire import PROTOCOL_VERSION
 from syncvar_launcher import exits
 from syncvar_launcher.environment import inherited
@@ -34,6 +34,7 @@ from syncvar_launcher.hello import (
     HELLO,
     INPUT,
     OUTPUT,
+    QUEUED,
     REFUSED,
     START,
     WORDS,
@@ -41,6 +42,7 @@ from syncvar_launcher.hello import (
 )
 from syncvar_launcher.joinoptions import place_of
 from syncvar_launcher.keyfile import join_secret
+from syncvar_launcher.login import AGENT
 from syncvar_launcher.outbox import Outbox
 from syncvar_launcher.output import escape
 from syncvar_launcher.remote import started
@@ -49,14 +51,12 @@ from syncvar_launcher.watch import Watch
 if TYPE_CHECKING:
     from syncvar_launcher.options import LaunchOptions
 
-__all__ = ["AGENT", "join"]
+__all__ = ["join"]
 
-AGENT = "syncvar_launcher.hostagent"
 _TRIES = 3  # handshakes that fail, one after another: a listener that is busy may close one
 _RECONNECT_MS = 200
 _END_S = 10.0
 _TELL_MS = 1000
-_QUEUED = 16
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -103,15 +103,14 @@ class _Host:
         ).pack()  # fmt: skip
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 0), (zmq.MAXMSGSIZE, CHUNK + 1), (zmq.SNDHWM, _QUEUED), (zmq.RCVHWM, _QUEUED), (zmq.IPV6, family == socket.AF_INET6),
-            (zmq.RECONNECT_IVL, _RECONNECT_MS),  # not IMMEDIATE, with which a lost connection takes along what had come by it
-        ):  # fmt: skip
-            self._socket.setsockopt(option, value)
+        place = tcp_endpoint(address, port)
+        bound_messages(self._socket, CHUNK + 1, QUEUED)
+        set_family(self._socket, place)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)  # not IMMEDIATE, with which a lost connection takes along what had come by it
         link_keys(secret).connect(self._socket)
-        self._monitor: Any = self._socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        place = f"[{address}]" if family == socket.AF_INET6 else address
-        self._socket.connect(f"tcp://{place}:{port}")
+        self._monitor = monitor_of(self._context, self._socket, _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(place)
 
     def serve(self) -> int:
         """Do what is to be done until this host has no part in the job any more; return the exit code."""
@@ -172,7 +171,7 @@ class _Host:
                     self._agent = None
         self._send()
         is_cut = self._is_cut
-        for _ in range(_QUEUED):
+        for _ in range(QUEUED):
             if self._code is not None or (self._agent is not None and self._agent.sinks() and not is_cut):
                 break
             try:
@@ -213,8 +212,7 @@ class _Host:
                 _say(f"the job has ended with {self._code}; the launcher says why")
 
     def _look(self) -> None:
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+        for event, _ in events_of(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failures = 0
                 if not self._has_joined:

@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hostfile import Host
 
-__all__ = ["SSH_OPTIONS", "local_command", "remote_command", "ssh_command", "why_failed"]
+__all__ = ["AGENT", "SSH_OPTIONS", "local_command", "remote_command", "ssh_command", "why_failed"]
+
+AGENT = "syncvar_launcher.hostagent"
+"""The module that serves a host."""
 
 SSH_OPTIONS = (
     "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes",
 )  # fmt: skip
 """No terminal, no question, no long wait; no display and no agent, whatever `--ssh` or the user's own file say."""
 
-_AGENT = "from syncvar.begin import main; main()"
-_MODULE = "syncvar_launcher.hostagent"
+_BEGIN = "from syncvar.begin import main; main()"
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _LINES_SHOWN = 3
@@ -56,12 +58,12 @@ def remote_command(python: str) -> str:
         >>> remote_command("/opt/my env/bin/python")
         "exec '/opt/my env/bin/python' -P -c 'from syncvar.begin import main; main()' syncvar_launcher.hostagent"
     """
-    return "exec " + shlex.join([python, "-P", "-c", _AGENT, _MODULE])
+    return "exec " + shlex.join([python, "-P", "-c", _BEGIN, AGENT])
 
 
 def local_command(python: str) -> list[str]:
     """Return the command line of an agent on this machine by an interpreter of its own."""
-    return [python, "-P", "-c", _AGENT, _MODULE]
+    return [python, "-P", "-c", _BEGIN, AGENT]
 
 
 def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -> list[str]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from syncvar.topology import rank_list
 from syncvar_launcher import output
 from syncvar_launcher.fleet import Fleet
-from syncvar_launcher.gathering import join_command, listen_address
 from syncvar_launcher.job import Job
 from syncvar_launcher.limits import LimitTooLow
 from syncvar_launcher.options import check_debugged
@@ -103,6 +102,8 @@ def dry_run(chosen: LaunchOptions) -> str:
 
 def _dry_run_joined(chosen: LaunchOptions) -> str:
     """Return what a launch on hosts that join would do; nothing listens."""
+    from syncvar_launcher.gathering import join_command, listen_address  # brings sockets for hosts that join
+
     address, port = listen_address(chosen.listen or "")
     whom = f"{chosen.host_count} hosts" if chosen.host_count is not None else f"as many hosts as have {chosen.workers} slots together"
     is_there = chosen.key_file.exists()

@@ -201,7 +201,7 @@ class RuntimeConfig(_Settings):
         if self.encryption == "off" and self.insecure == "off":
             raise ConfigError(
                 f"encryption off needs insecure on (--insecure, or SYNCVAR_INSECURE=on for ranks that another launcher starts): {_OPENED}. "
-                f"encryption control-only keeps strangers out, and is as fast"
+                f"encryption control-only keeps strangers out"
             )
         # Who only lowers lost_after_s has not asked for suspicion after that.
         said = self.suspect_after_s not in (math.inf, type(self)().suspect_after_s)

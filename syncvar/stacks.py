@@ -100,7 +100,7 @@ def listen(path: str) -> None:
 
     def answer(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(Exception):  # it runs anywhere in the program, which must not see it
-            os.write(descriptor, _dump(frame, all_threads=number == ALL_THREADS))
+            os.write(descriptor, _dump(_of_program(frame), all_threads=number == ALL_THREADS))
 
     for number in (MAIN_THREAD, ALL_THREADS):
         signal.signal(number, answer)
@@ -108,6 +108,13 @@ def listen(path: str) -> None:
     faulthandler.register(WITHOUT_PYTHON, descriptor, all_threads=False)
     atexit.register(_be_deaf)  # the interpreter's end would give the signals back their default, which is to end the process
     os.write(descriptor, b"%d\n" % descriptor)
+
+
+def _of_program(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that runs the program; a signal may come while the answer to the one before is being written."""
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 def _be_deaf() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from syncvar.collectives._arguments import checked_output
 from syncvar.errors import SyncvarError
+from syncvar.kernel import remember
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.move_shortcut import move_shortcut
 from syncvar.runtime.operation import Stage
@@ -46,7 +47,7 @@ UNMOVED = Layout(0, _NOTHING.dtype), Blocks(_NOTHING)
 
 
 def by_shortcut(
-    communicator: Communicator, key: Any, x: NDArray[Any], out: Any, timeout: float | None, prepare: Prepare, *how: Any
+    communicator: Communicator, key: Any, x: NDArray[Any], out: Any, timeout: float | None, prepare: Prepare, *how: Any, public: Any = None
 ) -> Any:
     """Make a call by its prepared way; None where nothing has been done, because there is none or it does not serve.
 
@@ -59,6 +60,7 @@ def by_shortcut(
         prepare: Of (communicator, x, *how): returns (request of such a call, layout, front, general), see
             `move_shortcut`, or None; used once.
         how: What else the call is made with.
+        public: The public function, where it is called for the world with `how` beside `x`; None elsewhere.
     """
     shortcut = communicator.shortcuts.get(key)
     if shortcut is None:
@@ -73,6 +75,8 @@ def by_shortcut(
         request, layout, front, general = prepared
         request.body.close()
         shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, layout, front, general, x))
+        if public is not None:
+            remember(public, how[0], shortcut, communicator.shortcuts)
     return None if shortcut is None else shortcut(x, out, None, timeout)
 
 

@@ -25,7 +25,6 @@ from syncvar.collectives._moving import by_shortcut, detail_of, fitting, landed,
 from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
-from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.runtime.context import entered_natively
 from syncvar.runtime.group import Request, fingerprint
@@ -95,11 +94,10 @@ def all_gather(
     if array is not None and not array.ndim:
         array = array.reshape(1)
     if array is not None and axis in (0, -array.ndim):
+        public = all_gather if group is None else None
         key = ("all_gather", axis, array.dtype, array.shape)
-        result = by_shortcut(communicator, key, array, out, timeout, _prepare, axis)
+        result = by_shortcut(communicator, key, array, out, timeout, _prepare, axis, public=public)
         if result is not None:
-            if group is None:
-                remember(all_gather, axis, communicator.shortcuts.get(key), communicator.shortcuts)
             return result
     if is_foreign(x, out):
         call = partial(

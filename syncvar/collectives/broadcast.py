@@ -35,7 +35,6 @@ from syncvar.collectives._moving import (
 from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, MismatchError
-from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.runtime.context import entered_natively
 from syncvar.runtime.group import Request, fingerprint
@@ -104,11 +103,10 @@ def broadcast(
     is_plain = type(root) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     array = plain_array(x) if is_plain else None
     if array is not None:
+        public = broadcast if group is None else None
         key = ("broadcast", root, array.dtype, array.shape)
-        result = by_shortcut(communicator, key, array, out, timeout, _prepare, root)
+        result = by_shortcut(communicator, key, array, out, timeout, _prepare, root, public=public)
         if result is not None:
-            if group is None:
-                remember(broadcast, root, communicator.shortcuts.get(key), communicator.shortcuts)
             return result
     if is_foreign(x, out):
         call = partial(

@@ -15,7 +15,6 @@ from syncvar.collectives._moving import by_shortcut, fitting, landed, landing, m
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, UsageError
-from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.runtime import finite
@@ -84,11 +83,10 @@ def reduce_scatter(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and isinstance(op, str) and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
+        public = reduce_scatter if group is None else None
         key = ("reduce_scatter", op, x.dtype, x.shape)
-        result = by_shortcut(communicator, key, x, out, timeout, _prepare, op)
+        result = by_shortcut(communicator, key, x, out, timeout, _prepare, op, public=public)
         if result is not None:
-            if group is None:
-                remember(reduce_scatter, op, communicator.shortcuts.get(key), communicator.shortcuts)
             return result
     if is_foreign(x, out):
         call = partial(

@@ -29,8 +29,7 @@
 #define LEVELS 6 /* of a tree over RANKS_MAX ranks */
 #define SPREAD 0x9E3779B97F4A7C15ull
 
-/* -- what a channel knows of its own progress: the attributes that both runners read and write ----------------------
- */
+/* -- what a channel knows of its own progress: the attributes that both runners read and write --------------------- */
 
 typedef struct {
     PyObject_HEAD long long side, last, phase, tail;
@@ -66,8 +65,7 @@ static PyType_Spec channel_state_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, channel_state_slots,
 };
 
-/* -- NumPy's inner loops --------------------------------------------------------------------------------------------
- */
+/* -- NumPy's inner loops ------------------------------------------------------------------------------------------- */
 
 typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
 
@@ -113,8 +111,7 @@ static void combine(
     step->loop(arrays, &count, steps, step->data);
 }
 
-/* -- arrays ---------------------------------------------------------------------------------------------------------
- */
+/* -- arrays -------------------------------------------------------------------------------------------------------- */
 
 /* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1. */
 typedef struct {
@@ -135,8 +132,7 @@ typedef struct {
 
 struct Entrance;
 
-/* -- a prepared call ------------------------------------------------------------------------------------------------
- */
+/* -- a prepared call ----------------------------------------------------------------------------------------------- */
 
 /* What is copied: from what this rank brings into its slot, or from somewhere into the result. */
 typedef struct {
@@ -440,8 +436,7 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
     return run_slots((SlotCall *)object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
 }
 
-/* -- making one -----------------------------------------------------------------------------------------------------
- */
+/* -- making one ---------------------------------------------------------------------------------------------------- */
 
 static PyObject **references(PyObject *object, int place) {
     SlotCall *self = (SlotCall *)object;
@@ -699,8 +694,7 @@ static PyType_Spec slot_call_spec = {
     "syncvar.kernel.native.SlotCall", sizeof(SlotCall), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slot_call_slots,
 };
 
-/* -- the entrance of a public function -------------------------------------------------------------------------------
- */
+/* -- the entrance of a public function ----------------------------------------------------------------------------- */
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
@@ -936,8 +930,7 @@ static PyType_Spec entrance_spec = {
     "syncvar.kernel.native.Entrance", sizeof(Entrance), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entrance_slots,
 };
 
-/* -- what the module tells of itself ---------------------------------------------------------------------------------
- */
+/* -- what the module tells of itself ------------------------------------------------------------------------------- */
 
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
 static PyObject *describe(PyObject *module, PyObject *value) {

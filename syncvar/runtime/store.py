@@ -10,10 +10,10 @@ import zmq
 from syncvar.errors import ConfigError, RendezvousError, WireError
 from syncvar.transports.zeromq import (
     COMING_AND_GOING,
+    events_of,
     look_for_silence,
     milliseconds,
     monitor_of,
-    monitored,
     parse_control_identity,
     set_family,
 )
@@ -165,11 +165,7 @@ class Store:
         return 0 if self._gate is None else self._gate.refused_peers
 
     def _note_closed(self) -> None:
-        while self._monitor is not None:
-            try:
-                event, descriptor = monitored(self._monitor)
-            except zmq.Again:
-                break
+        for event, descriptor in () if self._monitor is None else events_of(self._monitor):
             self._balance += 1 if event == zmq.EVENT_DISCONNECTED else -1
             peer = self._on_descriptor.pop(descriptor, None) if event == zmq.EVENT_DISCONNECTED else None
             if peer is not None:

@@ -36,14 +36,14 @@ from syncvar.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from syncvar.config import RuntimeConfig
     from syncvar.transports.curve import Gate, LinkKeys
 
 __all__ = [
-    "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "control_identity", "look_for_silence", "milliseconds", "monitor_of", "monitored",
-    "parse_control_identity", "set_family", "tcp_endpoint", "why_closed",
+    "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "bound_messages", "bracketed", "control_identity", "events_of", "look_for_silence",
+    "milliseconds", "monitor_of", "parse_control_identity", "set_family", "tcp_endpoint", "why_closed",
 ]  # fmt: skip
 
 _IDENTITY = struct.Struct("<c8sII8s")
@@ -71,6 +71,16 @@ def _job_nonce(job_id: str) -> bytes:
     return hashlib.blake2b(job_id.encode(), digest_size=8).digest()
 
 
+def bracketed(address: str) -> str:
+    """Return an address as it stands before a port.
+
+    Example:
+        >>> bracketed("10.0.0.7"), bracketed("fd00::7")
+        ('10.0.0.7', '[fd00::7]')
+    """
+    return f"[{address}]" if ":" in address else address
+
+
 def tcp_endpoint(address: str, port: int | str | None = None) -> str:
     """Return an address as ZeroMQ takes it.
 
@@ -78,8 +88,8 @@ def tcp_endpoint(address: str, port: int | str | None = None) -> str:
         >>> tcp_endpoint("10.0.0.7"), tcp_endpoint("fd00::7", "*")
         ('tcp://10.0.0.7', 'tcp://[fd00::7]:*')
     """
-    place = f"[{address}]" if ":" in address else address
-    return f"tcp://{place}" if port is None else f"tcp://{place}:{port}"
+    place = f"tcp://{bracketed(address)}"
+    return place if port is None else f"{place}:{port}"
 
 
 def set_family(socket: Any, endpoint: str) -> None:
@@ -99,6 +109,12 @@ def parse_control_identity(identity: bytes) -> int | None:
     return int(_CONTROL_IDENTITY.unpack(identity)[1])
 
 
+def bound_messages(socket: Any, nbytes: int, count: int) -> None:
+    """Bound how long a message that comes may be, and how many may wait in each direction."""
+    for option, value in ((zmq.MAXMSGSIZE, nbytes), (zmq.SNDHWM, count), (zmq.RCVHWM, count)):
+        socket.setsockopt(option, value)
+
+
 def monitor_of(context: zmq.Context[Any], socket: Any, events: int) -> Any:
     """Return a socket on which the events of another one come.
 
@@ -113,16 +129,17 @@ def monitor_of(context: zmq.Context[Any], socket: Any, events: int) -> Any:
     return monitor
 
 
-def monitored(monitor: Any) -> tuple[int, int]:
-    """Return the next (event, value) of a socket's monitor.
+def events_of(monitor: Any) -> Iterator[tuple[int, int]]:
+    """Take the events, each with its value, that have come on a monitor so far.
 
     pyzmq has a function for it, in a module that imports asyncio, which costs every worker 30 ms.
-
-    Raises:
-        zmq.Again: There is none.
     """
-    event: tuple[int, int] = _MONITORED.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
-    return event
+    while True:
+        try:
+            event: tuple[int, int] = _MONITORED.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+        except zmq.Again:
+            return
+        yield event
 
 
 def ask_for_signs_of_life(socket: Any, config: RuntimeConfig) -> None:
@@ -283,11 +300,7 @@ class ZeromqControl:
             self.socket.close(linger=0 if self._is_lost else int(linger_s * 1000))
 
     def _watch(self) -> None:
-        while True:
-            try:
-                event, value = monitored(self.monitor)
-            except zmq.Again:
-                return
+        for event, value in events_of(self.monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_up = True
             elif event & _REFUSED:
@@ -713,11 +726,7 @@ class ZeromqTransport:
         return int(rank)
 
     def _watch_router(self) -> None:
-        while True:
-            try:
-                event, descriptor = monitored(self._router_monitor)
-            except zmq.Again:
-                break
+        for event, descriptor in events_of(self._router_monitor):
             self._balance += 1 if event == zmq.EVENT_DISCONNECTED else -1
             peer = self._source_of_descriptor.pop(descriptor, None) if event == zmq.EVENT_DISCONNECTED else None
             if peer is not None:
@@ -732,11 +741,7 @@ class ZeromqTransport:
             if link.monitor is None:
                 continue
             closed = False
-            while True:
-                try:
-                    event, _ = monitored(link.monitor)
-                except zmq.Again:
-                    break
+            for event, _ in events_of(link.monitor):
                 if event == zmq.EVENT_CONNECTED:
                     link.connected = True
                 else:

@@ -1,13 +1,15 @@
 """What the interpreter's fault handler writes, read and told in one line."""
 
 import os
+import sys
 import sysconfig
 
 import pytest
 
 import syncvar
+from syncvar import stacks
 from syncvar.cli.stacks import stacks_text
-from syncvar.stacks import STOPPED, Frame, Thread, doing, dumps_of, shown, where
+from syncvar.stacks import STOPPED, Frame, Thread, _of_program, doing, dumps_of, shown, where
 
 PACKAGE = os.path.dirname(syncvar.__file__)
 STANDARD = sysconfig.get_path("stdlib")
@@ -133,3 +135,11 @@ def test_every_frame_and_thread_is_shown_where_that_is_asked_for():
 )
 def test_what_a_rank_does_is_told_by_its_call_or_by_its_stack(position, place, text):
     assert doing(position, place) == text
+
+
+def test_a_second_question_finds_the_program_and_not_the_answer_to_the_first():
+    names = {"frame_here": sys._getframe}
+    exec(compile("def answer():\n    return frame_here()", stacks.__file__, "exec"), names)  # noqa: S102  (a frame of that file)
+    frame = names["answer"]()
+    assert frame.f_code.co_filename == stacks.__file__
+    assert _of_program(frame).f_code.co_filename == __file__
