@@ -12,10 +12,10 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncvar.errors import WireError
+from syncvar.exits import CONFIGURATION, INTERNAL, LIMITS
 from syncvar.stacks import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spoke, Started
 from syncvar_launcher.environment import carried
-from syncvar_launcher.exits import CONFIGURATION, INTERNAL, LIMITS
 from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.output import escape
 from syncvar_launcher.remote import NOT_UNDERSTOOD, polled

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 import syncvar
+from syncvar import exits
+from syncvar.restarting import Ending
 from syncvar.runtime.store import Store
 from syncvar.stacks import doing
 from syncvar.transports.zeromq import tcp_endpoint
 from syncvar.wire import KEY_BYTES, Health, pack_object
-from syncvar_launcher import exits
 from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.forking import ServerEnded
@@ -39,11 +40,10 @@ from syncvar_launcher.report import (
     interrupted_block,
     mask_arguments,
 )
-from syncvar_launcher.restarting import Ending
 from syncvar_launcher.secret import KEY_FD, secret_descriptor
 from syncvar_launcher.sharing import Sharing, sharing_of
 from syncvar_launcher.stacks import Stacks
-from syncvar_launcher.supervise import OF_OTHERS, Action, Announce, Cause, Outcome, Supervisor, Terminate
+from syncvar_launcher.supervise import Action, Announce, Cause, Outcome, Supervisor, Terminate
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -521,7 +521,7 @@ class Generation:
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
         text = failure_block(
             self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records,
-            raised=self._raised(OF_OTHERS), is_whole=self.options.verbose,
+            raised=self._raised(exits.OF_OTHERS), is_whole=self.options.verbose,
         )  # fmt: skip
         if outcome_file and is_last:
             told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}

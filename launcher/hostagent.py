@@ -16,9 +16,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, SyncvarError, WireError
+from syncvar.exits import CONFIGURATION, LIMITS
 from syncvar_launcher.addresses import Listeners, reachable
 from syncvar_launcher.agent import Ended, Event, Output, Spoke
-from syncvar_launcher.exits import CONFIGURATION, LIMITS
 from syncvar_launcher.facts import facts_of
 from syncvar_launcher.hostcopy import HostCopy
 from syncvar_launcher.hostranks import HostRanks

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
+from syncvar.exits import describe_exit
 from syncvar.runtime.state import RECORDS, TOTALS
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.command import worker_command
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.environment import inherited
-from syncvar_launcher.exits import describe_exit
 from syncvar_launcher.forking import ForkServer, ServerEnded
 from syncvar_launcher.inquiries import ANSWER_S
 from syncvar_launcher.limits import cannot_start

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 import syncvar
+from syncvar import exits
 from syncvar.begin import command_of
 from syncvar.errors import ConfigError, HostUnreachable
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq import bound_messages, events_of, monitor_of, set_family, tcp_endpoint
 from syncvar.wire import PROTOCOL_VERSION
-from syncvar_launcher import exits
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.hello import (
     CHUNK,

@@ -16,12 +16,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from syncvar import exits
 from syncvar.arena.room import core_quota
 from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
 from syncvar.topology import divided
-from syncvar_launcher import binding, exits, output, signals
+from syncvar_launcher import binding, output, signals
 from syncvar_launcher.environment import check_assignment, variables
 from syncvar_launcher.placement import MAP_BY
 

@@ -10,8 +10,8 @@ import re
 import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.exits import describe_exit, exit_code_of
 from syncvar.topology import rank_list
-from syncvar_launcher.exits import describe_exit, exit_code_of
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     _open_streams()
     import gc
 
+    from syncvar import exits
     from syncvar.errors import ConfigError, HostUnreachable, SyncvarError
-    from syncvar_launcher import exits
     from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
 
     try:

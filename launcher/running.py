@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
+from syncvar import exits
 from syncvar.errors import HostUnreachable
-from syncvar_launcher import exits
+from syncvar.restarting import Restarting
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
@@ -20,7 +21,6 @@ from syncvar_launcher.limits import TimePassed
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
 from syncvar_launcher.report import Failure, failure_block
-from syncvar_launcher.restarting import Restarting
 from syncvar_launcher.sharing import why_no_arena
 from syncvar_launcher.signals import forwarded
 from syncvar_launcher.totals import merged, read_totals, table

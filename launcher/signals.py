@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 from syncvar.errors import ConfigError
+from syncvar.exits import signal_name
 from syncvar.stacks import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
-from syncvar_launcher.exits import signal_name
 
 __all__ = ["DEFAULT", "forwarded"]
 

@@ -6,40 +6,29 @@ Time is an argument and nothing here touches a process, so every order of events
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar_launcher.exits import INTERNAL, PREEMPTED, RENDEZVOUS, TIMEOUT, describe_exit, exit_code_of
+from syncvar.exits import (
+    INTERNAL,
+    PREEMPTED,
+    RENDEZVOUS,
+    TIMEOUT,
+    Weight,
+    describe_exit,
+    exit_code_of,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.config import RuntimeConfig
 
-__all__ = ["OF_OTHERS", "Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Terminate", "Weight"]
+__all__ = ["Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Terminate"]
 
 _TERM, _KILL = 15, 9
 _TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)  # 0: it has a handler of its own for SIGTERM
 """The statuses of who has done what we told it."""
-
-
-class Weight(IntEnum):
-    """How likely a failure is the cause of the others; the lowest wins, then the first."""
-
-    OWN = 0
-    DISAGREEMENT = 1
-    CONSEQUENCE = 2
-
-
-_WEIGHTS = {
-    "DeadlineExceeded": Weight.DISAGREEMENT,
-    "MismatchError": Weight.DISAGREEMENT,
-    "RendezvousError": Weight.DISAGREEMENT,
-    "PeerLost": Weight.CONSEQUENCE,
-    "GroupBroken": Weight.CONSEQUENCE,
-}
-OF_OTHERS = tuple(_WEIGHTS)
-"""Names of the errors that speak of other ranks."""
 
 
 # The engine has told the other ranks of these, with more than is known here. Both words go different ways, and ours
@@ -176,7 +165,7 @@ class Supervisor:
         if error == "SystemExit" and exit_code == PREEMPTED:
             self._end_at(now + self.config.preempt_grace_s)
             return []  # whether it has left in order, so that nobody misses it, is known when it has ended
-        weight = max(_WEIGHTS.get(error, Weight.OWN), self._weight_of_end(exit_code))
+        weight = max(weight_of(error), self._weight_of_end(exit_code))
         text = str(record["traceback"])
         actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, text, str(record.get("brief", text))), now)
         return [] if error in _TELL_THEMSELVES else [*actions]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from syncvar_launcher import exits
-from syncvar_launcher.restarting import (
+from syncvar import exits
+from syncvar.restarting import (
     HOPELESS_CODES,
     HOPELESS_ERRORS,
     SHORT_S,

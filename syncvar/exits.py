@@ -1,4 +1,4 @@
-"""What an exit status means, and the statuses of the launcher itself.
+"""What an exit status means, the statuses of the launcher itself, and which of several failures is the cause.
 
 A status is written as `subprocess` writes it: an exit code of at least 0, or minus the number of a signal.
 The launcher's own codes follow sysexits where that list has a word for it; a rank's own code always goes first.
@@ -7,6 +7,7 @@ The launcher's own codes follow sysexits where that list has a word for it; a ra
 from __future__ import annotations
 
 import signal
+from enum import IntEnum
 
 __all__ = [
     "CHECKPOINT",
@@ -16,13 +17,16 @@ __all__ = [
     "LIMITS",
     "MEANINGS",
     "MISMATCH",
+    "OF_OTHERS",
     "PREEMPTED",
     "RENDEZVOUS",
     "TIMEOUT",
     "USAGE",
+    "Weight",
     "describe_exit",
     "exit_code_of",
     "signal_name",
+    "weight_of",
 ]
 
 USAGE = 2
@@ -48,6 +52,35 @@ MEANINGS: dict[int, str] = {
     CONFIGURATION: "wrong configuration",
     TIMEOUT: "the time limit of the job passed",
 }
+
+
+class Weight(IntEnum):
+    """How likely a failure is the cause of the others; the lowest wins, then the first."""
+
+    OWN = 0
+    DISAGREEMENT = 1
+    CONSEQUENCE = 2
+
+
+_WEIGHTS = {
+    "DeadlineExceeded": Weight.DISAGREEMENT,
+    "MismatchError": Weight.DISAGREEMENT,
+    "RendezvousError": Weight.DISAGREEMENT,
+    "PeerLost": Weight.CONSEQUENCE,
+    "GroupBroken": Weight.CONSEQUENCE,
+}
+OF_OTHERS = tuple(_WEIGHTS)
+"""Names of the errors that speak of other ranks."""
+
+
+def weight_of(error: str) -> Weight:
+    """Return how likely an exception is the cause of others, by its name.
+
+    Example:
+        >>> weight_of("ValueError"), weight_of("PeerLost")
+        (<Weight.OWN: 0>, <Weight.CONSEQUENCE: 2>)
+    """
+    return _WEIGHTS.get(error, Weight.OWN)
 
 
 def signal_name(number: int) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from syncvar_launcher.exits import (
+from syncvar.exits import (
     CONFIGURATION,
     KEY,
     LIMITS,
