@@ -475,7 +475,7 @@ class Optimizer(Taught, Rule):
                 )
             return
         roster = owner.roster
-        if refused is None and roster is not None and roster.is_watching and roster.counts((plan.shared or plan.apart)[0].parts[0].variable):
+        if refused is None and roster is not None and not roster.is_free and roster.counts((plan.shared or plan.apart)[0].parts[0].variable):
             roster.before_write([variable for part in plan.parts for variable in part.changed])
         weighted = call.weight is not None
         if weighted and plan.shared:

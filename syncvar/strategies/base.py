@@ -107,6 +107,8 @@ class Strategy(Taught):
         if isinstance(runs, bool) or not isinstance(runs, int) or runs < 0:
             raise ConfigError(f"check_every must be a whole number of runs of at least 0 (0 for never), not {runs!r}")
         self._check_every = runs
+        if self.roster is not None:
+            self.roster.look_again()
 
     @property
     def communicator(self) -> Communicator:

@@ -34,7 +34,7 @@ def catch_up(owner: Owner, roster: Roster, calls: int) -> None:
     """
     communicator = owner.communicator
     variables = roster.living()  # so they live until this has ended
-    counts = {name: [one._writes, one._added] for name, one in variables.items()}  # noqa: SLF001  (their other half)
+    counts = {name: [one._tally.writes, one._tally.added] for name, one in variables.items()}  # noqa: SLF001  (their other half)
     mine = [calls, sum(writes for writes, _ in counts.values()), roster.runs, counts]
     everyone = gather_objects(communicator, _WHAT, lambda: mine, owner.timeout)
     ages = [tuple(one[:2]) for one in everyone]
@@ -55,7 +55,7 @@ def catch_up(owner: Owner, roster: Roster, calls: int) -> None:
             stop = start + _bytes_of(one).size
             if communicator.member_rank != newest:
                 one._keep(values[start:stop].view(one.dtype).reshape(one.shape))  # noqa: SLF001
-                one._writes, one._added = theirs[name]  # noqa: SLF001
+                one._tally.writes, one._tally.added = theirs[name]  # noqa: SLF001
             start = stop
 
 

@@ -93,7 +93,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         variables = [pair[0] for pair in together]
         ops = [op for op in ops if op]
     if together:
-        if owner.roster is not None and owner.roster.is_watching and owner.roster.counts(variables[0]):
+        if owner.roster is not None and not owner.roster.is_free and owner.roster.counts(variables[0]):
             owner.roster.before_write(variables)
         storages = [variable._storage for variable in variables]  # noqa: SLF001
 

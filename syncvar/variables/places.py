@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Owner",
     "Place",
+    "Stacks",
     "context_here",
     "context_of",
     "current_owner",
@@ -35,6 +36,7 @@ __all__ = [
     "default_owner",
     "places",
     "set_default",
+    "stacks",
 ]
 
 
@@ -85,17 +87,27 @@ def default_owner() -> Owner:
     return owner
 
 
+class Stacks(threading.local):
+    """The stack of places of each thread, in one job.
+
+    Args:
+        stack: This thread's.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[Place] = []
+
+
+def stacks(joined: Joined) -> Stacks:
+    """Return the stacks of a job, which stay the same objects as long as it lasts."""
+    extras = joined.extras
+    found: Stacks | None = extras.get("places")
+    return extras.setdefault("places", Stacks()) if found is None else found
+
+
 def places(joined: Joined | None = None) -> list[Place]:
     """Return this thread's stack of places in a job (None: the one in force), to look at and to push to."""
-    extras = (joined or current()).extras
-    local = extras.get("places")
-    if local is None:
-        local = extras.setdefault("places", threading.local())
-    try:
-        stack: list[Place] = local.stack
-    except AttributeError:
-        stack = local.stack = []
-    return stack
+    return stacks(joined or current()).stack
 
 
 def current_place() -> Place | None:

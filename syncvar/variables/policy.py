@@ -34,7 +34,13 @@ __all__ = [
 ]
 
 
-class VariableSynchronization(Enum):
+class Named(Enum):
+    """A member is hashed as the one object that it is: the table is asked in every call."""
+
+    __hash__ = object.__hash__
+
+
+class VariableSynchronization(Named):
     """When the copies of a variable are made to agree.
 
     Example:
@@ -49,7 +55,7 @@ class VariableSynchronization(Enum):
     ON_READ = "on_read"
 
 
-class VariableAggregation(Enum):
+class VariableAggregation(Named):
     """How values of several replicas become one.
 
     Example:
@@ -64,7 +70,7 @@ class VariableAggregation(Enum):
     ONLY_FIRST_REPLICA = "only_first_replica"
 
 
-class Context(Enum):
+class Context(Named):
     """Where a call is made."""
 
     REPLICA = "replica"  # inside strategy.run: each replica with its own values
@@ -73,7 +79,7 @@ class Context(Enum):
     SPMD = "spmd"  # no scope, a variable of the default strategy: writes as in replica, reads as in cross
 
 
-class Operation(Enum):
+class Operation(Named):
     """What is asked of a variable."""
 
     CREATE = "create"
@@ -93,7 +99,7 @@ class Operation(Enum):
     SCATTER_UPDATE = "scatter_update"
 
 
-class Travel(Enum):
+class Travel(Named):
     """What goes between the replicas."""
 
     NOTHING = "nothing"
@@ -108,7 +114,7 @@ class Travel(Enum):
     FIRST_ROWS = "the rows of replica 0"
 
 
-class Effect(Enum):
+class Effect(Named):
     """What happens to this replica's copy, or with what has travelled."""
 
     RETURN = "is returned"

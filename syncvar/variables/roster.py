@@ -31,6 +31,7 @@ from syncvar.errors import MismatchError
 from syncvar.variables.checker import compare
 from syncvar.variables.decisions import Change, Point, append, read
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period
+from syncvar.variables.prepared import WRITES_PER_DECISION
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
     from syncvar.variables.places import Owner
     from syncvar.variables.variable import Variable
 
-__all__ = ["WRITES_PER_DECISION", "Entry", "Roster"]
+__all__ = ["Entry", "Roster"]
 
-WRITES_PER_DECISION = 64
 _NEVER = 1 << 62
+_AT_ONCE = -1
 _LOT_BYTES = 1 << 20  # 0.1 to 0.2 ms, and as much again at the end of a run
 _TOLD_MAX = 16  # names of variables that are gone, at each creation of another one
 _WHAT = "counts of AUTO's variables, and which still exist"
@@ -63,14 +64,13 @@ class Entry:
         is_auto: AUTO may defer it.
     """
 
-    __slots__ = ("counted", "good", "is_auto", "is_pinned", "is_told", "lot", "name", "nbytes", "number", "reference", "writes")
+    __slots__ = ("counted", "good", "is_auto", "is_pinned", "is_told", "lot", "name", "nbytes", "number", "reference")
 
     def __init__(self, name: str, number: int, nbytes: int, lot: int, good: str, *, is_auto: bool) -> None:
         self.name = name
         self.number = number
         self.nbytes = nbytes
         self.lot = lot
-        self.writes = 0  # outside runs
         self.is_auto = is_auto
         self.is_pinned = False
         self.is_told = False  # that its copies differ: the next write, which may mend it, is made without another look
@@ -105,13 +105,14 @@ class Roster:
         self._decided = 0  # at the end of that one
         self._sends = 0
         self._bar = Bar()
-        self.is_watching = True  # the next write may have to be compared first: outside runs, and in some
+        self.is_free = False  # writes are neither counted nor compared first: in most runs
+        self.until = _AT_ONCE  # a variable's write outside runs of a larger number is to be looked at
         self._is_running = False
         self._looks = False  # at every write: in a run, and where a difference has been told
         self._is_paused = False
         self._deferred: list[Variable] = []  # while it is paused
         self._counted: tuple[int, dict[str, int]] = 0, {}  # runs, and increments of each variable, when it was paused
-        self.writes = 0  # outside runs, of the variable that was written most often
+        self.writes = 0  # outside runs, of the variable that was written most often, when it was looked at
         self._laid = 0  # bytes of all variables that were ever made
         self._lots: dict[int, list[Entry]] = {}  # what is compared together, by the remainder of the number of its runs
         self._lots_are_of = 0  # this check_every; 0 when they have to be made
@@ -139,7 +140,7 @@ class Roster:
         good = f"write {self.writes}" if self.owner.is_default and not self.runs else f"run {self.runs}"
         self.entries[name] = Entry(name, self._numbers, nbytes, self._laid // _LOT_BYTES, good, is_auto=is_auto)
         self._laid += nbytes
-        self._lots_are_of = 0
+        self.look_again()
 
     def attach(self, variable: Variable) -> Entry | None:
         """Connect a name with its variable."""
@@ -158,7 +159,12 @@ class Roster:
         """Forget variables that are gone on a replica; all replicas do it at the same point."""
         for name in names:
             self.entries.pop(name, None)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Find out anew what is compared when: there are other variables, or another `check_every`."""
         self._lots_are_of = 0
+        self.until = _AT_ONCE
 
     def pinned(self, entry: Entry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
         """Take note that a variable is not AUTO's to decide, or is so again, and what was counted until then."""
@@ -194,9 +200,9 @@ class Roster:
     def pause(self) -> None:
         """Decide and compare nothing, and defer nothing: some replicas may make no more steps (`sv.uneven`)."""
         if not self._is_paused:
-            self._is_paused = True
+            self._is_paused = self.is_free = True
             living = self.living()
-            self._counted = self.runs, {name: one._added for name, one in living.items()}  # noqa: SLF001  (its other half)
+            self._counted = self.runs, {name: one._tally.added for name, one in living.items()}  # noqa: SLF001  (its other half)
             self._deferred = [one for one in living.values() if one.is_deferred]
             for one in self._deferred:
                 one.defers(is_deferred=False)
@@ -209,11 +215,11 @@ class Roster:
         """
         if not self._is_paused:
             return
-        self._is_paused = False
+        self._is_paused = self.is_free = False
         if not is_caught_up:
             self.runs, increments = self._counted
             for name, one in self.living().items():
-                one._added = increments.get(name, one._added)  # noqa: SLF001
+                one._tally.added = increments.get(name, one._tally.added)  # noqa: SLF001
         for one in self._deferred:
             one.defers(is_deferred=True)
         self._deferred = []
@@ -224,28 +230,41 @@ class Roster:
         """Be in a run, which has been counted."""
         self._is_running = self._looks = True
         self._due = {entry.number for entry in self._due_at(self.runs, check_every)}
-        self.is_watching = bool(self._due)
+        self.is_free = self._is_paused or not self._due
+        self.until = _AT_ONCE
         self._compared.clear()
 
     def leave_run(self) -> None:
         """Be outside runs again."""
-        self._is_running = False
-        self.is_watching = self._looks = True
+        self._is_running, self.is_free = False, self._is_paused
+        self._looks = True
 
     def counts(self, variable: Variable) -> bool:
         """Count a write outside runs (of several variables together by the first); return whether `before_write` has to be called.
 
-        A write in a run is not counted: by an exception some replicas may make fewer of them than others, and go on.
+        A write in a run is not counted: by an exception some replicas may make fewer of them than others, and go on. Prepared
+        writes are counted without this, up to the one after `until`.
         """
-        entry = variable._entry  # noqa: SLF001  (its other half)
-        if entry is None or self._is_paused or self._is_running:
-            return self._looks and not self._is_paused
-        entry.writes += 1
-        if entry.writes > self.writes:
-            self.writes = entry.writes
+        if self._is_paused or self._is_running:
+            return not self._is_paused
+        tally = variable._tally  # noqa: SLF001  (its other half)
+        tally.steps += 1
+        if tally.steps <= self.until:
+            return False
+        if tally.steps > self.writes:
+            self.writes = tally.steps
             self._outside = self._due_at(self.writes, self.owner.check_every)
-            return bool(self._outside) or self._looks
-        return self._looks
+        if self._outside or self._looks:
+            return True
+        self._free()
+        return False
+
+    def _free(self) -> None:
+        """Let writes outside runs pass without a look, up to the one before the next comparison."""
+        check_every = self.owner.check_every
+        self._due_at(0, check_every)  # knows the lots
+        steps = [(lot - self.writes - 1) % check_every + 1 for lot, entries in self._lots.items() if entries] if check_every > 0 else []
+        self.until = self.writes + min(steps) - 1 if steps else _NEVER
 
     def before_write(self, variables: Iterable[Variable]) -> None:
         """Compare copies, if it is time, before they are written; called by all replicas, for all in one call.
@@ -267,6 +286,8 @@ class Roster:
         if due and self.owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
             self._agree(Point("write", self.writes), is_decision=False, checked={entry.number for entry in due}, mended=mended)
         self._looks = any(entry.is_told for entry in self.entries.values())
+        if not self._looks:
+            self._free()
 
     def _before_write_in_run(self, pairs: list[tuple[Entry, Variable]]) -> None:
         if pairs:
@@ -356,7 +377,7 @@ class Roster:
             for one, variable in pairs
             if variable is not None and one.number in checked and one.name not in gone and one.number not in mended
         ]
-        self._looks = True  # unless nothing is told
+        self._looks, self.until = True, _AT_ONCE  # unless nothing is told
         compare(self.owner, found, f"{point.at} {point.step}")
 
     def _largest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:

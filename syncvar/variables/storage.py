@@ -1,8 +1,8 @@
 """The memory of a variable's copy: in the host's arena where there is one, written in place, never under a reader.
 
 Reads hand out views, which cost nothing. What has been handed out must not change, so a write looks first whether a
-view is alive: every view refers, by way of its own buffer, to the bytes that the array lies in, so that the references
-to these bytes count the views. If one is alive, the write goes to new memory and leaves the old to it.
+view is alive: every view refers to one read-only array over the bytes that the value lies in, its ground, so that the
+references to the ground count the views. If one is alive, the write goes to new memory and leaves the old to it.
 
 Another thread may read at any moment of a write. A reader takes its view first and looks then whether a write goes on; a
 writer says first that it writes and looks then for views. Whichever comes first, one of them sees the other: either
@@ -58,6 +58,9 @@ def being_written(storages: Sequence[Storage]) -> Iterator[None]:
             storage.is_being_written = False
 
 
+_count = sys.getrefcount
+
+
 class Storage:
     """One array, of fixed shape and dtype. As a context manager, it lets this thread alone change the array.
 
@@ -75,7 +78,7 @@ class Storage:
         (array([0., 0., 0.]), array([1., 0., 0.]))
     """
 
-    __slots__ = ("_bytes", "_changes", "_context", "_lock", "_references", "array", "is_being_written", "view")
+    __slots__ = ("_beneath", "_changes", "_context", "_ground", "_lock", "_references", "_shown", "array", "is_being_written", "view")
 
     is_shared = False  # by the replicas of a host, as their only copy
 
@@ -105,9 +108,11 @@ class Storage:
             array = np.ndarray(value.shape, value.dtype, np.empty(math.prod(value.shape) * value.dtype.itemsize, np.uint8))
         if keep:
             array[...] = value
-        view = _view_of(array)
-        self._references = sys.getrefcount(array.base) + 1  # and `_bytes`; before a reader can add its own
-        self._bytes: Any = array.base
+        view, shown = _view_of(array), _view_of(array)
+        self._ground: Any = shown.base  # which all that are handed out refer to
+        self._beneath: Any = self._ground.base  # somebody may hold that alone
+        self._references = _count(self._ground) + _count(self._beneath)  # before a reader can add its own
+        self._shown = shown
         self.array: NDArray[Any] = array
         self.view = view
 
@@ -124,7 +129,7 @@ class Storage:
     @property
     def is_exposed(self) -> bool:
         """Whether a view that was handed out is alive."""
-        return sys.getrefcount(self._bytes) > self._references
+        return _count(self._ground) + _count(self._beneath) > self._references
 
     def expose(self) -> NDArray[Any]:
         """Return a read-only view that never changes; nobody can make it writable.
@@ -132,21 +137,20 @@ class Storage:
         Another thread that reads beside a call of all replicas that writes in place gets a copy, in which the write may
         have been made in part.
         """
-        view = _view_of(self.array)
+        view = self._shown[...]
         return self.held()[1] if self._changes or self.is_being_written else view
 
     def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return (the array itself, what `expose` returns): the array does not change as long as the view lives."""
         array = self.array
-        view = _view_of(array)
+        view = self._shown[...]  # of that array; or of another one, to which a write has gone meanwhile, and then that one is left alone
         if not self._changes and not self.is_being_written:
             return array, view
         del view
         # In a forked copy of this process the thread that writes does not exist.
         with contextlib.nullcontext() if self._context.is_forked else self._lock:
             if not self._changes and not self.is_being_written:
-                array = self.array
-                return array, _view_of(array)
+                return self.array, self._shown[...]
             copy = self.array.copy()
         copy.flags.writeable = False
         return copy, copy
@@ -154,7 +158,8 @@ class Storage:
     @property
     def _is_parents(self) -> bool:
         """Whether the array lies in memory that a forked copy of this process shares with its parent."""
-        return not (type(self._bytes) is np.ndarray and self._bytes.base is None)
+        below = self.array.base
+        return not (type(below) is np.ndarray and below.base is None)
 
     def writable(self, *, keep: bool = True) -> NDArray[Any]:
         """Return the array to write to: no view of it is alive.
@@ -162,7 +167,7 @@ class Storage:
         Args:
             keep: It has to hold what the array held; else anything.
         """
-        if self.is_exposed or (self._context.is_forked and self._is_parents):
+        if _count(self._ground) + _count(self._beneath) > self._references or (self._context.is_forked and self._is_parents):
             self._take(self.array, keep=keep)
         return self.array
 

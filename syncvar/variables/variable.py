@@ -19,7 +19,6 @@ from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
 from syncvar.variables.places import context_here, context_of, current_owner, places
 from syncvar.variables.policy import (
-    OWN_VALUES,
     Action,
     Context,
     Effect,
@@ -30,6 +29,7 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
+from syncvar.variables.prepared import DECIDE, DONE, UNDONE, Tally, prepared_write, unprepared
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.queue import WriteQueue, queue_of
 from syncvar.variables.requests import request_of, rows_request
@@ -41,11 +41,13 @@ from syncvar.variables.storage import being_written
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.shortcut import Shortcut
+    from syncvar.variables.prepared import Write
 
 __all__ = ["Variable"]
 
 UFUNCS: dict[Operation, Any] = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
+_ASSIGN, _ADD, _SUB = UFUNCS
+_UNPREPARED: dict[Operation, Write] = dict.fromkeys(UFUNCS, unprepared)
 _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
@@ -99,9 +101,10 @@ class Variable(Taught, ArrayProtocol):
         self._aggregation = made.aggregation
         self._kind = f"{self._synchronization.name} {self._aggregation.name}"  # all that decides, beside the context
         self._shape, self._dtype = made.value.shape, made.value.dtype
-        self._reads = self._writes = self._collectives = 0
-        self._added = self._turned = self._turns = 0  # increments; how many at the last read after one; such reads
-        self._prepared: dict[Operation, Shortcut] = {}  # of writes where each replica passes its own
+        self._tally = Tally()
+        self._reads = 0
+        self._turned = self._turns = 0  # increments at the last read after one; such reads
+        self._prepared: dict[Operation, Write] = _UNPREPARED  # of writes where each replica passes its own
         self._pace = "eager"
         self._is_pinned = False
         self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas
@@ -254,15 +257,18 @@ class Variable(Taught, ArrayProtocol):
             >>> float(sv.Variable(0.0).assign(3.0))
             3.0
         """
-        return self._assign(Operation.ASSIGN, x)
+        done = self._prepared[_ASSIGN](x)
+        return self if done == DONE else self._assign(_ASSIGN, x, done)
 
     def assign_add(self, x: Any) -> Variable:
         """Add to the value; as `assign`."""
-        return self._assign(Operation.ASSIGN_ADD, x)
+        done = self._prepared[_ADD](x)
+        return self if done == DONE else self._assign(_ADD, x, done)
 
     def assign_sub(self, x: Any) -> Variable:
         """Subtract from the value; as `assign`."""
-        return self._assign(Operation.ASSIGN_SUB, x)
+        done = self._prepared[_SUB](x)
+        return self if done == DONE else self._assign(_SUB, x, done)
 
     def scatter_add(self, indices: Any, values: Any) -> Variable:
         """Add to rows. Rows named twice are added twice, in the order of (replica, position). Returns the variable.
@@ -325,13 +331,13 @@ class Variable(Taught, ArrayProtocol):
         numbers = {
             "replicas": self._replicas,
             "reads": self._reads,
-            "writes": self._writes,
-            "collectives": self._collectives,
+            "writes": self._tally.writes,
+            "collectives": self._tally.collectives,
             "nbytes": self._storage.view.nbytes,
         }
         if self._is_counted:
             pending = 0 if self._queue is None else self._queue.waiting(self)
-            numbers |= {"increments": self._added, "turns": self._turns, "pending": pending}
+            numbers |= {"increments": self._tally.added, "turns": self._turns, "pending": pending}
         mode = self._synchronization.name + (f" ({self._pace}{', pinned' if self._is_pinned else ''})" if auto else "")
         reason = f"{self._pace}: {self._why()}" if auto else ""
         return Explanation(mode, self._requested.name, self._rule, numbers, list(self._changes), reason)
@@ -383,7 +389,7 @@ class Variable(Taught, ArrayProtocol):
             return
         self._is_pinned = mode is not None
         roster = self._owner.roster
-        step = self._writes if roster is None or not roster.runs else roster.runs
+        step = self._tally.writes if roster is None or not roster.runs else roster.runs
         self.change_pace(mode or "eager", step, "pinned" if mode else "pin taken off")
         if self._is_counted and roster is not None and self._entry is not None:
             roster.pinned(self._entry, self.counts(), is_pinned=self._is_pinned)
@@ -422,8 +428,8 @@ class Variable(Taught, ArrayProtocol):
     def _read(self, operation: Operation, replica: Any = 0, *, copy: bool = True) -> NDArray[Any]:
         action = self._decide(operation)
         self._settle()
-        if self._added != self._turned:
-            self._turned = self._added
+        if self._tally.added != self._turned:
+            self._turned = self._tally.added
             self._turns += 1
         travel = action.travel
         if operation is Operation.READ_FROM:
@@ -484,17 +490,18 @@ class Variable(Taught, ArrayProtocol):
 
     def counts(self) -> tuple[int, int, int]:
         """Return (increments, reads that came after one, other writes); for AUTO only."""
-        return self._added, self._turns, self._writes - self._added
+        return self._tally.added, self._turns, self._tally.writes - self._tally.added
 
     def change_pace(self, pace: str, step: int, why: str) -> None:
         """Let increments travel at once or wait, from now on; on all replicas at the same point; for AUTO only."""
         self._changes.append((step, self._pace, pace, why))
         self._pace, self._decided = pace, (step, why)
-        self._queue = queue_of(self._owner) if pace == "deferred" and self._replicas > 1 else None
+        self.defers(is_deferred=pace == "deferred" and self._replicas > 1)
 
     def defers(self, *, is_deferred: bool) -> None:
-        """Let increments wait, or not, without a word about it; for a roster that pauses only."""
+        """Let increments wait, or not, without a word about it; by itself for a roster that pauses only."""
         self._queue = queue_of(self._owner) if is_deferred else None
+        self._prepared = _UNPREPARED  # what waits is not prepared
 
     def _is_deferrable(self, operation: Operation) -> bool:
         """Return whether a write, made here and now, is an increment that the replicas combine."""
@@ -515,16 +522,17 @@ class Variable(Taught, ArrayProtocol):
     def _defer(self, queue: WriteQueue, operation: Operation, x: Any) -> Variable:
         """Put an increment into the queue; one that is refused here is told to the others when their turn comes."""
         context, op, digest = self._increments[operation.value]
-        self._added += 1
+        tally = self._tally
+        tally.added += 1
         try:
             array = self._operand(operation, x, reduced=True)
         except Exception as error:
             queue.refuse(self, operation, op, digest, f"{type(error).__name__}: {error}")
             raise
-        self._writes += 1
+        tally.writes += 1
         queue.add(self, operation, op, digest, array)
-        if context is Context.SPMD and self._is_counted and self._owner.roster is not None:
-            self._owner.roster.after_write(self, self._added)
+        if context is Context.SPMD and self._is_counted:
+            self._look_at_pace()
         return self
 
     def apply_queued(self, operation: Operation, total: NDArray[Any]) -> None:
@@ -532,9 +540,13 @@ class Variable(Taught, ArrayProtocol):
         with self._storage:
             target = self._storage.writable()
             UFUNCS[operation](target, total, out=target, casting="same_kind")
-        self._collectives += 1
+        self._tally.collectives += 1
 
-    def _assign(self, operation: Operation, x: Any) -> Variable:
+    def _assign(self, operation: Operation, x: Any, done: int = UNDONE) -> Variable:
+        """Make a write by the table; nothing is left to do but to look at the pace of one that has been made (`done`)."""
+        if done == DECIDE:
+            self._look_at_pace()
+            return self
         queue = self._queue
         if queue is not None:
             if self._is_deferrable(operation):
@@ -542,26 +554,19 @@ class Variable(Taught, ArrayProtocol):
                 return self._defer(queue, operation, x)
             self._settle()
         owner = self._owner
-        shortcut = self._prepared.get(operation)
-        if shortcut is not None and (context_here(owner) not in OWN_VALUES or owner.communicator.channel is None):
-            shortcut = None
-        action = self._decide(operation) if shortcut is None else None
+        action = self._decide(operation)
         self._watch()
         if isinstance(x, Variable):
             x = x.read_value()
-        if shortcut is not None:
-            is_plain = type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape
-            array = x if is_plain else self._made_plain(operation, x)
-            if array is not None and self._is_written_by(shortcut, array):
-                self._count_write()
-                if self._is_counted:
-                    self._count_increment(operation)
-                return self
-        if action is None:
-            action = self._decide(operation)
-        what = f"{operation.value} of variable {self.name!r}"
         is_reduced = action.travel in (Travel.SUM, Travel.MEAN)
         is_in_place = is_reduced and action.effect is not Effect.SHARE
+        prepared = self._prepared[operation]
+        if is_in_place and prepared is not unprepared:
+            array = self._made_plain(operation, x)
+            done = UNDONE if array is None else prepared(array, is_seen=True)
+            if done != UNDONE:
+                return self if done == DONE else self._assign(operation, x, done)
+        what = f"{operation.value} of variable {self.name!r}"
         ufunc = UFUNCS[operation]
 
         def mine() -> NDArray[Any]:
@@ -592,13 +597,17 @@ class Variable(Taught, ArrayProtocol):
 
         self._write(action, what, mine, request, store, is_in_place=is_in_place)
         if is_in_place:
-            if operation not in self._prepared and not self._storage.is_shared:
+            is_counted = self._is_counted and operation is not _ASSIGN
+            if prepared is unprepared and not self._storage.is_shared:
                 op = "sum" if action.travel is Travel.SUM else "mean"
-                made = reduction_shortcut(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
-                if made is not None:
-                    self._prepared[operation] = made
-            if self._is_counted:
-                self._count_increment(operation)
+                call = reduction_shortcut(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
+                if call is not None:
+                    made = prepared_write(owner, self._storage, self._tally, call, counts=is_counted)
+                    self._prepared = {**self._prepared, operation: made}
+            if is_counted:
+                self._tally.added += 1
+                if context_here(owner) is Context.SPMD:
+                    self._look_at_pace()
         return self
 
     def _made_plain(self, operation: Operation, x: Any) -> NDArray[Any] | None:
@@ -612,28 +621,15 @@ class Variable(Taught, ArrayProtocol):
         except Exception:
             return None
 
-    def _is_written_by(self, shortcut: Shortcut, x: NDArray[Any]) -> bool:
-        """Make a write by its prepared way; False where nothing has been done."""
-        storage = self._storage
-        storage.is_being_written = True
-        try:
-            return shortcut(x, storage.writable(), None, self._owner.timeout) is not None
-        finally:
-            storage.is_being_written = False
-
-    def _count_increment(self, operation: Operation) -> None:
-        """Count what replicas have added up at once, and let AUTO decide if it is time: outside every scope, by this count."""
-        if operation is Operation.ASSIGN:
-            return
-        self._added += 1
-        roster = self._owner.roster
-        if roster is not None and context_here(self._owner) is Context.SPMD:
-            roster.after_write(self, self._added)
+    def _look_at_pace(self) -> None:
+        """Let AUTO decide, if it is time, after an increment outside every scope."""
+        if self._owner.roster is not None:
+            self._owner.roster.after_write(self, self._tally.added)
 
     def _watch(self) -> None:
         """Let the copies be compared before a write, if it is time."""
         roster = self._owner.roster
-        if roster is not None and roster.is_watching and roster.counts(self):
+        if roster is not None and not roster.is_free and roster.counts(self):
             roster.before_write((self,))
 
     def _operand(self, operation: Operation, x: Any, *, reduced: bool) -> NDArray[Any]:
@@ -655,8 +651,8 @@ class Variable(Taught, ArrayProtocol):
         return array
 
     def _count_write(self) -> None:
-        self._writes += 1
-        self._collectives += 1
+        self._tally.writes += 1
+        self._tally.collectives += 1
 
     def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
         action = self._decide(operation)
@@ -710,7 +706,7 @@ class Variable(Taught, ArrayProtocol):
             with storage if self._replicas == 1 else being_written((storage,)):
                 together = self._travel(action, what, mine, request)
         store(together)
-        self._writes += 1
+        self._tally.writes += 1
         return self
 
     def _travel(self, action: Action, what: str, mine: Any, request: Any) -> Any:
@@ -734,7 +730,7 @@ class Variable(Taught, ArrayProtocol):
         def check() -> Any:
             return request(action, owner.communicator, mine(), what, hint, reproducible=owner.reproducible)
 
-        self._collectives += 1
+        self._tally.collectives += 1
         return owner.communicator.perform(what, check, owner.timeout)
 
     def _check_sum(self, what: str) -> None:

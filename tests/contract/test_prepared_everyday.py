@@ -15,6 +15,8 @@ from syncvar.runtime import finite, move_shortcut, shortcut
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Communicator
 from syncvar.testing import run_ranks
+from syncvar.variables import Variable
+from syncvar.variables.roster import Roster
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
 ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
@@ -301,6 +303,68 @@ def test_the_checker_looks_before_prepared_writes_outside_runs():
 
     none = type(None)
     assert everywhere(2, fn, shared=True) == [[none, none, sv.MismatchError]] * 2
+
+
+@pytest.mark.parametrize("way", ["plain", "run"])
+def test_a_prepared_write_asks_for_nothing_but_where_a_comparison_is_due(monkeypatch, way):
+    """Every write outside runs was counted and looked at by itself, which took longer than its call."""
+    asked = {}
+    for place, name in ((Roster, "counts"), (Variable, "_assign")):
+        plain = getattr(place, name)
+
+        def counting(*arguments, plain=plain, name=name):
+            key = sv.rank(), name
+            asked[key] = asked.get(key, 0) + 1
+            return plain(*arguments)
+
+        monkeypatch.setattr(place, name, counting)
+
+    def fn():
+        strategy = sv.get_strategy()
+        strategy.check_every = 100
+        v, w = (sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM) for _ in range(2))
+
+        def step():
+            for count in range(250):
+                v.assign_add(ONES)
+                if count % 3 == 0:
+                    w.assign_sub(ONES)
+
+        step() if way == "plain" else strategy.run(step)
+        return [float(one.numpy()[0]) for one in (v, w)], v._tally.steps, v.explain().numbers["writes"], v.explain().numbers["collectives"]
+
+    steps = 250 if way == "plain" else 0
+    assert everywhere(2, fn, shared=True) == [([500.0, -168.0], steps, 250, 250)] * 2
+    looks = 2 + 2 if way == "plain" else 0  # the first write of each, and the 100th and 200th of the one that is written most
+    assert asked == {(rank, name): count for rank in range(2) for name, count in (("counts", looks), ("_assign", max(looks, 2))) if count}
+
+
+def test_steps_are_counted_until_the_next_comparison_whatever_changes_meanwhile():
+    """A variable that is made, or another `check_every`, brings the next comparison forward."""
+
+    def fn():
+        strategy = sv.get_strategy()
+        v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
+
+        def found():
+            return next((count for count in range(1, 300) if isinstance(caught(lambda: v.assign_add(ONES)), sv.MismatchError)), 0)
+
+        strategy.check_every = 0
+        for _ in range(130):
+            v.assign_add(ONES)
+        strategy.check_every = 50
+        v.assign_add(ONES)
+        if sv.rank():
+            v._storage.array[1] += 1
+        first = found()
+        v.assign(ONES)
+        made = sv.Variable(0.0, synchronization=ON_WRITE, aggregation=SUM)
+        strategy.check_every = 7
+        if sv.rank():
+            made._storage.array[...] = 1
+        return first, found()
+
+    assert everywhere(2, fn, shared=True) == [(19, 3)] * 2  # the 150th write, and the 154th
 
 
 def test_ops_of_structures_may_be_spelled_as_those_of_arrays():

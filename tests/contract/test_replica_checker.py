@@ -276,8 +276,8 @@ def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it
             elif way == "run":
                 strategy.run(lambda: None)
             else:
-                for entry in roster.entries.values():
-                    entry.writes += 1
+                for v in roster.living().values():
+                    v._tally.steps += 1
                 roster.writes += 1
         return [v.name for v in made]
 

@@ -202,6 +202,22 @@ def test_a_view_that_is_gone_costs_no_new_memory():
     assert everywhere(2, program) == [(True, True, True)] * 2
 
 
+@pytest.mark.parametrize(
+    "part", [lambda seen: seen, lambda seen: seen[1:], lambda seen: seen.reshape(2, 2).T, lambda seen: seen.base, lambda seen: seen.base.base, memoryview]
+)
+def test_whatever_is_kept_of_a_view_keeps_its_memory(part):
+    def program():
+        storage = Storage(current(), np.arange(4.0))
+        kept = part(storage.expose())
+        before, is_exposed = bytes(np.asarray(kept)), storage.is_exposed
+        storage.writable()[...] = 9.0
+        same = bytes(np.asarray(kept)) == before
+        del kept
+        return is_exposed, same, storage.is_exposed
+
+    assert everywhere(2, program) == [(True, True, False)] * 2
+
+
 def test_new_memory_holds_what_the_old_held():
     storage = Storage(current(), np.arange(5.0))
     seen = storage.expose()

@@ -1,0 +1,108 @@
+"""Prepared writes: what a write of a variable does each time, once the replicas have made the same one before.
+
+A write is prepared once. What cannot change for a variable is decided then: what travels, what is done with it, the words and
+the digest of the call, where its parts lie. What may be otherwise at the next write is looked at each time: the place of the
+thread in the program, the form of the operand, whether the replicas' calls go where they went, whether the copies are to be
+compared, and whether a view of the copy is alive.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.variables.places import stacks
+from syncvar.variables.policy import Context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.shortcut import Shortcut
+    from syncvar.variables.places import Owner
+    from syncvar.variables.storage import Storage
+
+    Write = Callable[..., int]
+
+__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "Tally", "prepared_write", "unprepared"]
+
+WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
+UNDONE, DONE, DECIDE = 0, 1, 2
+
+
+class Tally:
+    """What is counted of a variable.
+
+    Args:
+        writes: All that were made.
+        collectives: Calls of the group.
+        added: Increments that the replicas have added up, where AUTO may let them wait.
+        steps: Writes outside runs, by which the time of the next comparison is told.
+    """
+
+    __slots__ = ("added", "collectives", "steps", "writes")
+
+    def __init__(self) -> None:
+        self.added = self.collectives = self.steps = self.writes = 0
+
+
+def unprepared(_x: Any, *, is_seen: bool = False) -> int:
+    """Stand for a write that is not prepared."""
+    del is_seen
+    return UNDONE
+
+
+def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: Shortcut, *, counts: bool) -> Write:
+    """Return a prepared write: a function of (x).
+
+    It returns UNDONE where nothing has been done, and the write has to be made by the table; DONE; or DECIDE, where it has
+    been made and it is time for AUTO to decide. With `is_seen=True` the time of a comparison has been looked at.
+
+    Args:
+        owner: The strategy.
+        storage: The memory of the copy.
+        tally: The variable's.
+        call: The all-reduce, which applies its result to the copy.
+        counts: The write is an increment of an AUTO variable.
+    """
+    local, roster, is_default, communicator = stacks(owner.context), owner.roster, owner.is_default, owner.communicator
+    channel, shape, dtype, ndarray, replica = communicator.channel, storage.array.shape, storage.array.dtype, np.ndarray, Context.REPLICA
+
+    def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
+        if type(x) is not ndarray or (x.dtype is not dtype and x.dtype != dtype) or x.shape != shape:
+            return UNDONE
+        stack = local.stack
+        if not stack:
+            if not is_default:
+                return UNDONE
+        else:
+            place = stack[-1]
+            if place.owner is not owner or place.context is not replica:
+                return UNDONE
+        if communicator.channel is not channel:  # its calls go otherwise: in a block of sv.uneven, or never again
+            return UNDONE
+        is_counted = not (is_seen or roster is None or roster.is_free)
+        if is_counted:
+            step = tally.steps + 1
+            if step > roster.until:  # type: ignore[union-attr]
+                return UNDONE
+            tally.steps = step  # also of a write that fails: on some replicas it may fail before it is made
+        storage.is_being_written = True
+        try:
+            is_made = call(x, storage.writable(), None, owner.timeout) is not None
+        finally:
+            storage.is_being_written = False
+        if not is_made:
+            tally.steps -= is_counted
+            return UNDONE
+        tally.writes += 1
+        tally.collectives += 1
+        if counts:
+            tally.added += 1
+            if not stack and not tally.added % WRITES_PER_DECISION:
+                return DECIDE
+        return DONE
+
+    return write
