@@ -109,7 +109,7 @@ class Storage:
         if keep:
             array[...] = value
         view, shown = _view_of(array), _view_of(array)
-        self._ground: Any = shown.base  # which all that are handed out refer to
+        self._ground = np.asarray(shown.base)  # the very array, which all that are handed out refer to
         self._beneath: Any = self._ground.base  # somebody may hold that alone
         self._references = _count(self._ground) + _count(self._beneath)  # before a reader can add its own
         self._shown = shown
