@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.loading import attributes_of
 
 if TYPE_CHECKING:
-    from syncvar import data, optimizers, partitioners
+    from syncvar import data, engines, optimizers, partitioners
     from syncvar.checkpoint import Checkpoint, CheckpointManager, PendingSave, load, save
     from syncvar.collectives import (
         Group,
@@ -141,7 +141,7 @@ _HOMES = {
         "assign_add_all", "assign_all", "assign_sub_all",
     ),
 }  # fmt: skip
-_ROOMS = ("data", "optimizers", "partitioners")
+_ROOMS = ("data", "engines", "optimizers", "partitioners")
 _found = attributes_of(__name__, {name: home for home, names in _HOMES.items() for name in names})
 
 __all__ = [
@@ -204,6 +204,7 @@ __all__ = [
     "broadcast_object",
     "data",
     "empty",
+    "engines",
     "exscan",
     "gather",
     "gather_object",

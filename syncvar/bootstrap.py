@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from syncvar import stacks
 from syncvar.word import Word, adopt
@@ -30,7 +30,7 @@ from syncvar.word import Word, adopt
 if TYPE_CHECKING:
     from types import CodeType, FrameType, TracebackType
 
-__all__ = ["add_folder", "main", "work"]
+__all__ = ["Failure", "add_folder", "failure_of", "main", "work"]
 
 _FINDERS = (
     runpy.__file__, importlib.util.__file__, "<frozen runpy>", "<frozen importlib.util>", "<frozen importlib._bootstrap>",
@@ -78,14 +78,12 @@ def work() -> None:
     try:
         _run(sys.argv[1:])
     except SystemExit as request:
-        code = request.code
-        if code is None or code == 0:
+        if request.code is None or request.code == 0:
             return
         if os.getpid() == process:
-            _let_go(f"SystemExit: {code}", request)
-            number = code if isinstance(code, int) else 1
-            text = "" if isinstance(code, int) else str(code)
-            word.failed("SystemExit", str(code), text, number & 0xFF, written=f"{text}\n" if text else "")
+            failure = failure_of(request)
+            _let_go(f"SystemExit: {failure.message}", request)
+            word.failed("SystemExit", failure.message, failure.text, failure.exit_code, written=f"{failure.text}\n" if failure.text else "")
         raise
     except BaseException as error:  # noqa: BLE001  (the last frame that sees it)
         if os.getpid() != process:
@@ -161,10 +159,38 @@ def _let_go(reason: str, error: BaseException) -> None:
             sys.stderr.write(f"syncvar: leaving the job failed: {another}\n")
 
 
-def _fail(word: Word, error: BaseException) -> NoReturn:
+class Failure(NamedTuple):
+    """What an exception means for the process that it ends.
+
+    Args:
+        error: Its name.
+        message: Its text.
+        text: Its traceback, as the author of the script should see it.
+        brief: The traceback without what is of no use to them.
+        exit_code: That of the process.
+    """
+
+    error: str
+    message: str
+    text: str
+    brief: str
+    exit_code: int
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what an exception of a script means; its process is to be gone soon."""
     name = type(error).__name__
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
+        return Failure(name, str(error.code), text, text, code & 0xFF)
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
-    (text, brief), message = _traceback_texts(error), _message(error)
+    text, brief = _traceback_texts(error)
+    return Failure(name, _message(error), text, brief, code)
+
+
+def _fail(word: Word, error: BaseException) -> NoReturn:
+    name, message, text, brief, code = failure_of(error)
     written = text
     if sys.excepthook is not sys.__excepthook__:
         written = ""  # nobody knows what the script's own hook is going to write

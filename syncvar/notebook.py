@@ -1,8 +1,8 @@
-"""Functions that cannot be found by name, as bytes: the only place that pickles, and only for a child of our own.
+"""Functions that cannot be found by name, as bytes: the only place that pickles.
 
 `sv.run` uses it for functions of notebooks and interactive sessions. The bytes go to worker processes that this very
-process starts, through an inherited descriptor without a name; nothing that comes from a socket or a file ever gets
-here.
+process starts, through an inherited descriptor without a name; or, with `engine=`, through Ray or Dask to workers of the
+user's own cluster, which get all their functions pickled. Nothing that comes from a socket or a file of ours ever gets here.
 """
 
 from __future__ import annotations

@@ -14,28 +14,43 @@ from syncvar.errors import ConfigError
 from syncvar.launching import finding
 from syncvar.wire import pack_object, unpack_object
 
-__all__ = ["main"]
+__all__ = ["called", "main"]
 
 
 def main() -> None:
     """Make the call that `sv.run` described."""
     descriptor = int(os.environ.pop("SYNCVAR_CALL_FD"))
     folder = Path(os.environ.pop("SYNCVAR_RESULT_DIR"))
-    rank = os.environ["SYNCVAR_RANK"]
+    rank = int(os.environ["SYNCVAR_RANK"])
     # All workers share the descriptor's position: read at an offset.
-    call = unpack_object(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    call = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.close(descriptor)
-    result = _find(folder, *call["fn"])(*call["args"], **call["kwargs"])
-    try:
-        data = pack_object(result)
-    except ConfigError as error:
-        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from error
+    data = called(call, rank, folder)
     partial = folder / f"result.{rank}.part"
     partial.write_bytes(data)
     partial.rename(folder / f"result.{rank}")
 
 
-def _find(folder: Path, how: str, *where: str) -> Any:
+def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
+    """Make a call and return its result, packed.
+
+    Args:
+        call: The function, as `sv.run` describes it, and its arguments; packed.
+        rank: Which rank this is, for messages.
+        folder: Where results go; see `finding`.
+
+    Raises:
+        ConfigError: The function cannot be found, or what it returns cannot travel.
+    """
+    told = unpack_object(call)
+    result = _find(folder, *told["fn"])(*told["args"], **told["kwargs"])
+    try:
+        return pack_object(result)
+    except ConfigError as error:
+        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from error
+
+
+def _find(folder: Path | None, how: str, *where: str) -> Any:
     if how == "copy":
         from syncvar.notebook import unpack_function
 

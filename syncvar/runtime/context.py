@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from syncvar.stacks import Frame
     from syncvar.transports import Control, Transport
 
-__all__ = ["Context", "current", "init", "is_initialized", "shutdown", "use"]
+__all__ = ["Context", "current", "init", "is_initialized", "member", "shutdown", "use"]
 
 _WORLD = 0
 _log = logging.getLogger("syncvar")
@@ -291,6 +291,7 @@ class _State:
         self.forked: UsageError | None = None
         self.generations = 0
         self.hooked = False
+        self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
 
 
 _state = _State()
@@ -381,6 +382,34 @@ def abandon(reason: str = "it ends with an error", stack: Sequence[Frame] = ()) 
         context.close(orderly=False, reason=reason, stack=stack)
 
 
+@contextlib.contextmanager
+def member(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let a mapping tell this process who it is, in place of its environment, until a block ends; then it leaves the job.
+
+    For processes that are an engine's before and after they are a rank: actors of Ray, workers of Dask. A block that raises
+    leaves without a goodbye.
+
+    Raises:
+        UsageError: This process is a rank already.
+        SyncvarError: A started call that nobody waited for had failed.
+    """
+    with _state.lock:
+        if _state.environ is not os.environ or (_state.default is not None and not _state.default.is_closed):
+            raise UsageError(f"process {os.getpid()} is a rank already: each rank needs a process of its own")
+        _state.environ, _state.generations = environ, 0
+    try:
+        yield
+        shutdown()
+    except BaseException as error:
+        from syncvar.stacks import frames_before
+
+        abandon(f"{type(error).__name__}: {error}"[:2000], frames_before(error.__traceback__))
+        raise
+    finally:
+        with _state.lock:
+            _state.environ = os.environ
+
+
 def _join(*, alone: bool) -> Context:
     if getattr(_state.thread, "context", None) is not None:
         raise UsageError("this thread's context has been shut down")
@@ -389,7 +418,7 @@ def _join(*, alone: bool) -> Context:
             raise _state.forked
         if _state.default is not None and not _state.default.is_closed:
             return _state.default
-        _state.default = _connect(os.environ, alone=alone)
+        _state.default = _connect(_state.environ, alone=alone)
         _state.generations += 1
         if not _state.hooked:
             _state.hooked = True

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.topology import Told
 
-__all__ = ["environment_of"]
+__all__ = ["environment_of", "leave"]
 
 _log = logging.getLogger("syncvar")
 _READY = "ready"  # a file in the folder: what is served there can be asked for
@@ -92,6 +92,18 @@ def environment_of(
         host_address=address,
         restarts=told.restarts,
     )
+
+
+def leave(patience_s: float) -> None:
+    """End now what this process serves, rather than when it ends: it goes on without the job.
+
+    Args:
+        patience_s: Longest wait until the others have left, in seconds; 0 where this rank has failed.
+    """
+    for name in tuple(_hosts):
+        host = _hosts.pop(name)
+        atexit.unregister(host.end)
+        host.end(patience_s)
 
 
 def _rendezvous(told: Told, path: str) -> str:
@@ -184,13 +196,18 @@ class _Host:
         (directory.path / _READY).touch()
         atexit.register(self.end)  # registered before the context's: it runs after that has left
 
-    def end(self) -> None:
-        """Serve until the others have left, then end. A rank that fails tells them."""
+    def end(self, patience_s: float | None = None) -> None:
+        """Serve until the others have left, then end. A rank that fails tells them.
+
+        Args:
+            patience_s: Longest wait for the others, in seconds; None for what suits the end of a process.
+        """
         if os.getpid() != self._process:
             return
         if self.store is not None:
             failing = getattr(sys, "last_value", None) is not None
-            until = time.monotonic() + (0.0 if failing else self._config.rendezvous_timeout_s)
+            patience_s = (0.0 if failing else self._config.rendezvous_timeout_s) if patience_s is None else patience_s
+            until = time.monotonic() + patience_s
             while time.monotonic() < until and not self._is_deserted():
                 time.sleep(_PAUSE_S)
         self._ends.set()

@@ -1,0 +1,128 @@
+"""From places to results: start all ranks, wait, weigh what failed, end the others, start again. The same for every engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncvar.config import RuntimeConfig, doubtful_variables
+from syncvar.engines.part import End, Place, parts
+from syncvar.errors import LaunchError, RankFailed
+from syncvar.exits import INTERNAL, TIMEOUT, weight_of
+from syncvar.restarting import Ending, Restarting
+from syncvar.wire import unpack_object
+
+if TYPE_CHECKING:
+    from syncvar.engines.base import Engine
+
+__all__ = ["drive"]
+
+_log = logging.getLogger("syncvar")
+_LOOK_S = 1.0
+
+
+def drive(engine: Engine, call: bytes, workers: int, limit_s: float, max_restarts: int) -> list[Any]:
+    """Make a call as every rank of a job on an engine, and return the results by rank.
+
+    Args:
+        engine: Where; it is closed at the end.
+        call: The function and its arguments, packed.
+        workers: How many ranks.
+        limit_s: Time limit of the whole job, in seconds.
+        max_restarts: How often all ranks may be started again after a failure.
+
+    Raises:
+        RankFailed: A rank failed; the first failure by cause.
+        LaunchError: There are not enough places.
+        ConfigError: A setting is wrong.
+    """
+    config = RuntimeConfig.from_mapping(os.environ).consistent()
+    for sentence in doubtful_variables(os.environ):
+        _log.warning("%s", sentence)
+    restarting = Restarting(max_restarts, config.restart_delay_s)
+    until, had_met = time.monotonic() + limit_s, False
+    try:
+        while True:
+            start = _Start(engine, config, limit_s, until)
+            try:
+                return start.run(call, workers, restarting.number)
+            except RankFailed as failure:
+                had_met = had_met or start.has_met
+                decision = restarting.after(start.ending(failure, had_met=had_met))
+                if not decision.restarts:
+                    if decision.reason:
+                        _log.warning("not started again: %s", decision.reason)
+                    raise
+                _log.warning("%s; %s, in %g s", str(failure).split("\n", 1)[0], decision.reason, decision.pause_s)
+                time.sleep(max(0.0, min(decision.pause_s, until - time.monotonic())))
+            finally:
+                engine.end(config.term_grace_s)
+    finally:
+        engine.close()
+
+
+class _Start:
+    """All ranks, started once.
+
+    Args:
+        engine: Where.
+        config: Deadlines and graces.
+        limit_s: Time limit of the job, in seconds.
+        until: When it passes, by the monotonic clock.
+    """
+
+    def __init__(self, engine: Engine, config: RuntimeConfig, limit_s: float, until: float) -> None:
+        self._engine = engine
+        self._config = config
+        self._limit_s = limit_s
+        self._until = until
+        self._began = time.monotonic()
+        self._error = ""
+        self.has_met = False
+
+    def run(self, call: bytes, workers: int, restarts: int) -> list[Any]:
+        """Return the results by rank; raise the first failure by cause."""
+        limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
+        places = [Place.unpacked(data) for data in self._engine.gather(workers, limit_s)]
+        pids = {(place.ground, place.pid) for place in places}
+        if len(pids) < workers:
+            raise LaunchError(
+                f"{workers} ranks were given {len(pids)} processes: each rank needs one of its own (a LocalCluster of Dask has them with processes=True)"
+            )
+        secret = secrets.token_hex(32)
+        handed = parts(places, call, secrets.token_hex(8), secret, self._config.to_mapping(), [path for path in sys.path if path], restarts)
+        self._engine.begin([part.packed() for part in handed])
+        ends: dict[int, End] = {}  # by rank, in the order in which they came
+        stop = self._until
+        while len(ends) < workers and (now := time.monotonic()) < stop:
+            for number, told in self._engine.ended(min(_LOOK_S, stop - now)).items():
+                end = End.unpacked(told) if isinstance(told, bytes) else End(error="", message=told, exit_code=INTERNAL)
+                ends[handed[number].rank] = end
+                if not end.result:  # the others are told by their links, and say so; who computes on and on does not
+                    stop = min(stop, time.monotonic() + self._config.abort_grace_s)
+        self.has_met = bool(ends) and all(end.has_met for end in ends.values())
+        hosts = {part.rank: place.host for part, place in zip(handed, places, strict=True)}
+        failed = [rank for rank, end in ends.items() if not end.result]
+        if failed:
+            rank = min(failed, key=lambda one: weight_of(ends[one].error))
+            raise self._failure(rank, hosts[rank], ends[rank])
+        if len(ends) < workers:
+            raise RankFailed(-1, socket.gethostname(), TIMEOUT, f"the time limit of {self._limit_s:g} s passed")
+        return [unpack_object(ends[rank].result) for rank in range(workers)]
+
+    def ending(self, failure: RankFailed, *, had_met: bool) -> Ending:
+        """Return what decides whether all are started again."""
+        why = str(failure).split("\n", 1)[0]
+        lasted_s = time.monotonic() - self._began
+        return Ending(failure.exit_code, why, self._error, failure.exit_code == TIMEOUT, had_met, lasted_s)
+
+    def _failure(self, rank: int, host: str, end: End) -> LaunchError:
+        if end.exit_code == 0:
+            return LaunchError(f"rank {rank} ended without returning a result")
+        self._error = end.error
+        return RankFailed(rank, host, end.exit_code, end.traceback or end.message)

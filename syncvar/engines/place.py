@@ -1,0 +1,79 @@
+"""What runs in an engine's worker: it tells about its place, then it is a rank for one call.
+
+The worker belongs to the engine before and after: nothing of a rank stays in it, neither threads nor variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from syncvar.bootstrap import failure_of
+from syncvar.engines.part import End, Part, Place
+from syncvar.remote_call import called
+from syncvar.runtime.context import is_initialized, member
+from syncvar.runtime.directory import base_directory
+from syncvar.runtime.meeting import leave
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["arrive", "play"]
+
+_KEPT = ("XDG_RUNTIME_DIR", "TMPDIR")
+
+
+def arrive(address: str) -> bytes:
+    """Return what this place is, as a packed `Place`.
+
+    Args:
+        address: Where the engine reaches this host.
+    """
+    spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        machine = file.read().strip()
+    ground = "/".join([machine, *spaces, str(os.getuid()), str(base_directory(os.environ))])
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        port = int(probe.getsockname()[1])
+    return Place(ground, socket.gethostname(), address, port, os.getpid()).packed()
+
+
+def play(data: bytes) -> bytes:
+    """Be a rank for one call; return how it ended, as a packed `End`.
+
+    Args:
+        data: A packed `Part`.
+    """
+    part = Part.unpacked(data)
+    if part.pid != os.getpid():
+        return End(error="PeerLost", message="its process was lost, and started again by the engine", exit_code=70).packed()
+    environ = {name: os.environ[name] for name in _KEPT if name in os.environ} | part.environ
+    patience_s, has_met = 0.0, False
+    try:
+        with _looking_in(part.folders), member(environ):
+            try:
+                result = called(part.call, part.rank)
+            finally:
+                has_met = is_initialized()
+        patience_s = float("inf")  # until all have left; whoever drives ends it earlier
+        end = End(result, has_met=has_met)
+    except BaseException as error:  # what the engine would make of it is not what happened
+        failure = failure_of(error)
+        end = End(b"", failure.error, failure.message, failure.text, failure.exit_code, has_met)
+    leave(patience_s)
+    return end.packed()
+
+
+@contextlib.contextmanager
+def _looking_in(folders: list[str]) -> Iterator[None]:
+    """Let modules be found where the caller finds them, after all places of this process's own."""
+    before = list(sys.path)
+    sys.path += [folder for folder in folders if folder not in before and os.path.exists(folder)]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
