@@ -20,7 +20,7 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["ChannelState", "entrance", "remember", "slot_call", "told", "which", "why_not_native"]
+__all__ = ["ChannelState", "Copied", "Tally", "Watch", "entrance", "remember", "slot_call", "told", "which", "why_not_native", "write"]
 
 _native: ModuleType | None
 _missing: str
@@ -70,8 +70,40 @@ class ChannelState:
         __slots__ = ("is_settled", "last", "phase", "side", "tail")
 
 
+class Copied:
+    """Whether a call of all replicas writes a variable's copy in place, and how often it has gone to other memory."""
+
+    if TYPE_CHECKING:
+        is_being_written: bool
+        moves: int
+    else:
+        __slots__ = ("is_being_written", "moves")
+
+
+class Tally:
+    """What is counted of a variable: all writes; calls of the group; increments of AUTO's; writes outside runs, by which comparisons are due."""
+
+    __slots__ = ("added", "collectives", "steps", "writes")
+
+    def __init__(self) -> None:
+        self.added = self.collectives = self.steps = self.writes = 0
+
+
+class Watch:
+    """When a strategy looks at writes: not at all (`is_free`), or at those whose number among a variable's is above `until`."""
+
+    if TYPE_CHECKING:
+        is_free: bool
+        until: int
+    else:
+        __slots__ = ("is_free", "until")
+
+
 if _native is not None:
     ChannelState = _native.ChannelState  # type: ignore[misc]
+    Copied = _native.Copied  # type: ignore[misc]
+    Tally = _native.Tally  # type: ignore[misc]
+    Watch = _native.Watch  # type: ignore[misc]
 
 
 def why_not_native() -> str:
@@ -117,6 +149,28 @@ def slot_call(**parts: Any) -> Any:
         return _native.SlotCall(**parts)
     except ValueError:  # a dtype or an op without a loop of its own, or more ranks than it is made for
         return None
+
+
+def write(
+    call: Any, plain: Any, where: tuple[Any, ...], storage: Copied, tally: Tally, watch: Watch | None, form: tuple[Any, ...], *,
+    is_default: bool, is_increment: bool,
+) -> Any:
+    """Return the C runner of a prepared write; `plain` where there is none.
+
+    Args:
+        call: The prepared all-reduce, which applies its result to the copy.
+        plain: Does the same in Python; takes every write that is unusual, before anything has been changed.
+        where: The stacks of places, the strategy, its calls, their channel, and the context in which each replica has its own values.
+        storage: The memory of the copy.
+        tally: The variable's.
+        watch: The strategy's; None where nothing is compared.
+        form: dtype and shape.
+        is_default: The strategy is the default one.
+        is_increment: Of an AUTO variable.
+    """  # fmt: skip
+    if _native is None:
+        return plain
+    return _native.Write(call, plain, *where, np.ndarray, storage, tally, watch, form, is_default, is_increment)
 
 
 def entrance(

@@ -7,6 +7,24 @@ class ChannelState:
     tail: int
     is_settled: bool
 
+class Tally:
+    writes: int
+    collectives: int
+    added: int
+    steps: int
+
+class Watch:
+    until: int
+    is_free: bool
+
+class Copied:
+    moves: int
+    is_being_written: bool
+
+class Write:
+    def __init__(self, *parts: Any) -> None: ...
+    def __call__(self, x: Any, /, *, is_seen: bool = ...) -> int: ...
+
 class SlotCall:
     def __init__(self, **parts: Any) -> None: ...
     def __call__(self, x: Any, out: Any, said: Any = ..., timeout: float | None = ..., /) -> Any: ...

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.kernel import which
+from syncvar.kernel import write as native_write
 from syncvar.variables.places import stacks
 from syncvar.variables.policy import Context
 
@@ -20,32 +22,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.kernel import Tally
     from syncvar.runtime.shortcut import Shortcut
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 
     Write = Callable[..., int]
 
-__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "Tally", "prepared_write", "unprepared"]
+__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "prepared_write", "unprepared"]
 
 WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
 UNDONE, DONE, DECIDE = 0, 1, 2
-
-
-class Tally:
-    """What is counted of a variable.
-
-    Args:
-        writes: All that were made.
-        collectives: Calls of the group.
-        added: Increments that the replicas have added up, where AUTO may let them wait.
-        steps: Writes outside runs, by which the time of the next comparison is told.
-    """
-
-    __slots__ = ("added", "collectives", "steps", "writes")
-
-    def __init__(self) -> None:
-        self.added = self.collectives = self.steps = self.writes = 0
 
 
 def unprepared(_x: Any, *, is_seen: bool = False) -> int:
@@ -105,4 +92,10 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: Shortcut,
                 return DECIDE
         return DONE
 
-    return write
+    if which(owner.context.config.kernel) == "python":
+        return write
+    where = (local, owner, communicator, channel, replica)
+    made: Write = native_write(
+        call, write, where, storage, tally, roster, (dtype, shape), is_default=is_default, is_increment=counts
+    )
+    return made

@@ -28,6 +28,7 @@ from syncvar.collectives._preparing import shortcut_of
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.objects import gather_objects
 from syncvar.errors import MismatchError
+from syncvar.kernel import Watch
 from syncvar.variables.checker import compare
 from syncvar.variables.decisions import Change, Point, append, read
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period
@@ -88,7 +89,7 @@ class Entry:
         return None if self.reference is None else self.reference()
 
 
-class Roster:
+class Roster(Watch):
     """The roster of one strategy.
 
     Args:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.errors import ArenaFull
+from syncvar.kernel import Copied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,7 +62,7 @@ def being_written(storages: Sequence[Storage]) -> Iterator[None]:
 _count = sys.getrefcount
 
 
-class Storage:
+class Storage(Copied):
     """One array, of fixed shape and dtype. As a context manager, it lets this thread alone change the array.
 
     Args:
@@ -78,7 +79,7 @@ class Storage:
         (array([0., 0., 0.]), array([1., 0., 0.]))
     """
 
-    __slots__ = ("_beneath", "_changes", "_context", "_ground", "_lock", "_references", "_shown", "array", "is_being_written", "view")
+    __slots__ = ("_beneath", "_changes", "_context", "_ground", "_lock", "_references", "_shown", "array", "view")
 
     is_shared = False  # by the replicas of a host, as their only copy
 
@@ -88,6 +89,7 @@ class Storage:
         self._take(value)
 
     def _prepare(self) -> None:
+        self.moves = 0
         self.is_being_written = False  # in place, by a call that other replicas take part in
         # A thread may come again, in a signal's handler or a finalizer.
         self._lock = threading.RLock()
@@ -109,6 +111,7 @@ class Storage:
         if keep:
             array[...] = value
         view, shown = _view_of(array), _view_of(array)
+        self.moves += 1
         self._ground = np.asarray(shown.base)  # the very array, which all that are handed out refer to
         self._beneath: Any = self._ground.base  # somebody may hold that alone
         self._references = _count(self._ground) + _count(self._beneath)  # before a reader can add its own

@@ -9,6 +9,7 @@ import numpy as np
 from syncvar.collectives._preparing import reduction_shortcut
 from syncvar.collectives.barrier import meet
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
+from syncvar.kernel import Tally
 from syncvar.loading import Taught
 from syncvar.runtime import finite
 from syncvar.runtime.group import fingerprint
@@ -29,7 +30,7 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.prepared import DECIDE, DONE, UNDONE, Tally, prepared_write, unprepared
+from syncvar.variables.prepared import DECIDE, DONE, UNDONE, prepared_write, unprepared
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.queue import WriteQueue, queue_of
 from syncvar.variables.requests import request_of, rows_request

@@ -29,6 +29,7 @@ def short_segments(monkeypatch):
 LAYOUTS = {
     "arena": {"shared": True},
     "full": {"shared": True, "arena_bytes": 64 * MIB},  # the arena of rank 1 is
+    "python": {"shared": True, "config": CONFIG.replaced(kernel="python")},
     "links": {},
     "hosts": {"shared": True, "hosts": 2},
 }
@@ -98,7 +99,7 @@ def make_everyday_calls(layout, size, seed, cases):
         rank.run(cases)
         return rank.number
 
-    assert everywhere(size, fn, config=CONFIG, timeout_s=600, **LAYOUTS[layout]) == [cases] * size
+    assert everywhere(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]}) == [cases] * size
 
 
 @pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("links", 2), ("hosts", 3)])
@@ -108,6 +109,6 @@ def test_numbers_and_writes_in_every_context(layout, size):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("python", 2), ("links", 2), ("hosts", 3)])
 def test_many_numbers_and_writes(layout, size):
     make_everyday_calls(layout, size, size, CASES)

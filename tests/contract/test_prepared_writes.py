@@ -1,0 +1,220 @@
+"""A prepared write does what the plain one does, with either runner, and leaves to it what is not as it was."""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+from harness import caught, everywhere
+
+import syncvar as sv
+from syncvar.config import RuntimeConfig
+from syncvar.variables.policy import Operation
+from syncvar.variables.prepared import DECIDE, DONE, UNDONE
+
+ADD = Operation.ASSIGN_ADD
+ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
+SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
+ONES = np.ones(3)
+
+
+@pytest.fixture(params=["python", pytest.param("c", marks=pytest.mark.needs_kernel)])
+def ranks(request):
+    """Run a function on two ranks with one of the runners."""
+    config = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0, kernel=request.param)
+
+    def run(fn):
+        def checked():
+            return fn(), request.param
+
+        out = everywhere(2, checked, shared=True, config=config)
+        assert {runner for _, runner in out} == {request.param}
+        return [found for found, _ in out]
+
+    run.runner = request.param
+    return run
+
+
+def prepared(strategy=None, *, shape=(3,), dtype=float, sync=ON_WRITE, aggregation=SUM):
+    """Return a variable of which assign_add has been prepared."""
+    if strategy is None:
+        v = sv.Variable(np.zeros(shape, dtype), synchronization=sync, aggregation=aggregation)
+        v.assign_add(np.zeros(shape, dtype))
+    else:
+        with strategy.scope():
+            v = sv.Variable(np.zeros(shape, dtype), synchronization=sync, aggregation=aggregation)
+        strategy.run(lambda: v.assign_add(np.zeros(shape, dtype)))
+    return v
+
+
+def test_the_runner_is_the_one_that_is_asked_for(ranks):
+    def fn():
+        return [type(prepared(shape=shape)._prepared[ADD]).__name__ for shape in ((3,), (40_000,))]
+
+    assert ranks(fn) == [["function" if ranks.runner == "python" else "Write"] * 2] * 2
+
+
+@pytest.mark.parametrize(("dtype", "aggregation"), [
+    ("f4", SUM), ("f8", MEAN), ("f2", SUM), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("f2", MEAN), ("i8", SUM), ("c8", SUM))),
+])  # fmt: skip
+def test_it_gives_the_bytes_of_the_plain_write(ranks, dtype, aggregation):
+    """Of each operation, small and long, inside of run and outside, in the copy's memory and in new memory."""
+
+    def fn():
+        draw = np.random.default_rng(sv.rank())
+        differing = []
+        for strategy in (None, sv.MirroredStrategy()):
+            for shape in ((), (3,), (2, 9_000)):
+                fast = prepared(strategy, shape=shape, dtype=dtype, aggregation=aggregation)
+                plain = prepared(strategy, shape=shape, dtype=dtype, aggregation=aggregation)
+
+                def step(fast=fast, plain=plain, shape=shape, strategy=strategy):
+                    held = []
+                    for turn in range(8):
+                        plain._prepared = dict.fromkeys(plain._prepared, lambda *_, **__: UNDONE)
+                        x = np.asarray(draw.standard_normal(shape) * 9).astype(dtype)
+                        for v in (fast, plain):
+                            (v.assign, v.assign_add, v.assign_sub)[turn % 3](x)
+                        if fast.local_value().tobytes() != plain.local_value().tobytes():
+                            differing.append((strategy, shape, turn))
+                        if turn in (2, 5):
+                            held = [fast.read_value(), fast.local_value().tobytes()]
+                        elif held and held[0].tobytes() != held[1]:
+                            differing.append("what was read has changed")
+
+                step() if strategy is None else strategy.run(step)
+        return differing
+
+    assert ranks(fn) == [[], []]
+
+
+def test_what_is_not_as_it_was_is_left_to_the_plain_write(ranks):
+    """Another place, thread, form or memory; then it goes on."""
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        other = sv.MirroredStrategy()
+        v, w = prepared(), prepared(strategy)
+        write, inside = v._prepared[ADD], w._prepared[ADD]
+        found = {"as it was": (write(ONES), strategy.run(lambda: inside(ONES)))}
+        found["in plain code"] = inside(ONES)
+        with strategy.scope():
+            found["in a scope"] = write(ONES), inside(ONES)
+        found["in another run"] = other.run(lambda: (write(ONES), inside(ONES)))
+        found["in merge_call"] = strategy.run(lambda: sv.get_replica_context().merge_call(lambda _: inside(ONES)))
+
+        def in_a_thread():
+            results = []
+            thread = threading.Thread(target=lambda: results.append(inside(ONES)))
+            thread.start()
+            thread.join()
+            return results
+
+        found["in another thread"] = strategy.run(in_a_thread)
+        odd = [1.0, np.float64(1), ONES[:2], ONES.astype(np.float32), ONES.reshape(3, 1), [1.0, 1.0, 1.0], np.ma.ones(3), None]
+        found["of another form"] = [write(x) for x in odd]
+        found["not in one piece"] = write(np.ones(6)[::2])
+        strategy.roster.is_free = sv.get_strategy().roster.is_free = False
+        sv.get_strategy().roster.until = 0
+        found["to be compared"] = write(ONES)
+        found["seen already"] = write(ONES, is_seen=True)
+        sv.get_strategy().roster.until = 100
+        before = v._tally.steps
+        found["counted"] = write(ONES), v._tally.steps - before
+        with sv.uneven():
+            found["in uneven"] = write(ONES)
+        return found, v.numpy().tolist(), w.numpy().tolist()
+
+    left = dict.fromkeys(("in plain code", "in merge_call", "to be compared", "in uneven"), UNDONE)
+    left |= {"in a scope": (UNDONE,) * 2, "in another run": (UNDONE,) * 2, "in another thread": [UNDONE], "of another form": [UNDONE] * 8}
+    made = {"as it was": (DONE, DONE), "not in one piece": DONE, "seen already": DONE, "counted": (DONE, 1)}
+    assert ranks(fn) == [({**left, **made}, [8.0] * 3, [2.0] * 3)] * 2
+
+
+def test_a_reader_keeps_what_it_has_read(ranks):
+    def fn():
+        v = prepared()
+        kept = []
+        for _ in range(4):
+            v.assign_add(ONES)
+            kept.append(v.read_value()[1:])
+        v.assign_add(ONES)
+        place = v._storage.array.ctypes.data
+        del kept[2:]
+        v.assign_add(ONES)
+        return [one.tolist() for one in kept], v.numpy().tolist(), v._storage.array.ctypes.data == place
+
+    assert ranks(fn) == [([[2.0, 2.0], [4.0, 4.0]], [12.0] * 3, True)] * 2
+
+
+def test_auto_is_told_at_every_64th_increment_in_plain_code(ranks):
+    def fn():
+        sv.get_strategy().check_every = 0
+        v = prepared(sync=AUTO)
+        v.pin("eager")
+        write = v._prepared[ADD]
+        if write(ONES) == UNDONE:  # to be pinned is to be prepared anew
+            v.assign_add(ONES)
+            write = v._prepared[ADD]
+        return [count for count in range(1, 200) if write(ONES) == DECIDE], v._tally.added
+
+    (found, added), other = ranks(fn)
+    assert (found, added) == other
+    assert [added - 199 + count for count in found] == [64, 128, 192]
+
+
+def test_nothing_is_prepared_for_a_write_that_waits(ranks):
+    def fn():
+        v = prepared(sync=AUTO)
+        v.pin("deferred")
+        for _ in range(5):
+            v.assign_add(ONES)
+        waits = v.explain().numbers["pending"], v._prepared[ADD](ONES)
+        v.pin("eager")
+        for _ in range(5):
+            v.assign_add(ONES)
+        return waits, v.numpy().tolist(), v._prepared[ADD](np.zeros(3))
+
+    assert ranks(fn) == [((5, UNDONE), [20.0] * 3, DONE)] * 2
+
+
+def test_errors_are_those_of_the_plain_write(ranks):
+    """One replica adds and the other subtracts, or brings nothing; no copy changes, and no count of steps parts."""
+
+    def fn():
+        v = prepared()
+        v.assign_sub(ONES)
+        v.assign_add(ONES)
+        crossed = caught(lambda: (v.assign_sub if sv.rank() else v.assign_add)(ONES))
+        refused = caught(lambda: v.assign_add(ONES if sv.rank() else None))
+        v.assign_add(ONES)
+        return type(crossed), type(refused), v.numpy().tolist(), v._tally.steps, v._storage.is_being_written
+
+    mismatch = sv.MismatchError
+    assert ranks(fn) == [(mismatch, error, [2.0] * 3, 6, False) for error in (sv.ConfigError, mismatch)]
+
+
+def test_after_the_job_it_is_refused(ranks):
+    def fn():
+        v = prepared()
+        write = v._prepared[ADD]
+        sv.barrier()
+        sv.shutdown()
+        return write(ONES), type(caught(lambda: v.assign_add(ONES))), v.local_value().tolist()
+
+    assert ranks(fn) == [(UNDONE, sv.UsageError, [0.0] * 3)] * 2
+
+
+def test_what_a_write_holds_is_let_go_with_its_variable(ranks):
+    def fn():
+        v = prepared()
+        storage, tally = v._storage, v._tally
+        held = sys.getrefcount(storage), sys.getrefcount(tally)
+        for _ in range(50):
+            v.assign_add(ONES)
+        same = (sys.getrefcount(storage), sys.getrefcount(tally)) == held
+        del v
+        return same, sys.getrefcount(storage), sys.getrefcount(tally)
+
+    alone = sys.getrefcount(object())
+    assert [(same, one - alone, two - alone) for same, one, two in ranks(fn)] == [(True, 1, 1)] * 2
