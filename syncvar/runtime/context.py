@@ -300,18 +300,19 @@ _state = _State()
 def init(*, alone: bool = False) -> None:
     """Join the job. Does nothing when this process has joined already.
 
-    A process that no launcher has started becomes a world of one. One that torchrun or TF_CONFIG names a member joins
-    the others. One that is told of others whom it cannot join, by mpirun, srun or an indexed job of Kubernetes, is
-    refused: it would compute numbers of its own. After `shutdown`, `init` joins anew, together with all other ranks.
+    A process that no launcher has started becomes a world of one. One that another engine has started, such as srun,
+    mpirun, torchrun or an indexed job of Kubernetes, joins the others by what that tells it. One that is told of others and
+    not how to meet them is refused: it would compute numbers of its own. After `shutdown`, `init` joins anew, together with
+    all other ranks.
 
     Args:
         alone: Be a world of one on purpose, whatever other launchers say; as the variable SYNCVAR_WORLD_SIZE=1 says it.
 
     Raises:
         RendezvousError: Not all ranks came in time; the missing ones are named.
-        ConfigError: The environment or a setting is wrong; or another launcher has started this process and others, and
-            the message names the variable that says so and what to write; or `alone` contradicts `syncvar-launch`, or
-            what this process has joined already.
+        ConfigError: The environment or a setting is wrong, or two launchers contradict each other; or one has started this
+            process and others and does not say how they meet, and the message names the variable and what to write; or
+            `alone` contradicts `syncvar-launch`, or what this process has joined already.
 
     Example:
         >>> import syncvar as sv
@@ -432,6 +433,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
 
     environment = RankEnvironment.from_mapping(environ)
     keeper = 0 if environment is None else None  # of the roll: rank 0's process, or the launcher
+    secret: bytes | None = None
     if alone and environment is not None and environment.world_size > 1:
         raise ConfigError(
             f"sv.init(alone=True) contradicts SYNCVAR_RANK={environment.rank} and SYNCVAR_WORLD_SIZE={environment.world_size}: "
@@ -445,9 +447,9 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     if environment is not None or not (alone or is_meant_alone(environ)):
         told = told_elsewhere(environ, environment)
         if environment is None and told is not None and told.world_size > 1:
-            from syncvar.runtime.meeting import environment_of
+            from syncvar.runtime.meeting import meet
 
-            environment = environment_of(told, config, environ, job_secret(environ))
+            environment, secret = meet(told, config, environ, job_secret(environ))
         elif environment is None and told is None and (reason := why_not_alone(environ)):
             raise ConfigError(reason)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
@@ -459,7 +461,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     keys = None
     outside = ""
     if environment.host_count > 1 or environment.rendezvous.startswith("tcp://"):
-        secret = job_secret(environ)
+        secret = secret or job_secret(environ)
         outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
         if secret is None and config.encryption != "off":
             raise ConfigError(

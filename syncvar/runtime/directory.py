@@ -15,7 +15,7 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["JobDirectory", "base_directory", "runtime_directory"]
+__all__ = ["JobDirectory", "base_directory", "check_private", "runtime_directory"]
 
 _SOCKET_NAME_MAX = 24
 _UNIX_PATH_MAX = 107
@@ -37,17 +37,30 @@ def base_directory(environ: Mapping[str, str]) -> Path:
     """
     parent, is_private = runtime_directory(environ)
     base = parent / ("syncvar" if is_private else f"syncvar-{os.getuid()}")
-    remedy = "set XDG_RUNTIME_DIR to a private folder of yours"
-    try:
-        base.mkdir(mode=0o700, exist_ok=True)
-        status = base.lstat()
-    except OSError as error:
-        raise ConfigError(f"the runtime directory {base} cannot be made: {error.strerror}; {remedy}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"the runtime directory {base} is not a folder of this user; {remedy}")
-    if status.st_mode & 0o077:
-        raise ConfigError(f"the runtime directory {base} is open to others (mode {status.st_mode & 0o777:o}); {remedy}")
+    check_private(base, "runtime directory", "set XDG_RUNTIME_DIR to a private folder of yours")
     return base
+
+
+def check_private(path: Path, what: str, remedy: str) -> None:
+    """Make a folder that nobody else may enter, or check that it is one.
+
+    Args:
+        path: Its name; it is in a folder that is there.
+        what: What it is, for messages.
+        remedy: What to write where it does not serve.
+
+    Raises:
+        ConfigError: It belongs to somebody else, others can enter it, or it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"the {what} {path} cannot be made: {error.strerror}; {remedy}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"the {what} {path} is not a folder of this user; {remedy}")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"the {what} {path} is open to others (mode {status.st_mode & 0o777:o}); {remedy}")
 
 
 class JobDirectory:

@@ -4,11 +4,14 @@ import json
 import os
 import re
 import secrets
+import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -85,12 +88,12 @@ def start(tmp_path):
     runtime = Path(tempfile.mkdtemp(prefix="sv"))  # short: socket files lie in it
     limits = {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": "10", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "10", "XDG_RUNTIME_DIR": str(runtime)}
 
-    def begin(environments, *arguments, script=SCRIPT):
+    def begin(environments, *arguments, script=SCRIPT, descriptors=()):
         (tmp_path / "script.py").write_text(script)
         for environ in environments:
             line = [sys.executable, str(tmp_path / "script.py"), *arguments]
             with (tmp_path / f"out{len(running)}").open("wb") as out:
-                running.append(subprocess.Popen(line, stdout=out, stderr=out, cwd=tmp_path, env=plain | limits | environ))
+                running.append(subprocess.Popen(line, stdout=out, stderr=out, cwd=tmp_path, env=plain | limits | environ, pass_fds=descriptors))
         until = time.monotonic() + 30
         codes = [one.wait(max(0.1, until - time.monotonic())) for one in running]
         outputs = [(tmp_path / f"out{number}").read_text() for number in range(len(running))]
@@ -202,6 +205,148 @@ def test_tf_config(start):
     for code, out in start(told):
         assert code == 0, out
         assert "4.0 arena: 2 ranks" in out
+
+
+def slurm(rank, host, local, sizes, **more):
+    step = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": sum(sizes), "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, sizes))}
+    task = {"SLURM_PROCID": rank, "SLURM_NODEID": host, "SLURM_LOCALID": local, "SLURMD_NODENAME": f"n{host}.invalid"}
+    return {name: str(value) for name, value in (step | task | more).items()}
+
+
+def test_tasks_of_srun_on_several_hosts_meet_in_a_folder_that_all_have_without_a_secret_of_the_users(start, tmp_path):
+    """Two hosts play on this one: they have a folder, names and numbers of their own, and nothing else in common."""
+    told = [slurm(*place, (2, 1), HOME=tmp_path) for place in ((0, 0, 0), (1, 0, 1), (2, 1, 0))]
+    for rank, (code, out) in enumerate(start(told, "again")):
+        assert code == 0, out
+        assert out.startswith(f"met {rank} 3 {rank % 2} {rank // 2} 2 6.0 "), out
+        assert "encrypted tcp between 2 hosts" in out
+        assert "again 3" in out
+    assert not list((tmp_path / ".syncvar").iterdir()), "what told of the secret is gone"
+    assert (tmp_path / ".syncvar").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
+def test_a_task_whose_others_do_not_come_says_where_it_looks_and_a_folder_of_others_is_refused(start, tmp_path):
+    (tmp_path / "open" / ".syncvar").mkdir(parents=True)
+    (tmp_path / "open" / ".syncvar").chmod(0o755)
+    alone = slurm(1, 1, 0, (1, 1), HOME=tmp_path, SYNCVAR_RENDEZVOUS_TIMEOUT_S=0.2)
+    (code, out), (other_code, other) = start([alone, slurm(1, 1, 0, (1, 1), HOME=tmp_path / "open")])
+    assert (code, other_code) == (3, 3), out + other
+    assert "RendezvousError rank 0, the first of its host, has put nothing down in" in out
+    assert "SYNCVAR_MEETING_DIR names another; or set MASTER_ADDR and MASTER_PORT" in out
+    assert "open to others (mode 755); set SYNCVAR_MEETING_DIR" in other
+
+
+def test_ranks_of_mpirun_on_one_host_share_memory_by_the_name_of_its_job(start):
+    told = [
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+         "PMIX_NAMESPACE": "prterun-n-1@1"} for rank in range(2)
+    ]  # fmt: skip
+    for rank, (code, out) in enumerate(start(told)):
+        assert code == 0, out
+        assert out.startswith(f"met {rank} 2 {rank} 0 1 4.0 arena: 2 ranks")
+
+
+class Manager(threading.Thread):
+    """Serves PMI 1.1 as the process manager of MPICH does: one socket a rank, lines of words, a barrier of all.
+
+    Args:
+        mapping: What it says of hosts.
+        count: Ranks.
+    """
+
+    def __init__(self, mapping, count):
+        super().__init__()
+        self.known = {"PMI_process_mapping": mapping}
+        self.heard = []
+        self.sockets, self.others = zip(*(socket.socketpair() for _ in range(count)), strict=True)
+        for one in self.others:
+            one.set_inheritable(True)
+
+    def run(self):
+        waiting, selector = [], selectors.DefaultSelector()
+        for one in self.sockets:
+            selector.register(one, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                line = key.fileobj.recv(4096).decode()
+                if not line:
+                    selector.unregister(key.fileobj)
+                    continue
+                fields = dict(part.partition("=")[::2] for part in line.split())
+                self.heard.append(fields)
+                answer = {"cmd": {"get_my_kvsname": "my_kvsname", "finalize": "finalize_ack"}.get(fields["cmd"], fields["cmd"] + "_result")}
+                if fields["cmd"] == "get_my_kvsname":
+                    answer["kvsname"] = "kvs_1"
+                elif fields["cmd"] == "put":
+                    self.known[fields["key"]] = fields["value"]
+                elif fields["cmd"] == "get":
+                    answer |= {"rc": "0", "value": self.known[fields["key"]]} if fields["key"] in self.known else {"rc": "-1"}
+                elif fields["cmd"] == "barrier_in":
+                    waiting.append(key.fileobj)
+                    if len(waiting) == len(self.sockets):
+                        for one in waiting:
+                            one.sendall(b"cmd=barrier_out\n")
+                        waiting.clear()
+                    continue
+                key.fileobj.sendall((" ".join(f"{name}={value}" for name, value in answer.items()) + "\n").encode())
+
+
+@pytest.fixture
+def played():
+    """Make process managers that end with their ranks."""
+    managers = []
+
+    def make(mapping, count):
+        managers.append(Manager(mapping, count))
+        managers[-1].start()
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        for one in manager.others:
+            one.close()
+        manager.join(20)
+        for one in manager.sockets:
+            one.close()
+
+
+def mpich(rank, manager, **more):
+    number = manager.others[rank].fileno()
+    return {name: str(value) for name, value in ({"PMI_RANK": rank, "PMI_SIZE": len(manager.others), "PMI_FD": number} | more).items()}
+
+
+def test_ranks_of_mpiexec_meet_by_its_process_manager_on_one_host_and_on_several(start, played):
+    one = played("(vector,(0,1,2))", 2)
+    told = [mpich(rank, one, MPI_LOCALRANKID=rank, MPI_LOCALNRANKS=2) for rank in range(2)]
+    for rank, (code, out) in enumerate(start(told, descriptors=[other.fileno() for other in one.others])):
+        assert code == 0, out
+        assert out.startswith(f"met {rank} 2 {rank} 0 1 4.0 arena: 2 ranks")
+    assert not any(fields["cmd"] == "put" for fields in one.heard), "on one host the name of the run is enough"
+    assert [fields["cmd"] for fields in one.heard].count("finalize") == 2, "one who ends without a last word has crashed, and all are killed"
+    several = played("(vector,(0,1,2),(1,1,1))", 3)
+    told = [mpich(rank, several, MPI_LOCALRANKID=local, MPI_LOCALNRANKS=size) for rank, (local, size) in enumerate(((0, 2), (1, 2), (0, 1)))]
+    for rank, (code, out) in enumerate(start(told, "again", descriptors=[other.fileno() for other in several.others])[2:]):
+        assert code == 0, out
+        assert out.startswith(f"met {rank} 3 {rank % 2} {rank // 2} 2 6.0 ")
+        assert "encrypted tcp between 2 hosts" in out
+        assert "again 3" in out
+    assert len([fields for fields in several.heard if fields["cmd"] == "barrier_in"]) == 6
+    secret = bytes.fromhex(several.known["syncvar-meet"]).decode().split()[2]
+    assert len(bytes.fromhex(secret)) == 32
+
+
+@pytest.mark.slow
+def test_a_rank_of_mpiexec_that_cannot_meet_says_no_last_word_so_that_mpiexec_ends_the_others(start, played):
+    manager = played("(vector,(0,2,1))", 3)  # rank 2 is on the first host again
+    told = [mpich(rank, manager, MPI_LOCALRANKID=0, MPI_LOCALNRANKS=1) for rank in range(3)]
+    for code, out in start(told, descriptors=[other.fileno() for other in manager.others]):
+        assert code == 3, out
+        assert "ConfigError PMI_RANK, PMI_SIZE: 2 hosts have the ranks in turns" in out
+    assert not any(fields["cmd"] == "finalize" for fields in manager.heard)
+    (code, out) = start([mpich(0, manager, MPI_LOCALRANKID=0, MPI_LOCALNRANKS=1)])[-1]
+    assert code == 3, out
+    assert "is no socket of this process" in out
 
 
 def test_a_killed_rank_is_told(start):

@@ -1,0 +1,273 @@
+"""Cards: small texts by which ranks of several hosts meet where nobody has said at which port of rank 0.
+
+The first rank of each host puts down a card with its host's name and size, and rank 0 one that says where it listens and
+what the job's secret is. Two places serve. The process manager of MPICH and its like, and of Flux, keeps cards by the
+protocol of PMI 1.1 (Flux RFC 13 writes it down), on a descriptor that each process has inherited. Elsewhere it is a folder
+of the user's alone that all hosts have, as a home is on a cluster, named after the run; rank 0 removes it when all have come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import os
+import select
+import shutil
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from syncvar.errors import ConfigError, RendezvousError
+from syncvar.runtime.directory import check_private
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Cards", "Folder", "ProcessManager", "host_of_each", "own_address_towards"]
+
+_VARIABLE = "SYNCVAR_MEETING_DIR"
+_PAUSE_S = 0.05
+_CARD_MAX = 4096
+_LINE_MAX = 4096
+
+
+class Cards(Protocol):
+    """Where cards are put down and read."""
+
+    def put(self, key: str, text: str) -> None:
+        """Put a card down, for all to read after the next `turn`."""
+
+    def turn(self) -> None:
+        """Wait until all ranks have put down what they had to."""
+
+    def read(self, key: str, whose: str) -> str:
+        """Return a card, waiting for it if need be; `whose` says in messages who was to put it down."""
+
+    def done(self) -> None:
+        """Note that this rank has read what it needs."""
+
+    def remove(self) -> None:
+        """Remove the cards: all ranks have met. Rank 0 does this. Idempotent."""
+
+
+class Folder:
+    """Cards as files.
+
+    Args:
+        environ: Where SYNCVAR_MEETING_DIR, or HOME, say which folder all hosts have.
+        run: What tells the run from others.
+        timeout_s: Longest wait for a card, in seconds.
+
+    Raises:
+        ConfigError: The folder is not of this user alone, or cannot be made.
+    """
+
+    def __init__(self, environ: Mapping[str, str], run: str, timeout_s: float) -> None:
+        self._until = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        given = environ.get(_VARIABLE, "")
+        base = Path(given) / f"syncvar-{os.getuid()}" if given else Path(environ.get("HOME") or "/") / ".syncvar"
+        remedy = f"set {_VARIABLE} to a folder that all hosts have, and in which you may make one"
+        self._path = base / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
+        check_private(base, "folder in which the ranks meet", remedy)
+        check_private(self._path, "folder in which the ranks meet", remedy)
+
+    def put(self, key: str, text: str) -> None:
+        """Put a card down: it is there whole, or not."""
+        draft = self._path / f".{key}-{os.urandom(4).hex()}"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+        draft.rename(self._path / key)
+
+    def turn(self) -> None:
+        """Do nothing: who reads a card waits for it."""
+
+    def read(self, key: str, whose: str) -> str:
+        """Return a card, once it is there."""
+        while True:
+            with contextlib.suppress(OSError):
+                os.listdir(self._path)  # a folder of another machine is looked at anew only by this
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(self._path / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                with os.fdopen(descriptor, "rb") as file:
+                    status = os.fstat(descriptor)
+                    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+                        raise ConfigError(f"{self._path / key} is not of this user")
+                    return file.read(_CARD_MAX).decode("ascii", "replace")
+            if time.monotonic() > self._until:
+                raise RendezvousError(
+                    f"{whose} has put nothing down in {self._path} for {self._timeout_s:g} s; do all ranks run, and do all hosts have "
+                    f"this folder? {_VARIABLE} names another; or set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host, and SYNCVAR_KEY_FILE"
+                )
+            time.sleep(_PAUSE_S)
+
+    def done(self) -> None:
+        """Do nothing: a file is not kept open."""
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+class ProcessManager:
+    """Cards that the process manager keeps.
+
+    The descriptor is also that of an MPI library in this process, before and after: nothing of it is changed. A process
+    that ends without a last word counts as crashed, and all others are killed: so may one that has not met them, for they
+    would wait. Where an MPI library is in use it is the library that says the last word.
+
+    Args:
+        environ: PMI_FD says which descriptor.
+        timeout_s: Longest wait for an answer, in seconds.
+
+    Attributes:
+        name: What the process manager calls this run.
+
+    Raises:
+        ConfigError: There is no such descriptor in this process.
+        RendezvousError: No answer came, or one that cannot be understood.
+    """
+
+    def __init__(self, environ: Mapping[str, str], timeout_s: float) -> None:
+        text = environ["PMI_FD"]
+        self._descriptor = int(text)
+        self._timeout_s = timeout_s
+        self._rest = b""
+        try:
+            is_socket = stat.S_ISSOCK(os.fstat(self._descriptor).st_mode)
+        except OSError:
+            is_socket = False
+        if not is_socket:
+            raise ConfigError(
+                f"PMI_FD={text} is no socket of this process: mpiexec has started another one, which started this. Let mpiexec start this one, "
+                f"keep the descriptor open (close_fds=False), or set SYNCVAR_WORLD_SIZE=1 where this process is alone on purpose"
+            )
+        self._process = os.getpid()
+        self.name = self._ask("get_my_kvsname", "my_kvsname")["kvsname"]
+
+    def put(self, key: str, text: str) -> None:
+        """Put a card down."""
+        self._ask(f"put kvsname={self.name} key=syncvar-{key} value={text.encode().hex()}", "put_result")
+
+    def turn(self) -> None:
+        """Wait until all ranks have come as far."""
+        self._ask("barrier_in", "barrier_out")
+
+    def read(self, key: str, whose: str) -> str:
+        """Return a card that was put down before the last turn."""
+        try:
+            return bytes.fromhex(self._ask(f"get kvsname={self.name} key=syncvar-{key}", "get_result")["value"]).decode()
+        except (ValueError, RendezvousError) as error:
+            raise RendezvousError(f"{whose} has put down no card {key!r} with the process manager (PMI): {error}") from error
+
+    def mapping(self) -> str:
+        """Return the process manager's own words for which rank is on which host."""
+        return self._ask(f"get kvsname={self.name} key=PMI_process_mapping", "get_result")["value"]
+
+    def done(self) -> None:
+        """Note that this rank may end without the others."""
+        atexit.register(self._finish)
+
+    def remove(self) -> None:
+        """Do nothing: the process manager forgets them with the run."""
+
+    def _finish(self) -> None:
+        if os.getpid() == self._process and not _is_mpi_in_use():
+            with contextlib.suppress(RendezvousError):
+                self._ask("finalize", "finalize_ack")
+
+    def _ask(self, words: str, kind: str) -> dict[str, str]:
+        """Send a request, and return the fields of its answer."""
+        until = time.monotonic() + self._timeout_s
+        line = f"cmd={words}\n".encode()
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+            answer = self._line(until)
+        except OSError as error:
+            raise RendezvousError(f"the process manager (PMI_FD={self._descriptor}) is not to be spoken to: {error.strerror}") from error
+        fields = dict(part.partition("=")[::2] for part in answer.split())
+        if fields.get("cmd") != kind or fields.get("rc", "0") != "0":
+            raise RendezvousError(f"the process manager answers {words.partition(' ')[0]!r} with {answer!r}")
+        return fields
+
+    def _line(self, until: float) -> str:
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLIN)
+        while b"\n" not in self._rest:
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not poller.poll(left_s * 1000):
+                raise RendezvousError(
+                    f"the process manager (PMI_FD={self._descriptor}) has not answered for {self._timeout_s:g} s: do all ranks come to sv.init()?"
+                )
+            more = os.read(self._descriptor, _LINE_MAX)  # no more comes than was asked for
+            if not more or len(self._rest) > _LINE_MAX:
+                raise RendezvousError(f"the process manager (PMI_FD={self._descriptor}) is gone, or not understood")
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode("ascii", "replace")
+
+
+def _is_mpi_in_use() -> bool:
+    """Return whether an MPI library of this process has begun: it will end, or has ended, what it has with the process manager."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in lines if "/libmpi" in line}
+    for path in paths:
+        with contextlib.suppress(OSError, AttributeError):
+            is_begun = ctypes.c_int(0)
+            ctypes.CDLL(path).MPI_Initialized(ctypes.byref(is_begun))
+            if is_begun.value:
+                return True
+    return False
+
+
+def host_of_each(mapping: str, size: int) -> list[int]:
+    """Return the host of each rank from PMI's mapping of processes: blocks of (first host, hosts, ranks on each).
+
+    Args:
+        mapping: For instance "(vector,(0,2,4))"; the blocks are gone through again and again until all ranks have a host.
+        size: Ranks in the world.
+
+    Raises:
+        RendezvousError: It is no such text.
+
+    Example:
+        >>> host_of_each("(vector,(0,1,2),(1,1,1))", 3)
+        [0, 0, 1]
+    """
+    try:
+        head, *rest = mapping.replace("(", " ").replace(")", " ").replace(",", " ").split()
+        numbers = [int(one) for one in rest]
+        blocks = [numbers[index : index + 3] for index in range(0, len(numbers), 3)]
+        turn = [host for first, hosts, each in blocks for host in range(first, first + hosts) for _ in range(each)]
+        if head != "vector" or not turn:
+            raise ValueError
+    except ValueError:
+        raise RendezvousError(f"the process manager's mapping of ranks to hosts, {mapping!r}, cannot be understood") from None
+    return [turn[rank % len(turn)] for rank in range(size)]
+
+
+def own_address_towards(names: list[str]) -> str:
+    """Return the address by which this host reaches the first other one that can be found, or anything at all; nothing is sent.
+
+    Args:
+        names: Of the other hosts.
+
+    Raises:
+        RendezvousError: This host has no way out.
+    """
+    for name in (*names, socket.gethostname(), "192.0.2.1"):  # the last is nobody's: the way there is that to anywhere
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)
+                address = str(probe.getsockname()[0])
+            if name in names or not address.startswith("127."):
+                return address
+    raise RendezvousError(f"rank 0 has no address by which {', '.join(names)} could reach it; set MASTER_ADDR and MASTER_PORT, and SYNCVAR_KEY_FILE")

@@ -1,0 +1,99 @@
+"""The launchers of MPI: mpirun of Open MPI, the process managers that speak PMI, and horovodrun."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncvar.topology.engines.base import FOLDER, PMI, Engine, Told
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Horovod", "Hydra", "Mvapich", "OpenMpi", "Pmix", "hands_cards"]
+
+
+def hands_cards(environ: Mapping[str, str]) -> bool:
+    """Return whether the process manager has left a descriptor open over which it hands cards round."""
+    return environ.get("PMI_FD", "").isdecimal()
+
+
+class Horovod(Engine):
+    """horovodrun with Gloo; with MPI beneath, the launcher of MPI is seen too, and says the same."""
+
+    name = "horovodrun"
+    rank = "HOROVOD_RANK"
+    sizes = ("HOROVOD_SIZE",)
+    local_rank = "HOROVOD_LOCAL_RANK"
+    local_sizes = ("HOROVOD_LOCAL_SIZE",)
+
+    def run(self) -> str:
+        """Return where it serves this run."""
+        place = [self.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")]
+        return " ".join(place) if all(place) else ""
+
+
+class OpenMpi(Engine):
+    """mpirun of Open MPI, 4 and 5: its ranks have its name of the job, and the 4th also a number that it has drawn."""
+
+    name = "mpirun of Open MPI"
+    rank = "OMPI_COMM_WORLD_RANK"
+    sizes = ("OMPI_COMM_WORLD_SIZE",)
+    local_rank = "OMPI_COMM_WORLD_LOCAL_RANK"  # OMPI_COMM_WORLD_NODE_RANK counts over all jobs of the host
+    local_sizes = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+
+    def run(self) -> str:
+        """Return the job's name, with what was drawn for it."""
+        name = self.environ.get("PMIX_NAMESPACE") or self.environ.get("OMPI_MCA_ess_base_jobid", "")
+        return f"{name} {self.environ.get('OMPI_MCA_orte_precondition_transports', '')}" if name else ""
+
+
+class Hydra(Engine):
+    """mpiexec of MPICH and Intel MPI. Other launchers set PMI's variables too, and are known by their own."""
+
+    name = "mpiexec, by PMI as of MPICH and Intel MPI,"
+    rank = "PMI_RANK"
+    sizes = ("PMI_SIZE",)
+    local_rank = "MPI_LOCALRANKID"
+    local_sizes = ("MPI_LOCALNRANKS",)
+    _outer = (("PALS_RANKID", ""), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+
+    def is_present(self) -> bool:
+        """Return whether it has started this process, rather than a scheduler that speaks PMI as well."""
+        if not super().is_present():
+            return False
+        environ = self.environ
+        if "MPI_LOCALRANKID" in environ or "HYDI_CONTROL_FD" in environ:
+            return True
+        return not any(
+            rank in environ and environ.get("PMI_RANK") == environ[rank] and (not size or environ.get("PMI_SIZE") == environ.get(size))
+            for rank, size in self._outer
+        )
+
+    def way(self) -> str:
+        """Return how the ranks of several hosts meet."""
+        return PMI if hands_cards(self.environ) else FOLDER
+
+
+class Mvapich(Hydra):
+    """MVAPICH2, whose mpiexec is that of MPICH."""
+
+    name = "mpirun of MVAPICH2"
+    rank = "MV2_COMM_WORLD_RANK"
+    sizes = ("MV2_COMM_WORLD_SIZE",)
+    local_rank = "MV2_COMM_WORLD_LOCAL_RANK"
+    local_sizes = ("MV2_COMM_WORLD_LOCAL_SIZE",)
+
+    def is_present(self) -> bool:
+        """Return whether it has started this process."""
+        return self.rank in self.environ or self.sizes[0] in self.environ
+
+
+class Pmix(Engine):
+    """A launcher of which nothing is known but that it speaks PMIx."""
+
+    name = "a launcher that speaks PMIx"
+    rank = "PMIX_RANK"
+
+    def told(self) -> Told | None:
+        """Return None: PMIx tells the rest only to its own library."""
+        return None

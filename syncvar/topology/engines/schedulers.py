@@ -1,0 +1,83 @@
+"""Schedulers with launchers of their own: Flux, PALS beneath PBS, jsrun beneath LSF; and pbsdsh."""
+
+from __future__ import annotations
+
+from syncvar.topology.engines.base import FOLDER, PMI, Engine, Told, whole
+from syncvar.topology.engines.mpi import hands_cards
+
+__all__ = ["Flux", "Jsrun", "Pals", "Pbsdsh"]
+
+
+class Flux(Engine):
+    """flux run: it says who is how many on a host only through PMI."""
+
+    name = "flux run"
+    rank = "FLUX_TASK_RANK"
+    sizes = ("FLUX_JOB_SIZE",)
+    local_rank = "FLUX_TASK_LOCAL_ID"
+
+    def run(self) -> str:
+        """Return the job."""
+        return self.environ.get("FLUX_JOB_ID", "")
+
+    def way(self) -> str:
+        """Return how the ranks of several hosts meet."""
+        return PMI if hands_cards(self.environ) else FOLDER
+
+    def told(self) -> Told | None:
+        """Return what it says of this process; None where nobody says how many of its job are on this host."""
+        size = self.size()
+        is_one_host = size == 1 or self.environ.get("FLUX_JOB_NNODES") == "1"
+        if not size or not self.run() or not (is_one_host or self.way() == PMI) or (size > 1 and self.local_rank not in self.environ):
+            return None
+        rank = whole(self.environ, self.rank) if self.rank in self.environ else 0
+        local_rank = whole(self.environ, self.local_rank) if size > 1 else 0
+        return self._checked(rank, size, local_rank, size if is_one_host else 0)
+
+
+class Pals(Engine):
+    """mpiexec of PALS: only the size on this host has a variable that is always there."""
+
+    name = "mpiexec of PALS"
+    rank = "PALS_RANKID"
+    sizes = ("PALS_SIZE", "PMI_SIZE")
+    local_rank = "PALS_LOCAL_RANKID"
+    local_sizes = ("PALS_LOCAL_SIZE",)
+
+    def is_present(self) -> bool:
+        """Return whether it has started this process."""
+        return any(name.startswith("PALS_") for name in (*self.sizes, self.rank, *self.local_sizes) if name in self.environ)
+
+    def run(self) -> str:
+        """Return its name of this run."""
+        return self.environ.get("PALS_APID", "")
+
+
+class Jsrun(Engine):
+    """jsrun, in a job of LSF."""
+
+    name = "jsrun"
+    rank = "JSM_NAMESPACE_RANK"
+    sizes = ("JSM_NAMESPACE_SIZE",)
+    local_rank = "JSM_NAMESPACE_LOCAL_RANK"
+    local_sizes = ("JSM_NAMESPACE_LOCAL_SIZE",)
+
+    def run(self) -> str:
+        """Return the job, and which of its steps."""
+        job, step = self.environ.get("LSB_JOBID", ""), self.environ.get("PMIX_NAMESPACE", "")
+        return f"{job} {step}" if job and step else ""
+
+
+class Pbsdsh(Engine):
+    """pbsdsh: it numbers its tasks and says nothing of how many they are. The first is also the job's script."""
+
+    name = "pbsdsh"
+    rank = "PBS_VNODENUM"
+
+    def is_present(self) -> bool:
+        """Return whether this is a task beside the job's script."""
+        return self.environ.get(self.rank, "0") not in ("", "0")
+
+    def told(self) -> Told | None:
+        """Return None: it does not say enough."""
+        return None

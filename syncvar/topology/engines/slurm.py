@@ -1,0 +1,89 @@
+"""Slurm: a task of srun. A batch script, or a shell of salloc, is none: it runs once, however many tasks its job has."""
+
+from __future__ import annotations
+
+import re
+
+from syncvar.errors import ConfigError
+from syncvar.topology.engines.base import Engine, Told, whole
+
+__all__ = ["Slurm", "counts"]
+
+_STEP_MAX = 0xFFFFFFF0  # Slurm's numbers from here on are its own steps: of batch scripts, interactive, extern, pending
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+class Slurm(Engine):
+    """srun: SLURM_NTASKS is of the whole job, of which a step may have fewer."""
+
+    name = "srun"
+    rank = "SLURM_PROCID"
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    local_rank = "SLURM_LOCALID"
+
+    def is_present(self) -> bool:
+        """Return whether srun has started this process, rather than that it merely runs where Slurm has given room."""
+        if self.rank not in self.environ:
+            return False
+        step = self._step()
+        if not step:  # sbatch sets ENVIRONMENT, and the number of its only process
+            return self.environ.get("ENVIRONMENT") != "BATCH" or self.environ[self.rank] != "0"
+        return step.isdigit() and int(step) < _STEP_MAX
+
+    def run(self) -> str:
+        """Return the step: of which cluster, which job and which of its starts."""
+        job, step = self.environ.get("SLURM_JOB_ID", self.environ.get("SLURM_JOBID", "")), self._step()
+        cluster, again = self.environ.get("SLURM_CLUSTER_NAME", ""), self.environ.get("SLURM_RESTART_COUNT", "0")
+        return f"{cluster} {job}.{step} {again}" if job and step else ""
+
+    def told(self) -> Told | None:
+        """Return what it says of this process; None where an old srun does not say which tasks are on which host.
+
+        Raises:
+            ConfigError: What it says is wrong, or the tasks are not numbered host by host.
+        """
+        environ, size = self.environ, self.size()
+        if size == 1:
+            return self._checked(0, 1, 0, 1)
+        if not size or not self.run() or any(name not in environ for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", self.local_rank)):
+            return None
+        rank, host, local_rank = (whole(environ, name) for name in (self.rank, "SLURM_NODEID", self.local_rank))
+        on_hosts = counts(environ["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
+        if sum(on_hosts) != size or host >= len(on_hosts):
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} contradicts {self.named(self.sizes)}={size} "
+                f"and SLURM_NODEID={host}"
+            )
+        if rank != sum(on_hosts[:host]) + local_rank:
+            raise ConfigError(
+                f"SLURM_PROCID={rank} is the task {local_rank} of host {host}, and ranks are numbered host by host: "
+                f"write srun --distribution=block"
+            )
+        again = whole(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+        return self._checked(rank, size, local_rank, on_hosts[host], host_index=host, host_count=len(on_hosts), restarts=again)
+
+    def _step(self) -> str:
+        return self.environ.get("SLURM_STEP_ID", self.environ.get("SLURM_STEPID", ""))
+
+
+def counts(text: str, name: str) -> list[int]:
+    """Return the numbers of a list such as Slurm writes it.
+
+    Args:
+        text: For instance "2(x3),1".
+        name: The variable, for messages.
+
+    Raises:
+        ConfigError: It is no such list.
+
+    Example:
+        >>> counts("2(x3),1", "SLURM_TASKS_PER_NODE")
+        [2, 2, 2, 1]
+    """
+    result: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part)
+        if found is None:
+            raise ConfigError(f"{name}={text} cannot be understood: {part!r} is no number, and no number with (xN)")
+        result += [int(found[1])] * int(found[2] or 1)
+    return result

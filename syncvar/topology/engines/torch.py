@@ -1,0 +1,81 @@
+"""torchrun, and programs that set its variables by hand."""
+
+from __future__ import annotations
+
+from syncvar.errors import ConfigError
+from syncvar.topology.engines.base import Engine, Told, port_of, whole
+
+__all__ = ["Torchrun"]
+
+_ALL = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Torchrun(Engine):
+    """The variables of torchrun, all of them: RANK alone is set by many programs."""
+
+    name = "torchrun"
+    rank = "RANK"
+    sizes = ("WORLD_SIZE",)
+
+    def is_present(self) -> bool:
+        """Return whether it, or somebody in its place, has said who this process is."""
+        return self.is_torchrun or all(name in self.environ for name in _ALL)
+
+    @property
+    def is_torchrun(self) -> bool:
+        """Whether torchrun itself has, which numbers its agents as it likes."""
+        return "TORCHELASTIC_RUN_ID" in self.environ
+
+    def source(self) -> str:
+        """Return the variables, for messages."""
+        return ", ".join((*_ALL, *(name for name in _LOCAL if name in self.environ)))
+
+    def run(self) -> str:
+        """Return the run's name and how often it was started again."""
+        return self.environ.get("TORCHELASTIC_RUN_ID", "") + self.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+
+    def told(self) -> Told:
+        """Return what it says of this process.
+
+        Raises:
+            ConfigError: It is incomplete or wrong.
+        """
+        environ = self.environ
+        missing = ", ".join(name for name in _ALL if name not in environ)
+        if missing:
+            raise ConfigError(f"TORCHELASTIC_RUN_ID is set, as by torchrun, but {missing} is not: start all ranks alike")
+        rank, world_size = (whole(environ, name) for name in _ALL[:2])
+        local = [name for name in _LOCAL if name in environ]
+        if len(local) == 1:
+            raise ConfigError(f"of LOCAL_RANK and LOCAL_WORLD_SIZE only {local[0]} is set: set both or none")
+        if local:
+            local_rank, local_world_size = (whole(environ, name) for name in _LOCAL)
+            host_index = whole(environ, "GROUP_RANK") if "GROUP_RANK" in environ else (rank - local_rank) // max(1, local_world_size)
+            host_count = whole(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else -(-world_size // max(1, local_world_size))
+        else:  # as torch.distributed's env:// without torchrun
+            is_here = environ["MASTER_ADDR"] in _LOOPBACK
+            local_rank, local_world_size = (rank, world_size) if is_here else (0, 1)
+            host_index, host_count = (0, 1) if is_here else (rank, world_size)
+        told = Told(
+            self.source(), rank, world_size, local_rank, local_world_size, host_index, host_count, environ["MASTER_ADDR"],
+            port_of(environ["MASTER_PORT"], "MASTER_PORT"), self.run(),
+            whole(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
+        )  # fmt: skip
+        _check(told)
+        return told
+
+
+def _check(told: Told) -> None:
+    for name, value, limit in (
+        ("RANK", told.rank, told.world_size),
+        ("LOCAL_RANK", told.local_rank, told.local_world_size),
+        ("GROUP_RANK", told.host_index, told.host_count),
+    ):
+        if value >= limit:
+            raise ConfigError(f"{name}={value} is outside of {limit} ({told.source})")
+    if told.local_world_size > told.world_size or told.local_rank > told.rank:
+        raise ConfigError(
+            f"LOCAL_RANK={told.local_rank} of {told.local_world_size} contradicts RANK={told.rank} of {told.world_size}"
+        )
