@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.arguments import Rate
-    from syncvar.optimizers.plan import Part
+    from syncvar.optimizers.rule import Stepped
 
 __all__ = ["LAMB", "Adam", "AdamW"]
 
@@ -193,7 +193,7 @@ class LAMB(Adam):
     def _advance(
         self,
         weight: NDArray[Any],
-        part: Part,
+        part: Stepped,
         slots: list[NDArray[Any]],
         numbers: tuple[float, ...],
         room: NDArray[Any],

@@ -6,7 +6,7 @@ a time, with one scratch array, so that a step allocates nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -15,9 +15,31 @@ from syncvar.optimizers.arithmetic import BLOCK
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.plan import Part, Plan
+__all__ = ["Room", "Rule", "Stepped"]
 
-__all__ = ["Rule"]
+
+class Stepped(Protocol):
+    """What a rule has to know of a variable that it steps."""
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it has a master of float32, which is stepped in its stead."""
+
+    @property
+    def gradient(self) -> NDArray[Any]:
+        """Its gradient; overwritten."""
+
+    @property
+    def scratch(self) -> NDArray[Any]:
+        """Room, as large as the gradient, or one block."""
+
+
+class Room(Protocol):
+    """What a rule works in."""
+
+    @property
+    def room(self) -> NDArray[Any]:
+        """Elements of float64, as many as the largest gradient has, or a block."""
 
 
 class Rule:
@@ -37,8 +59,8 @@ class Rule:
     def _change(
         self,
         arrays: list[NDArray[Any]],
-        part: Part,
-        plan: Plan,
+        part: Stepped,
+        plan: Room,
         rate: float,
         step: int,
         known: dict[int, tuple[float, ...]],
@@ -65,7 +87,7 @@ class Rule:
     def _advance(
         self,
         weight: NDArray[Any],
-        part: Part,
+        part: Stepped,
         slots: list[NDArray[Any]],
         numbers: tuple[float, ...],
         room: NDArray[Any],

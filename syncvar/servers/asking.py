@@ -1,0 +1,113 @@
+"""What a request asks, put together: operations and arrays for each server that it concerns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.servers.client import Part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.servers.shard import Spec
+
+__all__ = ["Asking", "Place"]
+
+Place = tuple[int, int]
+"""Where a result is: the server, and which of its operations."""
+
+
+class Asking:
+    """A request in the making.
+
+    Example:
+        >>> asking = Asking()
+        >>> asking.pull(1, "weights/0")
+        (1, 0)
+        >>> sorted(asking.parts())
+        [1]
+    """
+
+    def __init__(self) -> None:
+        self._operations: dict[int, list[dict[str, Any]]] = {}
+        self._arrays: dict[int, list[NDArray[Any]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._operations)
+
+    def parts(self) -> dict[int, Part]:
+        """Return what each server is asked."""
+        return {
+            server: Part(operations, tuple(self._arrays.get(server, ())))
+            for server, operations in self._operations.items()
+        }
+
+    def create(self, server: int, key: str, spec: Spec, staleness: int | None, value: NDArray[Any]) -> Place:
+        """Make a shard with a value, unless there is one."""
+        return self._do(server, "create", key=key, value=self._array(server, value), staleness=staleness, **_told(spec))
+
+    def expect(self, server: int, key: str, spec: Spec) -> Place:
+        """Wait until there is a shard, and compare what it is."""
+        return self._do(server, "expect", key=key, **_told(spec))
+
+    def push(
+        self,
+        server: int,
+        key: str,
+        how: str,
+        value: NDArray[Any],
+        rows: NDArray[Any] | None = None,
+        *,
+        rule: tuple[str, dict[str, Any]] = ("", {}),
+        rate: float = 0.0,
+        combine: str = "mean",
+    ) -> Place:
+        """Change a shard; see `shard.Push`. The arrays must not change until the request is over."""
+        told: dict[str, Any] = {"how": how, "value": self._array(server, value)}
+        told["rows"] = None if rows is None else self._array(server, rows)
+        if rule[0]:
+            told |= {"rule": list(rule), "rate": rate, "combine": combine}
+        return self._do(server, "push", key=key, **told)
+
+    def pull(self, server: int, key: str, rows: NDArray[Any] | None = None) -> Place:
+        """Read a shard, or the named rows of it."""
+        return self._do(server, "pull", key=key, rows=None if rows is None else self._array(server, rows))
+
+    def staleness(self, server: int, key: str, staleness: int | None) -> Place:
+        """Change the bound of a shard."""
+        return self._do(server, "staleness", key=key, staleness=staleness)
+
+    def tick(self, server: int, clock: int) -> Place:
+        """End a clock step."""
+        return self._do(server, "tick", clock=clock)
+
+    def meet(self, server: int) -> Place:
+        """Note that this worker comes to a barrier."""
+        return self._do(server, "meet")
+
+    def leave(self, server: int) -> Place:
+        """Take no part any more: nobody waits for this worker."""
+        return self._do(server, "leave")
+
+    def where(self, server: int) -> Place:
+        """Ask for this worker's clock."""
+        return self._do(server, "where")
+
+    def _do(self, server: int, kind: str, **told: Any) -> Place:
+        operations = self._operations.setdefault(server, [])
+        operations.append({"do": kind, **told})
+        return server, len(operations) - 1
+
+    def _array(self, server: int, array: NDArray[Any]) -> int:
+        arrays = self._arrays.setdefault(server, [])
+        arrays.append(np.ascontiguousarray(array).reshape(array.shape))
+        return len(arrays) - 1
+
+
+def _told(spec: Spec) -> dict[str, Any]:
+    return {
+        "shape": list(spec.shape), "dtype": spec.dtype, "aggregation": spec.aggregation, "whole": list(spec.whole),
+        "start": spec.start,
+    }  # fmt: skip

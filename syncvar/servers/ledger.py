@@ -1,0 +1,320 @@
+"""All that one server knows, as a machine: the same entries in the same order make the same state, on a mirror too.
+
+Entries are maps with arrays beside them: `request` (of a worker, next in its order), `decision` (about a transaction over several
+servers), `fence` (a worker's incarnation ends). What a worker only reads is no entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.errors import ConfigError, MismatchError, SyncvarError, WireError
+from syncvar.servers.shard import Push, Shard, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from syncvar.servers.messages import Arrays, Message
+    from syncvar.servers.shard import Position
+
+__all__ = ["Ledger", "Reading", "Request", "Worker", "changes", "reads"]
+
+_GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
+_READS = ("pull", "expect", "where", "stats")
+
+
+class Request(NamedTuple):
+    """A worker's request: its map, and its arrays."""
+
+    message: Message
+    arrays: Arrays
+
+
+class Reading(NamedTuple):
+    """What reading gave: a map for each operation, and the arrays that these name by number."""
+
+    results: list[dict[str, Any]]
+    arrays: list[NDArray[Any]]
+
+
+@dataclass
+class Worker:
+    """What a server knows of one worker.
+
+    Args:
+        incarnation: How often it was started before; requests of earlier ones are refused.
+        next: Number of its next request.
+        takes_part: Others wait for it, where staleness is bounded.
+        clock: How often it has ticked; phase: at how many barriers it was since.
+        phase: See clock.
+        executed: Number of its last request that changed something here.
+        sent: For each server the number of its last request that changes something, when it sent that one.
+        staged: Its part of a transaction that is not decided yet.
+        refusals: Number -> what was refused, as long as the worker may ask again.
+        decided: Incarnation -> its last transaction that was decided here; given_up: those that were not made.
+        given_up: See decided.
+    """
+
+    incarnation: int = 0
+    next: int = 1
+    takes_part: bool = True
+    clock: int = 0
+    phase: int = 0
+    executed: int = 0
+    sent: list[int] = field(default_factory=list)
+    staged: Request | None = None
+    refusals: dict[int, tuple[str, str]] = field(default_factory=dict)
+    decided: dict[int, int] = field(default_factory=dict)
+    given_up: dict[tuple[int, int], str] = field(default_factory=dict)
+
+
+class Ledger:
+    """The state of one server.
+
+    Args:
+        server: Which one.
+        workers: How many the job has; who has a rank beyond (an evaluator) is waited for by nobody.
+    """
+
+    def __init__(self, server: int, workers: int) -> None:
+        self.server = server
+        self.count = workers
+        self.workers: dict[int, Worker] = {rank: Worker() for rank in range(workers)}
+        self.shards: dict[str, Shard] = {}
+        self.entries = 0
+        self.staleness: dict[int, int] = {}  # how many ticks reads were ahead of the slowest -> reads
+
+    def worker(self, rank: int) -> Worker:
+        """Return what is known of a worker."""
+        return self.workers.setdefault(rank, Worker(takes_part=False))
+
+    def places(self) -> dict[int, Position]:
+        """Return where each worker is that takes part."""
+        return {
+            rank: (one.clock, one.phase)
+            for rank, one in self.workers.items()
+            if one.takes_part and rank < self.count
+        }
+
+    # -- entries --------------------------------------------------------------------------------------------------
+
+    def execute(self, entry: Message, arrays: Arrays) -> None:
+        """Execute one entry."""
+        self.entries += 1
+        kind = entry["kind"]
+        if kind == "request":
+            self._request(Request(entry, arrays))
+        elif kind == "decision":
+            self._decision(entry)
+        elif kind == "fence":
+            self._fence(entry["rank"], entry["incarnation"])
+        else:
+            raise WireError(f"a ledger has no entry {kind!r:.40}")
+        places = self.places()
+        for shard in self.shards.values():
+            shard.settle(places)
+
+    def _request(self, request: Request) -> None:
+        message = request.message
+        worker = self.worker(message["rank"])
+        number = message["number"]
+        worker.next = number + 1
+        for old in [one for one in worker.refusals if one <= message["answered"]]:
+            del worker.refusals[old]
+        if not worker.takes_part and message["rank"] < self.count:
+            worker.takes_part = True  # it is back; it goes on where the slowest of the others is, unless it was further
+            clocks = [place[0] for rank, place in self.places().items() if rank != message["rank"]]
+            if clocks and min(clocks) > worker.clock:
+                worker.clock, worker.phase = min(clocks), 0
+        refused = self.refusal(request)
+        if len(message["parts"]) > 1:
+            worker.staged = request
+            return
+        if refused is not None:
+            worker.refusals[number] = refused
+        else:
+            self._apply(worker, request)
+
+    def _decision(self, entry: Message) -> None:
+        worker = self.worker(entry["rank"])
+        incarnation, transaction, reason = entry["incarnation"], entry["transaction"], entry["reason"]
+        if entry["home"] == self.server:
+            worker.decided[incarnation] = max(worker.decided.get(incarnation, 0), transaction)
+            if reason:
+                worker.given_up[incarnation, transaction] = reason
+                if len(worker.given_up) > _GIVEN_UP_MAX:
+                    del worker.given_up[next(iter(worker.given_up))]
+        staged = worker.staged
+        if staged is None or (staged.message["incarnation"], staged.message["transaction"]) != (incarnation, transaction):
+            return
+        worker.staged = None
+        if not reason:
+            self._apply(worker, staged)
+        elif incarnation == worker.incarnation:
+            worker.refusals[staged.message["number"]] = ("ConfigError", reason)
+
+    def _fence(self, rank: int, incarnation: int) -> None:
+        worker = self.worker(rank)
+        if incarnation <= worker.incarnation:
+            return
+        worker.incarnation, worker.next, worker.takes_part = incarnation, 1, False
+        worker.executed, worker.sent = 0, []
+        worker.refusals.clear()
+
+    def _apply(self, worker: Worker, request: Request) -> None:
+        message = request.message
+        if message["incarnation"] == worker.incarnation:
+            worker.executed, worker.sent = message["number"], message["sent"]
+        rank = message["rank"]
+        for operation in message["operations"]:
+            self._perform(rank, worker, operation, request.arrays)
+
+    def _perform(self, rank: int, worker: Worker, operation: dict[str, Any], arrays: Arrays) -> None:
+        kind = operation["do"]
+        if kind == "push":
+            place = (worker.clock, worker.phase) if worker.takes_part and rank < self.count else None
+            self.shards[operation["key"]].push(rank, place, _push(operation, arrays))
+        elif kind == "create":
+            if operation["key"] not in self.shards:
+                bound = operation["staleness"]
+                self.shards[operation["key"]] = Shard(_spec(operation), arrays[operation["value"]], bound)
+        elif kind == "staleness":
+            self.shards[operation["key"]].set_staleness(operation["staleness"])
+        elif kind == "tick":
+            worker.clock, worker.phase = max(worker.clock, operation["clock"]), 0
+        elif kind == "meet":
+            worker.phase += 1
+        elif kind == "leave":
+            worker.takes_part = False
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def refusal(self, request: Request) -> tuple[str, str] | None:
+        """Return the error and the reason why a request cannot be executed, or None; nothing is changed."""
+        made: set[str] = set()
+        try:
+            for operation in request.message["operations"]:
+                self._check(operation, request.arrays, made)
+        except SyncvarError as error:
+            return type(error).__name__, str(error)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            return "WireError", f"an operation of a request is malformed: {type(error).__name__}: {error}"
+        return None
+
+    def _check(self, operation: dict[str, Any], arrays: Arrays, made: set[str]) -> None:
+        kind = operation["do"]
+        if kind == "push":
+            if operation["key"] not in made:
+                self._shard(operation).check(_push(operation, arrays))
+        elif kind == "create":
+            spec, value = _spec(operation), arrays[operation["value"]]
+            made.add(operation["key"])
+            if value.shape != spec.shape or value.dtype.name != spec.dtype:
+                raise WireError(f"variable {operation['key']!r}: the value is no {spec.dtype}{list(spec.shape)}")
+            bound = operation["staleness"]
+            if bound is not None and (type(bound) is not int or bound < 0):
+                raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
+            if operation["key"] in self.shards:
+                self._compare(operation["key"], spec)
+        elif kind == "staleness":
+            self._shard(operation)
+        elif kind == "tick":
+            if type(operation["clock"]) is not int:
+                raise WireError("a tick names the clock that it leads to")
+        elif kind not in ("meet", "leave", *_READS):
+            raise WireError(f"servers know no operation {kind!r:.40}")
+
+    def _shard(self, operation: dict[str, Any]) -> Shard:
+        shard = self.shards.get(operation["key"])
+        if shard is None:
+            raise ConfigError(f"server {self.server} holds no {operation['key']!r}")
+        return shard
+
+    def _compare(self, key: str, spec: Spec) -> None:
+        mine = self.shards[key].spec
+        if mine != spec:
+            raise MismatchError(
+                f"variable {key!r} is asked for as {spec.dtype}{list(spec.whole)} {spec.aggregation}, and there is one: "
+                f"{mine.dtype}{list(mine.whole)} {mine.aggregation}. All workers make the same variables in the same order"
+            )
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def may_read(self, rank: int, operations: Iterable[dict[str, Any]]) -> bool:
+        """Return whether a worker's reads need not wait for anybody."""
+        places = self.places()
+        for operation in operations:
+            if operation["do"] == "expect" and operation["key"] not in self.shards:
+                return False
+            if operation["do"] == "pull":
+                shard = self.shards.get(operation["key"])
+                if shard is not None and not shard.may_read(rank, places):
+                    return False
+        return True
+
+    def read(self, rank: int, operations: Iterable[dict[str, Any]], arrays: Arrays) -> Reading:
+        """Return what a request reads: an empty map for each operation that reads nothing.
+
+        Raises:
+            SyncvarError: It cannot be read.
+        """
+        made = Reading([], [])
+        for operation in operations:
+            result: dict[str, Any] = {}
+            kind = operation["do"]
+            if kind == "pull":
+                value = self._pull(rank, operation, arrays)
+                result = {"array": len(made.arrays)}
+                made.arrays.append(value)
+            elif kind == "expect":
+                self._compare(operation["key"], _spec(operation))
+            elif kind == "where":
+                worker = self.worker(rank)
+                result = {"clock": worker.clock}
+            elif kind == "stats":
+                result = {"staleness": dict(self.staleness), "shards": len(self.shards), "entries": self.entries}
+            made.results.append(result)
+        return made
+
+    def _pull(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> NDArray[Any]:
+        shard = self._shard(operation)
+        rows = None if operation["rows"] is None else arrays[operation["rows"]]
+        size = shard.array.shape[0] if shard.array.ndim else 0
+        if rows is not None and rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < size:
+            raise ConfigError(f"a lookup names rows outside 0 to {size - 1} of {operation['key']!r}")
+        places = self.places()
+        if rank in places and shard.staleness is not None:
+            ahead = places[rank][0] - min(place[0] for place in places.values())
+            self.staleness[ahead] = self.staleness.get(ahead, 0) + 1
+        return shard.rows(rows)
+
+
+def reads(message: Message) -> bool:
+    """Return whether a request has an answer that says more than that it was executed."""
+    return any(operation.get("do") in _READS for operation in message["operations"])
+
+
+def changes(message: Message) -> bool:
+    """Return whether a request changes what a server holds."""
+    return any(operation.get("do") not in _READS for operation in message["operations"])
+
+
+def _push(operation: dict[str, Any], arrays: Arrays) -> Push:
+    rows, rule = operation["rows"], operation.get("rule") or ["", {}]
+    return Push(
+        operation["how"],
+        arrays[operation["value"]],
+        None if rows is None else arrays[rows],
+        (rule[0], tuple(sorted(rule[1].items()))),
+        operation.get("rate", 0.0),
+        operation.get("combine", "mean"),
+    )
+
+
+def _spec(operation: dict[str, Any]) -> Spec:
+    return Spec(
+        tuple(operation["shape"]), operation["dtype"], operation["aggregation"], tuple(operation["whole"]), operation["start"]
+    )

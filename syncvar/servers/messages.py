@@ -1,0 +1,128 @@
+"""What workers and servers say to each other.
+
+A message is a map of plain values; its arrays travel beside it, as buffers of their own that nobody copies into the map. The
+kinds, by who sends them:
+
+* worker: `request` (operations, in the order of `number`), `cut` and `take` (a snapshot).
+* server to a worker: `answer`, `refused` (the worker's incarnation is fenced), `marks`, `taken`, `uncut`.
+* server to server: `vote` and `decision` (transactions over several servers), `copy`, `copied`, `retired` (mirrors).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+import numpy as np
+
+from syncvar.errors import WireError
+from syncvar.wire import dtype_from_index, dtype_index
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["MESSAGE_NBYTES_MAX", "Arrays", "Message", "Outgoing", "Party", "frames_of", "message_of"]
+
+MESSAGE_NBYTES_MAX = 16 << 20
+_ITEMS_MAX = 1 << 20
+
+Message = dict[str, Any]
+Party = tuple[str, int]
+"""("worker", its rank) or ("server", its index)."""
+
+Arrays = tuple["NDArray[Any]", ...]
+
+# kind -> field -> type; every field is required
+_SCHEMA: dict[str, dict[str, type]] = {
+    "request": {
+        "server": int, "rank": int, "incarnation": int, "number": int, "answered": int, "transaction": int, "parts": list,
+        "sent": list, "operations": list,
+    },
+    "answer": {"server": int, "incarnation": int, "number": int, "error": str, "reason": str, "results": list},
+    "refused": {"server": int, "incarnation": int},
+    "cut": {"server": int, "rank": int, "id": int},
+    "marks": {"server": int, "id": int, "marks": dict},
+    "take": {"server": int, "rank": int, "id": int, "need": dict, "operations": list},
+    "taken": {"server": int, "id": int, "marks": dict},
+    "uncut": {"server": int, "id": int},
+    "vote": {"home": int, "server": int, "rank": int, "incarnation": int, "transaction": int, "parts": list, "reason": str},
+    "decision": {"server": int, "rank": int, "incarnation": int, "transaction": int, "reason": str},
+    "copy": {"server": int, "index": int, "entry": dict},
+    "copied": {"server": int, "index": int},
+    "retired": {"server": int},
+}  # fmt: skip
+
+
+class Outgoing(NamedTuple):
+    """A message to be sent.
+
+    Args:
+        target: To whom.
+        message: Plain values.
+        arrays: Contiguous; they do not change any more.
+    """
+
+    target: Party
+    message: Message
+    arrays: Arrays = ()
+
+
+def frames_of(message: Message, arrays: Sequence[NDArray[Any]] = ()) -> list[bytes | memoryview]:
+    """Return a message as frames: the map, then the bytes of each array, which are not copied.
+
+    Example:
+        >>> message, arrays = message_of(frames_of({"kind": "retired", "server": 1}, (np.arange(3),)))
+        >>> message["server"], arrays[0].tolist()
+        (1, [0, 1, 2])
+    """
+    told = [[dtype_index(array.dtype), *array.shape] for array in arrays]
+    head = bytes(msgpack.packb([message, told], use_bin_type=True))
+    return [head, *(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays)]  # type: ignore[arg-type]
+
+
+def message_of(frames: Sequence[Any]) -> tuple[Message, Arrays]:
+    """Read the frames of a message.
+
+    Args:
+        frames: Buffers; the arrays are views of them, so they must not change afterwards.
+
+    Raises:
+        WireError: They are no message; says why.
+    """
+    if not frames or len(frames[0]) > MESSAGE_NBYTES_MAX:
+        raise WireError("a message between workers and servers begins with a map of at most 16 MiB")
+    try:
+        message, told = msgpack.unpackb(
+            frames[0], raw=False, strict_map_key=False, max_array_len=_ITEMS_MAX, max_map_len=_ITEMS_MAX, max_ext_len=0
+        )
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a message of workers and servers: {error}") from error
+    check(message)
+    if not isinstance(told, list) or len(told) != len(frames) - 1:
+        raise WireError(f"a message {message['kind']!r} tells of other arrays than came with it")
+    return message, tuple(_array(one, frame) for one, frame in zip(told, frames[1:], strict=True))
+
+
+def check(message: Any) -> None:
+    """Raise WireError unless a message is of a known kind and has its fields."""
+    kind = message.get("kind") if isinstance(message, dict) else None
+    schema = _SCHEMA.get(kind) if isinstance(kind, str) else None
+    if schema is None:
+        raise WireError(f"unknown kind of message {str(kind)[:40]!r} between workers and servers")
+    for name, wanted in schema.items():
+        if type(message.get(name)) is not wanted:
+            raise WireError(f"message {kind!r}: field {name!r} is missing or of a wrong type")
+
+
+def _array(told: Any, frame: Any) -> NDArray[Any]:
+    if not isinstance(told, list) or not told or any(type(one) is not int or one < 0 for one in told):
+        raise WireError("an array between workers and servers is told by its dtype and its shape")
+    dtype, shape = dtype_from_index(told[0]), tuple(told[1:])
+    if memoryview(frame).nbytes != prod(shape) * dtype.itemsize:
+        raise WireError(f"an array {dtype.name}{list(shape)} came with {memoryview(frame).nbytes} bytes")
+    array = np.frombuffer(frame, dtype).reshape(shape)
+    array.flags.writeable = False
+    return array

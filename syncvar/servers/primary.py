@@ -1,0 +1,445 @@
+"""The server in charge of one ledger: what enters it, in which order, and what may be said about it.
+
+* A worker's requests are executed in the order of their numbers; what comes early waits, what comes again is answered again.
+* A part of a transaction over several servers is *staged*, and a vote goes to its *home*, the lowest of these servers. When all
+  have voted, the home decides and tells. Until then nothing of that worker is executed after it, so that order is kept. A home
+  that knows a worker's incarnation to be over gives up what is not decided: then a part of it was never sent.
+* With a mirror, nothing is said before the mirror has executed what it follows from.
+* A snapshot is a cut: the servers stop executing and tell how far each worker has come (`marks`), the worker that asks computes the
+  earliest state of all of them that leaves out nothing another one has, they go on to it (`take`), and tell.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import SyncvarError
+from syncvar.servers.ledger import Ledger, Request, changes, reads
+from syncvar.servers.messages import Outgoing
+
+if TYPE_CHECKING:
+    from syncvar.servers.ledger import Worker
+    from syncvar.servers.messages import Arrays, Message
+
+__all__ = ["WINDOW", "Primary"]
+
+WINDOW = 64
+"""So many requests of a worker may be unanswered; more than that a server does not keep."""
+
+_FREEZE_S = 5.0  # after which a cut that nobody takes is given up
+
+
+@dataclass
+class _Cut:
+    """A snapshot that is being taken.
+
+    Args:
+        until: When it is given up.
+        take: What is wanted, once that is known, and its arrays.
+    """
+
+    until: float
+    take: Request | None = None
+
+
+@dataclass
+class _Held:
+    """What a primary knows of a worker beside its ledger."""
+
+    early: dict[int, Request] = field(default_factory=dict)
+    reading: Request | None = None
+    voted_at: float = 0.0
+
+
+class Primary:
+    """One server's ledger, executed here.
+
+    Args:
+        server: Which server.
+        ledger: Its state; new, or that of a mirror.
+        mirror: Who executes the same entries; None for nobody.
+        resend_s: Seconds after which what has no answer is sent again.
+    """
+
+    def __init__(self, server: int, ledger: Ledger, mirror: int | None, resend_s: float) -> None:
+        self.server = server
+        self.ledger = ledger
+        self.mirror = mirror
+        self.is_retired = False
+        self._resend_s = resend_s
+        self._held: dict[int, _Held] = {}
+        self._votes: dict[tuple[int, int, int], dict[int, str]] = {}  # rank, incarnation, transaction -> server -> reason
+        self._cuts: dict[tuple[int, int], _Cut] = {}
+        self._log: deque[tuple[int, Outgoing]] = deque()  # entries that the mirror has not executed
+        self._logged = ledger.entries
+        self._copied = ledger.entries
+        self._copied_at = 0.0
+        self._unsaid: deque[tuple[int, Outgoing]] = deque()
+        self._out: list[Outgoing] = []
+        self.now = 0.0
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
+        """Take a message for this server; return what is to be sent."""
+        self.now = now
+        if not self.is_retired:
+            kind = message["kind"]
+            if kind == "request":
+                self._request(Request(message, arrays))
+            elif kind == "vote":
+                self._vote(message)
+            elif kind == "decision":
+                self._decided(message)
+            elif kind == "cut":
+                self._cut(message)
+            elif kind == "take":
+                self._take(Request(message, arrays))
+            elif kind == "copied":
+                self._copied = max(self._copied, message["index"])
+            elif kind == "retired":
+                self.is_retired = True
+                self._unsaid.clear()
+        return self._said()
+
+    def fence(self, rank: int, incarnation: int, now: float) -> list[Outgoing]:
+        """Refuse everything of a worker's earlier incarnations from now on."""
+        self.now = now
+        if incarnation > self.ledger.worker(rank).incarnation:
+            self._fence(rank, incarnation)
+        return self._said()
+
+    def lost(self, server: int, now: float) -> list[Outgoing]:
+        """Go on without another server."""
+        self.now = now
+        if server == self.mirror:
+            self.mirror = None
+            self._log.clear()
+            self._copied = self._logged
+        return self._said()
+
+    def wake_at(self) -> float:
+        """Return when `wake` has something to do at the latest; infinite for never."""
+        times = [cut.until for cut in self._cuts.values()]
+        if self._log:
+            times.append(self._copied_at + self._resend_s)
+        times += [
+            self._of(rank).voted_at + self._resend_s
+            for rank, worker in self.ledger.workers.items()
+            if worker.staged is not None
+        ]
+        return min(times, default=float("inf"))
+
+    def wake(self, now: float) -> list[Outgoing]:
+        """Send again what has no answer, and give up cuts that nobody takes."""
+        self.now = now
+        if self.is_retired:
+            return []
+        for key in [key for key, cut in self._cuts.items() if cut.until <= now]:
+            del self._cuts[key]
+            self._go_on()
+        if self._log and self._copied_at + self._resend_s <= now:
+            self._copied_at = now
+            self._out += [copy for _, copy in self._log]
+        for rank, worker in list(self.ledger.workers.items()):
+            if worker.staged is not None and self._of(rank).voted_at + self._resend_s <= now:
+                self._send_vote(rank, worker)
+        return self._said()
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _of(self, rank: int) -> _Held:
+        return self._held.setdefault(rank, _Held())
+
+    def _request(self, request: Request) -> None:
+        message = request.message
+        rank, incarnation, number = message["rank"], message["incarnation"], message["number"]
+        worker = self.ledger.worker(rank)
+        if incarnation < worker.incarnation:
+            self._say(Outgoing(("worker", rank), {"kind": "refused", "server": self.server, "incarnation": incarnation}))
+            return
+        if incarnation > worker.incarnation:
+            self._fence(rank, incarnation)
+        worker.next = max(worker.next, message["answered"] + 1)
+        held = self._of(rank)
+        if number < worker.next:
+            if held.reading is not None and held.reading.message["number"] == number:
+                return
+            if worker.staged is not None and worker.staged.message["number"] == number:
+                return
+            self._answer_again(request)
+            return
+        if number < worker.next + WINDOW:
+            held.early[number] = request
+        self._advance(rank)
+
+    def _advance(self, rank: int) -> None:
+        """Execute what may be executed of a worker."""
+        worker, held = self.ledger.worker(rank), self._of(rank)
+        while held.reading is None and worker.staged is None and worker.next in held.early:
+            request = held.early[worker.next]
+            message = request.message
+            is_change = changes(message)
+            if is_change and len(message["parts"]) < 2 and not self._may_change(rank, message["number"]):
+                return
+            del held.early[worker.next]
+            if not is_change:
+                worker.next += 1
+                self._read_when_seen(request)
+                continue
+            self._execute(message, request.arrays)
+            if len(message["parts"]) > 1:
+                self._send_vote(rank, worker)
+            else:
+                self._answer(request)
+
+    def _answer(self, request: Request) -> None:
+        """Answer a request that is executed, as soon as what it reads may be seen."""
+        message = request.message
+        worker = self.ledger.worker(message["rank"])
+        refused = worker.refusals.get(message["number"])
+        if refused is not None:
+            self._reply(message, refused)
+        else:
+            self._read_when_seen(request)
+
+    def _answer_again(self, request: Request) -> None:
+        self._answer(request)
+
+    def _read_when_seen(self, request: Request) -> None:
+        message = request.message
+        if not self.ledger.may_read(message["rank"], message["operations"]):
+            self._of(message["rank"]).reading = request
+            return
+        if not reads(message):
+            self._reply(message)
+            return
+        try:
+            made = self.ledger.read(message["rank"], message["operations"], request.arrays)
+        except (SyncvarError, KeyError, IndexError, TypeError) as error:
+            name = type(error).__name__ if isinstance(error, SyncvarError) else "WireError"
+            self._reply(message, (name, str(error)))
+        else:
+            self._reply(message, None, made.results, tuple(made.arrays))
+
+    def _reply(
+        self,
+        message: Message,
+        refused: tuple[str, str] | None = None,
+        results: list[dict[str, Any]] | None = None,
+        arrays: Arrays = (),
+    ) -> None:
+        error, reason = refused or ("", "")
+        answer = {
+            "kind": "answer", "server": self.server, "incarnation": message["incarnation"], "number": message["number"],
+            "error": error, "reason": reason, "results": results or [],
+        }  # fmt: skip
+        self._say(Outgoing(("worker", message["rank"]), answer, arrays))
+
+    def _fence(self, rank: int, incarnation: int) -> None:
+        held = self._of(rank)
+        held.early.clear()
+        held.reading = None
+        self._execute({"kind": "fence", "rank": rank, "incarnation": incarnation}, ())
+        for key in [key for key in self._votes if key[0] == rank and key[1] < incarnation]:
+            del self._votes[key]
+        staged = self.ledger.worker(rank).staged
+        if staged is not None and self._home(staged.message) == self.server:
+            self._decide(staged.message, "its worker was lost before all of it was sent")
+
+    # -- transactions over several servers --------------------------------------------------------------------------
+
+    @staticmethod
+    def _home(message: Message) -> int:
+        return int(min(message["parts"]))
+
+    def _send_vote(self, rank: int, worker: Worker) -> None:
+        assert worker.staged is not None, "a part of a transaction is staged when it is executed"
+        message = worker.staged.message
+        self._of(rank).voted_at = self.now
+        refused = self.ledger.refusal(worker.staged)
+        vote = {
+            "kind": "vote", "home": self._home(message), "server": self.server, "rank": rank,
+            "incarnation": message["incarnation"], "transaction": message["transaction"], "parts": message["parts"],
+            "reason": "" if refused is None else refused[1],
+        }  # fmt: skip
+        if vote["home"] == self.server:
+            self._vote(vote)
+        else:
+            self._say(Outgoing(("server", vote["home"]), vote))
+
+    def _vote(self, vote: Message) -> None:
+        rank, incarnation, transaction = vote["rank"], vote["incarnation"], vote["transaction"]
+        worker = self.ledger.worker(rank)
+        if transaction <= worker.decided.get(incarnation, 0):
+            self._tell(vote, [vote["server"]], worker.given_up.get((incarnation, transaction), ""))
+            return
+        staged = worker.staged
+        if incarnation < worker.incarnation and not (staged is not None and staged.message["incarnation"] == incarnation):
+            self._tell(vote, [vote["server"]], "its worker was lost before all of it was sent")
+            return
+        votes = self._votes.setdefault((rank, incarnation, transaction), {})
+        votes[vote["server"]] = vote["reason"]
+        if set(vote["parts"]) <= set(votes) and staged is not None and self._may_decide(worker, staged):
+            self._decide(vote, next((reason for reason in votes.values() if reason), ""))
+
+    def _decide(self, about: Message, reason: str) -> None:
+        """Decide a transaction whose home this is, and tell the others."""
+        self._votes.pop((about["rank"], about["incarnation"], about["transaction"]), None)
+        self._enter_decision({**about, "home": self.server}, reason)
+        self._tell(about, [server for server in about["parts"] if server != self.server], reason)
+
+    def _tell(self, about: Message, servers: list[int], reason: str) -> None:
+        for server in servers:
+            decision = {
+                "kind": "decision", "server": server, "rank": about["rank"], "incarnation": about["incarnation"],
+                "transaction": about["transaction"], "reason": reason,
+            }  # fmt: skip
+            self._say(Outgoing(("server", server), decision))
+
+    def _decided(self, decision: Message) -> None:
+        """Take what another server, the home, has decided."""
+        staged = self.ledger.worker(decision["rank"]).staged
+        if staged is None or (staged.message["incarnation"], staged.message["transaction"]) != (
+            decision["incarnation"], decision["transaction"],
+        ):  # fmt: skip
+            return
+        if self._may_decide(self.ledger.worker(decision["rank"]), staged):
+            self._enter_decision({**decision, "home": -1}, decision["reason"])
+
+    def _enter_decision(self, about: Message, reason: str) -> None:
+        rank = about["rank"]
+        staged = self.ledger.worker(rank).staged
+        entry = {name: about[name] for name in ("rank", "incarnation", "transaction", "home")}
+        self._execute({"kind": "decision", "reason": reason, **entry}, ())
+        if staged is not None and self.ledger.worker(rank).staged is None:
+            if staged.message["incarnation"] == self.ledger.worker(rank).incarnation:
+                self._answer(staged)
+            self._advance(rank)
+
+    # -- snapshots ------------------------------------------------------------------------------------------------
+
+    def _may_change(self, rank: int, number: int | None) -> bool:
+        """Return whether a request that changes something may be executed now, whatever cut is being taken."""
+        if not self._cuts:
+            return True
+        incarnation = self.ledger.worker(rank).incarnation
+        for cut in self._cuts.values():
+            if cut.take is not None and number is not None:
+                need = cut.take.message["need"].get(rank)
+                if need is not None and need[0] == incarnation and number <= need[1]:
+                    return True
+        return False
+
+    def _may_decide(self, worker: Worker, staged: Request) -> bool:
+        """Return whether a staged part may be applied or dropped now; that of a lost worker always: cuts wait for it."""
+        message = staged.message
+        return message["incarnation"] < worker.incarnation or self._may_change(message["rank"], message["number"])
+
+    def _marks(self) -> dict[int, list[Any]]:
+        """Return how far each worker has come: rank -> incarnation, its last change here, and those at all servers."""
+        return {rank: [one.incarnation, one.executed, *one.sent] for rank, one in self.ledger.workers.items()}
+
+    def _cut(self, message: Message) -> None:
+        key = message["rank"], message["id"]
+        if key not in self._cuts:
+            if any(rank == key[0] and number > key[1] for rank, number in self._cuts):
+                return  # it came late
+            for earlier in [one for one in self._cuts if one[0] == key[0]]:
+                del self._cuts[earlier]
+            self._cuts[key] = _Cut(self.now + _FREEZE_S)
+        self._say_marks(key)
+
+    def _say_marks(self, key: tuple[int, int]) -> None:
+        marks = {"kind": "marks", "server": self.server, "id": key[1], "marks": self._marks()}
+        self._say(Outgoing(("worker", key[0]), marks))
+
+    def _take(self, request: Request) -> None:
+        message = request.message
+        key = message["rank"], message["id"]
+        cut = self._cuts.get(key)
+        if cut is None:
+            self._say(Outgoing(("worker", key[0]), {"kind": "uncut", "server": self.server, "id": key[1]}))
+            return
+        cut.take = request
+        for rank, (incarnation, _) in message["need"].items():
+            if incarnation > self.ledger.worker(rank).incarnation:
+                self._fence(rank, incarnation)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Execute what has become possible, then finish the cuts that have come to where they should be."""
+        for rank in list(self.ledger.workers):
+            worker = self.ledger.workers[rank]
+            if worker.staged is not None and self._may_decide(worker, worker.staged):
+                self._send_vote(rank, worker)
+            self._advance(rank)
+        self._finish_cuts()
+
+    def _finish_cuts(self) -> None:
+        for key, cut in list(self._cuts.items()):
+            if cut.take is None or key not in self._cuts:
+                continue
+            message = cut.take.message
+            state = self._compared(message["need"])
+            if state == "beyond":  # another cut has gone on: this one is computed anew
+                cut.take = None
+                self._say_marks(key)
+            elif state == "there":
+                del self._cuts[key]
+                made = self.ledger.read(-1, message["operations"], cut.take.arrays)
+                taken = {"kind": "taken", "server": self.server, "id": key[1], "marks": self._marks()}
+                self._say(Outgoing(("worker", key[0]), taken, tuple(made.arrays)))
+                self._go_on()
+
+    def _compared(self, need: dict[int, list[int]]) -> str:
+        """Return whether the state is "there", not "yet", or "beyond" what a cut needs."""
+        state = "there"
+        for rank, worker in self.ledger.workers.items():
+            incarnation, number = need.get(rank, (0, 0))
+            staged = worker.staged
+            if worker.incarnation > incarnation or (worker.incarnation == incarnation and worker.executed > number):
+                return "beyond"
+            if worker.incarnation < incarnation or worker.executed < number:
+                state = "yet"
+            if staged is not None and staged.message["incarnation"] < worker.incarnation:
+                state = "yet"  # whether another server has it is decided soon
+        return state
+
+    # -- the ledger and its mirror ----------------------------------------------------------------------------------
+
+    def _execute(self, entry: Message, arrays: Arrays) -> None:
+        self.ledger.execute(entry, arrays)
+        self._logged += 1
+        if self.mirror is None:
+            self._copied = self._logged
+        else:
+            copy = {"kind": "copy", "server": self.server, "index": self._logged, "entry": entry}
+            made = Outgoing(("server", self.mirror), copy, arrays)
+            if not self._log:
+                self._copied_at = self.now
+            self._log.append((self._logged, made))
+            self._out.append(made)
+        for rank, held in list(self._held.items()):
+            waiting = held.reading
+            if waiting is not None and self.ledger.may_read(rank, waiting.message["operations"]):
+                held.reading = None
+                self._read_when_seen(waiting)
+                self._advance(rank)
+        if self._cuts:
+            self._finish_cuts()
+
+    def _say(self, outgoing: Outgoing) -> None:
+        self._unsaid.append((self._logged, outgoing))
+
+    def _said(self) -> list[Outgoing]:
+        """Return what may be sent: what follows from entries that the mirror has executed, and copies for it."""
+        while self._log and self._log[0][0] <= self._copied:
+            self._log.popleft()
+        made, self._out = self._out, []
+        while self._unsaid and self._unsaid[0][0] <= self._copied:
+            made.append(self._unsaid.popleft()[1])
+        return made
+

@@ -1,0 +1,160 @@
+"""A server process: the ledger that it is in charge of, and copies of others' ledgers, of which it takes charge when it must."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.servers.ledger import Ledger
+from syncvar.servers.messages import Outgoing
+from syncvar.servers.primary import Primary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar.servers.messages import Arrays, Message, Party
+
+__all__ = ["RESEND_S", "Server"]
+
+RESEND_S = 0.5
+"""Seconds after which what has no answer is sent again; links that lose nothing never come to it."""
+
+
+class Server:
+    """One server process.
+
+    Args:
+        index: Which server.
+        workers: Ranks of the job.
+        mirrors: For each server who holds a copy of its ledger, in the order in which they take its place; at most one each.
+        resend_s: See `RESEND_S`.
+
+    Example:
+        >>> server = Server(0, workers=1, mirrors=[()])
+        >>> tick = {"do": "tick", "clock": 1}
+        >>> request = {"kind": "request", "server": 0, "rank": 0, "incarnation": 0, "number": 1, "answered": 0, "transaction": 1,
+        ...            "parts": [0], "sent": [1], "operations": [tick]}
+        >>> [outgoing.target for outgoing in server.handle(("worker", 0), request, (), now=0.0)]
+        [('worker', 0)]
+    """
+
+    def __init__(
+        self, index: int, workers: int, mirrors: Sequence[Sequence[int]], *, resend_s: float = RESEND_S
+    ) -> None:
+        self.index = index
+        self._workers = workers
+        self._mirrors = [tuple(one)[:1] for one in mirrors]
+        self._resend_s = resend_s
+        self._gone: set[int] = set()
+        mine = self._mirrors[index]
+        self.primaries = {index: Primary(index, Ledger(index, workers), mine[0] if mine else None, resend_s)}
+        self.copies = {
+            server: Ledger(server, workers) for server, others in enumerate(self._mirrors) if index in others
+        }
+        self._early: dict[int, dict[int, tuple[Message, Arrays]]] = {server: {} for server in self.copies}
+
+    def handle(self, sender: Party, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
+        """Take one message; return what is to be sent.
+
+        Args:
+            sender: Who sent it, as the link knows it.
+            message: As `message_of` gives it.
+            arrays: Its arrays; kept, so they must not change afterwards.
+            now: Seconds of a monotonic clock.
+        """
+        kind = message["kind"]
+        if kind == "copy":
+            return self._copy(sender, message, arrays)
+        if sender[0] == "server" and sender[1] in self._gone:
+            return []  # what it said before it was given up may be late
+        about = message["home"] if kind == "vote" else message["server"]
+        primary = self.primaries.get(about)
+        if primary is None:
+            return []  # not in charge (yet): it is sent again
+        return self._settled(primary.handle(message, arrays, now), now)
+
+    def worker_lost(self, rank: int, incarnation: int, now: float) -> list[Outgoing]:
+        """Note that an incarnation of a worker has ended: nothing of it is executed any more, and nobody waits for it.
+
+        A transaction of it that had not come to all its servers is given up on all.
+        """
+        made: list[Outgoing] = []
+        for primary in list(self.primaries.values()):
+            made += primary.fence(rank, incarnation + 1, now)
+        return self._settled(made, now)
+
+    def server_lost(self, server: int, now: float) -> list[Outgoing]:
+        """Note that another server has ended; takes its place, if this one holds the copy."""
+        if server in self._gone or server == self.index:
+            return []
+        self._gone.add(server)
+        made: list[Outgoing] = []
+        for primary in list(self.primaries.values()):
+            made += primary.lost(server, now)
+        if server in self.copies:
+            self._early.pop(server)
+            self.primaries[server] = Primary(server, self.copies.pop(server), None, self._resend_s)
+            made += self.primaries[server].wake(now)
+        return self._settled(made, now)
+
+    def wake_at(self) -> float:
+        """Return the time at which `wake` is due at the latest; infinite for never."""
+        return min(primary.wake_at() for primary in self.primaries.values())
+
+    def wake(self, now: float) -> list[Outgoing]:
+        """Do what is due by time alone: send again, give up."""
+        made: list[Outgoing] = []
+        for primary in list(self.primaries.values()):
+            made += primary.wake(now)
+        return self._settled(made, now)
+
+    def stats(self) -> dict[str, Any]:
+        """Return numbers for metrics: of all ledgers here, shards, entries, and how far reads were ahead of the slowest worker."""
+        ahead: dict[int, int] = {}
+        for primary in self.primaries.values():
+            for ticks, reads in primary.ledger.staleness.items():
+                ahead[ticks] = ahead.get(ticks, 0) + reads
+        ledgers = [primary.ledger for primary in self.primaries.values()]
+        return {
+            "shards": sum(len(ledger.shards) for ledger in ledgers),
+            "entries": sum(ledger.entries for ledger in ledgers),
+            "staleness": ahead,
+        }
+
+    def _home_of(self, server: int) -> int:
+        """Return which process is in charge of a server's ledger."""
+        if server not in self._gone:
+            return server
+        return next((other for other in self._mirrors[server] if other not in self._gone), server)
+
+    def _settled(self, outgoing: list[Outgoing], now: float) -> list[Outgoing]:
+        """Return what goes to other processes; what is for a ledger in charge of which is this one is handed over."""
+        made: list[Outgoing] = []
+        waiting = outgoing
+        while waiting:
+            again: list[Outgoing] = []
+            for one in waiting:
+                target = one.target
+                if target[0] == "server":
+                    target = ("server", target[1] if one.message["kind"] in ("copy", "copied", "retired") else self._home_of(target[1]))
+                if target != ("server", self.index):
+                    made.append(one._replace(target=target))
+                    continue
+                about = one.message["home"] if one.message["kind"] == "vote" else one.message["server"]
+                if about in self.primaries:
+                    again += self.primaries[about].handle(one.message, one.arrays, now)
+            waiting = again
+        return made
+
+    def _copy(self, sender: Party, message: Message, arrays: Arrays) -> list[Outgoing]:
+        """Execute an entry of another server's ledger, in order."""
+        server = message["server"]
+        ledger = self.copies.get(server)
+        if ledger is None:
+            retired = server in self.primaries and server != self.index
+            return [Outgoing(sender, {"kind": "retired", "server": server})] if retired else []
+        early = self._early[server]
+        if message["index"] > ledger.entries:
+            early[message["index"]] = (message["entry"], arrays)
+        while ledger.entries + 1 in early:
+            ledger.execute(*early.pop(ledger.entries + 1))
+        return [Outgoing(sender, {"kind": "copied", "server": server, "index": ledger.entries})]

@@ -1,0 +1,233 @@
+"""A part of a variable on one server: how pushes change it, and who may read it when.
+
+With `staleness` None or above 0 a push changes the array when it is executed. With 0 the pushes of a step wait until those of all
+workers have come, and are combined as a synchronous collective combines them, so that every run gives the same bits: a *round* is
+the j-th push of each worker in its present step, and it is over when each worker has brought it or has gone on to a later step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.collectives.all_reduce import tree_combined
+from syncvar.errors import ConfigError
+from syncvar.runtime.kernels import quiet
+from syncvar.servers.rules import ServerRule, rule_of
+from syncvar.variables.policy import Operation
+from syncvar.variables.rows import Rows, applied
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+__all__ = ["Position", "Push", "Shard", "Spec"]
+
+Position = tuple[int, int]
+"""Where a worker is: how often it has ticked, and at how many barriers it was since."""
+
+_PLAIN = {Operation.ASSIGN.value: None, Operation.ASSIGN_ADD.value: np.add, Operation.ASSIGN_SUB.value: np.subtract}
+_SCATTERS = {one.value: one for one in Operation if one.value.startswith("scatter_")}
+_STEP = "step"
+
+
+class Spec(NamedTuple):
+    """What a shard is.
+
+    Args:
+        shape: Of this part.
+        dtype: Its name.
+        aggregation: How pushes of one round become one, where staleness is 0; the name of a VariableAggregation.
+        whole: Shape of the variable; start: the first of its rows that is here.
+        start: See whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    aggregation: str
+    whole: tuple[int, ...]
+    start: int
+
+
+class Push(NamedTuple):
+    """One change.
+
+    Args:
+        how: "assign", "assign_add", "assign_sub", a scatter, or "step" (of an optimizer).
+        value: As large as the shard, or its named rows.
+        rows: int64, counted from the first of this shard; None for all.
+        rule: For "step": class name and settings.
+        rate: For "step": learning rate.
+        combine: For "step", in a round: "mean" or "sum" of the workers' gradients.
+    """
+
+    how: str
+    value: NDArray[Any]
+    rows: NDArray[Any] | None = None
+    rule: tuple[str, tuple[tuple[str, Any], ...]] = ("", ())
+    rate: float = 0.0
+    combine: str = "mean"
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What pushes have in common that can be combined."""
+        return self.how, self.rows is None, self.rule, self.combine
+
+
+class Shard:
+    """A part of a variable.
+
+    Args:
+        spec: What it is.
+        value: What it begins with; copied.
+        staleness: Ticks by which a reader may miss other workers' pushes; None for any number.
+    """
+
+    def __init__(self, spec: Spec, value: NDArray[Any], staleness: int | None) -> None:
+        self.spec = spec
+        self.array = np.array(value, copy=True)
+        self.staleness = staleness
+        self._rules: dict[tuple[str, tuple[tuple[str, Any], ...]], ServerRule] = {}
+        self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}
+        self._counts: dict[int, tuple[Position, int]] = {}  # rank -> where it was, pushes there
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def check(self, push: Push) -> None:
+        """Raise ConfigError unless a push fits."""
+        shape, dtype = self.array.shape, self.array.dtype
+        if push.value.dtype != dtype and push.how != _STEP:
+            raise ConfigError(f"a push of {push.value.dtype.name} to a shard of {dtype.name}")
+        if push.rows is None:
+            if push.how not in _PLAIN and push.how != _STEP:
+                raise ConfigError(f"servers know no push {push.how!r:.40} of whole variables")
+            if push.value.shape != shape:
+                raise ConfigError(f"a push of shape {push.value.shape} to a shard of shape {shape}")
+        else:
+            if push.how not in _SCATTERS and push.how != _STEP:
+                raise ConfigError(f"servers know no push {push.how!r:.40} of rows")
+            rows = push.rows
+            if not shape or rows.ndim != 1 or rows.dtype != np.int64 or push.value.shape != (rows.size, *shape[1:]):
+                raise ConfigError(f"rows of shape {push.value.shape} do not fit a shard of shape {shape}")
+            if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < shape[0]:
+                raise ConfigError(f"a push names rows outside 0 to {shape[0] - 1}")
+        if push.how == _STEP:
+            rule_of(push.rule[0], dict(push.rule[1]))
+
+    def push(self, rank: int, place: Position | None, push: Push) -> None:
+        """Take a push that fits.
+
+        Args:
+            rank: Whose.
+            place: Where that worker is; None for one that has no part in rounds.
+            push: What.
+        """
+        if self.staleness != 0 or place is None:
+            self._apply([push])
+            return
+        self._rounds.setdefault((*place, self._count(rank, place)), {})[rank] = push
+        self._counts[rank] = place, self._count(rank, place) + 1
+
+    def settle(self, places: Mapping[int, Position]) -> None:
+        """Apply the rounds that are over, in their order.
+
+        Args:
+            places: Where each worker is that takes part.
+        """
+        while self._rounds:
+            first = min(self._rounds)
+            brought = self._rounds[first]
+            if any(rank not in brought and place <= first[:2] for rank, place in places.items()):
+                return
+            self._combine([push for _, push in sorted(self._rounds.pop(first).items())])
+
+    def set_staleness(self, staleness: int | None) -> None:
+        """Change the bound; what waits is applied first."""
+        for _, brought in sorted(self._rounds.items()):
+            self._combine([push for _, push in sorted(brought.items())])
+        self._rounds.clear()
+        self.staleness = staleness
+
+    def _count(self, rank: int, place: Position) -> int:
+        where, count = self._counts.get(rank, (place, 0))
+        return count if where == place else 0
+
+    def _combine(self, pushes: list[Push]) -> None:
+        """Apply a round: as one push where all are of one kind, else one after another by rank."""
+        first = pushes[0]
+        aggregation = self.spec.aggregation
+        if any(push.kind != first.kind for push in pushes):
+            for push in pushes:
+                self._apply([push])
+        elif first.rows is not None:
+            self._apply(pushes)
+        elif first.how == _STEP:
+            self._apply([first._replace(value=tree_combined([push.value for push in pushes], first.combine))])
+        elif aggregation == "ONLY_FIRST_REPLICA":
+            self._apply([first])
+        elif aggregation == "MEAN":
+            self._apply([first._replace(value=tree_combined([push.value for push in pushes], "mean"))])
+        elif (first.how == Operation.ASSIGN.value and aggregation == "NONE") or self.array.dtype.kind == "b":
+            self._apply([pushes[-1]])
+        else:
+            self._apply([first._replace(value=tree_combined([push.value for push in pushes], "sum"))])
+
+    def _apply(self, pushes: list[Push]) -> None:
+        """Change the array by pushes of one kind, in place; several are of rows."""
+        first = pushes[0]
+        array = self.array
+        with quiet():
+            if first.rows is not None:
+                rows = np.concatenate([push.rows for push in pushes if push.rows is not None])
+                values = np.concatenate([push.value for push in pushes])
+                self._apply_rows(first, rows, values, len(pushes))
+            elif first.how == _STEP:
+                self._rule(first).step(array, first.value, None, first.rate)
+            elif (ufunc := _PLAIN[first.how]) is None:
+                array[...] = first.value
+            else:
+                ufunc(array, first.value, out=array, casting="same_kind")
+
+    def _apply_rows(self, first: Push, rows: NDArray[Any], values: NDArray[Any], pushes: int) -> None:
+        if not rows.size:
+            return
+        touched, which = np.unique(rows, return_inverse=True)
+        which = which.reshape(-1)
+        if first.how != _STEP:
+            self.array[touched] = applied(_SCATTERS[first.how], self.array[touched], Rows(which, values))
+            return
+        gradient = np.zeros((touched.size, *values.shape[1:]), values.dtype)
+        np.add.at(gradient, which, values)
+        if first.combine == "mean" and pushes > 1:
+            gradient /= pushes
+        self._rule(first).step(self.array, gradient, touched, first.rate)
+
+    def _rule(self, push: Push) -> ServerRule:
+        if push.rule not in self._rules:
+            self._rules[push.rule] = ServerRule(rule_of(push.rule[0], dict(push.rule[1])), self.array)
+        return self._rules[push.rule]
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def may_read(self, rank: int, places: Mapping[int, Position]) -> bool:
+        """Return whether a worker sees all that its bound of staleness lets it see.
+
+        Args:
+            rank: Who reads; one that is not among `places` reads at once.
+            places: Where each worker is that takes part.
+        """
+        here = places.get(rank)
+        if here is None or self.staleness is None:
+            return True
+        if self.staleness:
+            return min(place[0] for place in places.values()) >= here[0] - self.staleness
+        if min(places.values()) < here:
+            return False
+        own = (*here, self._count(rank, here))
+        return all(round_ >= own for round_ in self._rounds)
+
+    def rows(self, rows: NDArray[Any] | None) -> NDArray[Any]:
+        """Return a copy of the array, or of the named rows of it in their order."""
+        return self.array.copy() if rows is None else self.array[rows]
