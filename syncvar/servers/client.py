@@ -259,6 +259,7 @@ class Client:
     def _sent_off(self, ticket: Ticket) -> list[Outgoing]:
         self._transactions += 1
         ticket.transaction = self._transactions
+        before = list(self._changed)
         for server, part in ticket.parts.items():
             self._numbers[server] += 1
             if changes({"operations": part.operations}):
@@ -272,7 +273,7 @@ class Client:
             answered = min(self._sent[server], default=number) - 1
             message = {
                 "kind": "request", "server": server, "rank": self.rank, "incarnation": self.incarnation, "number": number,
-                "answered": answered, "transaction": ticket.transaction, "parts": sharing if server in sharing else [server],
+                "follows": before[server], "answered": answered, "transaction": ticket.transaction, "parts": sharing if server in sharing else [server],
                 "sent": list(self._changed), "operations": part.operations,
             }  # fmt: skip
             outgoing = Outgoing(self._target(server), message, part.arrays)

@@ -1,6 +1,6 @@
 """All that one server knows, as a machine: the same entries in the same order make the same state, on a mirror too.
 
-Entries are maps with arrays beside them: `request` (of a worker, next in its order), `decision` (about a transaction over several
+Entries are maps with arrays beside them: `request` (of a worker, in its order), `decision` (about a transaction over several
 servers), `fence` (a worker's incarnation ends). What a worker only reads is no entry.
 """
 
@@ -46,7 +46,7 @@ class Worker:
 
     Args:
         incarnation: How often it was started before; requests of earlier ones are refused.
-        next: Number of its next request.
+        done: Number of its last request that changes something and was executed, refused or staged.
         takes_part: Others wait for it, where staleness is bounded.
         clock: How often it has ticked; phase: at how many barriers it was since.
         phase: See clock.
@@ -59,7 +59,7 @@ class Worker:
     """
 
     incarnation: int = 0
-    next: int = 1
+    done: int = 0
     takes_part: bool = True
     clock: int = 0
     phase: int = 0
@@ -121,7 +121,7 @@ class Ledger:
         message = request.message
         worker = self.worker(message["rank"])
         number = message["number"]
-        worker.next = number + 1
+        worker.done = number
         for old in [one for one in worker.refusals if one <= message["answered"]]:
             del worker.refusals[old]
         if not worker.takes_part and message["rank"] < self.count:
@@ -160,8 +160,9 @@ class Ledger:
         worker = self.worker(rank)
         if incarnation <= worker.incarnation:
             return
-        worker.incarnation, worker.next, worker.takes_part = incarnation, 1, False
+        worker.incarnation, worker.done, worker.takes_part = incarnation, 0, False
         worker.executed, worker.sent = 0, []
+        worker.phase += 1  # it comes back to a place where no round has begun
         worker.refusals.clear()
 
     def _apply(self, worker: Worker, request: Request) -> None:

@@ -38,7 +38,7 @@ Arrays = tuple["NDArray[Any]", ...]
 # kind -> field -> type; every field is required
 _SCHEMA: dict[str, dict[str, type]] = {
     "request": {
-        "server": int, "rank": int, "incarnation": int, "number": int, "answered": int, "transaction": int, "parts": list,
+        "server": int, "rank": int, "incarnation": int, "number": int, "follows": int, "answered": int, "transaction": int, "parts": list,
         "sent": list, "operations": list,
     },
     "answer": {"server": int, "incarnation": int, "number": int, "error": str, "reason": str, "results": list},

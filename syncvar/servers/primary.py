@@ -162,38 +162,34 @@ class Primary:
             return
         if incarnation > worker.incarnation:
             self._fence(rank, incarnation)
-        worker.next = max(worker.next, message["answered"] + 1)
-        held = self._of(rank)
-        if number < worker.next:
-            if held.reading is not None and held.reading.message["number"] == number:
-                return
-            if worker.staged is not None and worker.staged.message["number"] == number:
-                return
-            self._answer_again(request)
-            return
-        if number < worker.next + WINDOW:
-            held.early[number] = request
-        self._advance(rank)
+        if number > worker.done:
+            if number <= worker.done + 2 * WINDOW:
+                self._of(rank).early[number] = request
+            self._advance(rank)
+        elif worker.staged is None or number < worker.staged.message["number"]:
+            self._answer(request)  # again: the answer was lost
 
     def _advance(self, rank: int) -> None:
         """Execute what may be executed of a worker."""
         worker, held = self.ledger.worker(rank), self._of(rank)
-        while held.reading is None and worker.staged is None and worker.next in held.early:
-            request = held.early[worker.next]
-            message = request.message
-            is_change = changes(message)
-            if is_change and len(message["parts"]) < 2 and not self._may_change(rank, message["number"]):
+        while worker.staged is None:
+            number = min((number for number, one in held.early.items() if one.message["follows"] <= worker.done), default=None)
+            if number is None:
                 return
-            del held.early[worker.next]
-            if not is_change:
-                worker.next += 1
+            request = held.early[number]
+            message = request.message
+            if not changes(message):
+                del held.early[number]
                 self._read_when_seen(request)
-                continue
-            self._execute(message, request.arrays)
-            if len(message["parts"]) > 1:
-                self._send_vote(rank, worker)
+            elif len(message["parts"]) < 2 and not self._may_change(rank, number):
+                return
             else:
-                self._answer(request)
+                del held.early[number]
+                self._execute(message, request.arrays)
+                if len(message["parts"]) > 1:
+                    self._send_vote(rank, worker)
+                else:
+                    self._answer(request)
 
     def _answer(self, request: Request) -> None:
         """Answer a request that is executed, as soon as what it reads may be seen."""
@@ -205,13 +201,12 @@ class Primary:
         else:
             self._read_when_seen(request)
 
-    def _answer_again(self, request: Request) -> None:
-        self._answer(request)
-
     def _read_when_seen(self, request: Request) -> None:
         message = request.message
         if not self.ledger.may_read(message["rank"], message["operations"]):
-            self._of(message["rank"]).reading = request
+            held = self._of(message["rank"])
+            if held.reading is None or held.reading.message["number"] <= message["number"]:
+                held.reading = request  # an earlier one was answered, and comes late
             return
         if not reads(message):
             self._reply(message)

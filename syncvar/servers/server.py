@@ -31,7 +31,7 @@ class Server:
     Example:
         >>> server = Server(0, workers=1, mirrors=[()])
         >>> tick = {"do": "tick", "clock": 1}
-        >>> request = {"kind": "request", "server": 0, "rank": 0, "incarnation": 0, "number": 1, "answered": 0, "transaction": 1,
+        >>> request = {"kind": "request", "server": 0, "rank": 0, "incarnation": 0, "number": 1, "follows": 0, "answered": 0, "transaction": 1,
         ...            "parts": [0], "sent": [1], "operations": [tick]}
         >>> [outgoing.target for outgoing in server.handle(("worker", 0), request, (), now=0.0)]
         [('worker', 0)]

@@ -92,6 +92,7 @@ class Shard:
         self._rules: dict[tuple[str, tuple[tuple[str, Any], ...]], ServerRule] = {}
         self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}
         self._counts: dict[int, tuple[Position, int]] = {}  # rank -> where it was, pushes there
+        self._settled: tuple[int, int, int] = (0, 0, -1)  # the last round that was applied
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -127,8 +128,9 @@ class Shard:
         if self.staleness != 0 or place is None:
             self._apply([push])
             return
-        self._rounds.setdefault((*place, self._count(rank, place)), {})[rank] = push
-        self._counts[rank] = place, self._count(rank, place) + 1
+        number = self._count(rank, place)
+        self._rounds.setdefault((*place, number), {})[rank] = push
+        self._counts[rank] = place, number + 1
 
     def settle(self, places: Mapping[int, Position]) -> None:
         """Apply the rounds that are over, in their order.
@@ -141,6 +143,7 @@ class Shard:
             brought = self._rounds[first]
             if any(rank not in brought and place <= first[:2] for rank, place in places.items()):
                 return
+            self._settled = max(self._settled, first)
             self._combine([push for _, push in sorted(self._rounds.pop(first).items())])
 
     def set_staleness(self, staleness: int | None) -> None:
@@ -151,8 +154,10 @@ class Shard:
         self.staleness = staleness
 
     def _count(self, rank: int, place: Position) -> int:
+        """Return the number of a worker's next round in its present step: none that went on without it, as it was away."""
         where, count = self._counts.get(rank, (place, 0))
-        return count if where == place else 0
+        least = self._settled[2] + 1 if self._settled[:2] == place else 0
+        return max(least, count if where == place else 0)
 
     def _combine(self, pushes: list[Push]) -> None:
         """Apply a round: as one push where all are of one kind, else one after another by rank."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.servers import Client, Server, frames_of, message_of
@@ -52,9 +53,6 @@ class Ask(NamedTuple):
     asking: Asking
     snapshot: bool = False
     waits: bool = True
-
-
-Program = "Callable[[int, int], Generator[Ask, Ticket, None]]"
 
 
 class _Process:
@@ -89,7 +87,7 @@ class Cluster:
         workers: int,
         servers: int,
         seed: int,
-        program: Any,
+        program: Callable[[int, int], Generator[Ask, Ticket, None]],
         *,
         replicas: int = 0,
         evaluators: int = 0,
@@ -109,15 +107,16 @@ class Cluster:
         self._events: list[tuple[float, int, Any]] = []
         self._count = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self._mirrors = [((index + 1) % servers,) if replicas else () for index in range(servers)]
+        self._mirrors: list[tuple[int, ...]] = [((index + 1) % servers,) if replicas else () for index in range(servers)]
         self.servers: dict[int, Server] = {
             index: Server(index, workers, self._mirrors, resend_s=_RESEND_S) for index in range(servers)
         }
         self._server_count = servers
         self._lost: list[int] = []
         self._workers: dict[int, _Process] = {}
+        self._awaited_starts = workers + evaluators
         for rank in range(workers + evaluators):
-            self._at(self._random.uniform(0, delay_s), lambda rank=rank: self._start(rank, 0))
+            self._at(self._random.uniform(0, delay_s), partial(self._start, rank, 0))
         self._wakes: dict[Party, float] = {}
 
     # -- what a test does with it -----------------------------------------------------------------------------------
@@ -136,18 +135,18 @@ class Cluster:
         Raises:
             AssertionError: They do not end, or one of them raised.
         """
-        while self._events and not (self._workers and all(one.is_over for one in self._workers.values()) and self._all_started()):
+        while self._events and (self._awaited_starts or self._unfinished()):
             at, _, act = heapq.heappop(self._events)
             self.now = at
             assert at < limit_s, f"workers {self._unfinished()} have not ended after {limit_s:g} s of virtual time"
             act()
-            for error in self.errors.values():
-                raise error
+            if self.errors:
+                raise next(iter(self.errors.values()))
         assert not self._unfinished(), f"workers {self._unfinished()} wait for ever"
 
     def value(self, server: int, key: str) -> NDArray[Any]:
         """Return what a server holds."""
-        place = server if server in self.servers else self._mirrors[server][0]
+        place = server if server in self.servers else (server + 1) % self._server_count
         return self.servers[place].primaries[server].ledger.shards[key].array
 
     @property
@@ -161,13 +160,11 @@ class Cluster:
         self._count += 1
         heapq.heappush(self._events, (when, self._count, act))
 
-    def _all_started(self) -> bool:
-        return len(self._workers) > 0 and not any(getattr(act, "starts", False) for _, _, act in self._events)
-
     def _unfinished(self) -> list[int]:
         return [rank for rank, one in self._workers.items() if not one.is_over]
 
     def _start(self, rank: int, incarnation: int) -> None:
+        self._awaited_starts -= 1
         client = Client(rank, incarnation, self._server_count, self._mirrors, resend_s=_RESEND_S)
         process = self._workers[rank] = _Process(client, self._program(rank, incarnation))
         for server in self._lost:
@@ -178,7 +175,7 @@ class Cluster:
         """Let a program go on to its next request that it waits for."""
         try:
             while True:
-                ask = process.program.send(ticket)  # type: ignore[arg-type]  (None to begin with)
+                ask = next(process.program) if ticket is None else process.program.send(ticket)
                 make = process.client.snapshot if ask.snapshot else process.client.request
                 ticket, outgoing = make(ask.asking.parts(), self.now)
                 self._send(("worker", rank), outgoing)
@@ -196,7 +193,7 @@ class Cluster:
         for one in outgoing:
             for _ in range(2 if rng.random() < self._double else 1):
                 if rng.random() >= self._loss:
-                    self._at(self.now + rng.uniform(0, self._delay_s), lambda one=one: self._deliver(sender, one))
+                    self._at(self.now + rng.uniform(0, self._delay_s), partial(self._deliver, sender, one))
 
     def _deliver(self, sender: Party, outgoing: Outgoing) -> None:
         kind, index = outgoing.target
@@ -212,7 +209,7 @@ class Cluster:
                 self._wake_later(outgoing.target, self.servers[index].wake_at())
             return
         process = self._workers.get(index)
-        if process is None or process.is_over and not process.client.unanswered:
+        if process is None or (process.is_over and not process.client.unanswered):
             return
         self._send(outgoing.target, process.client.handle(sender, message, arrays, self.now))
         self._wake_later(outgoing.target, process.client.wake_at())
@@ -249,13 +246,10 @@ class Cluster:
         process.program.close()
         del self._workers[rank]
         for server in list(self.servers):
-            self._at(self._soon(), lambda server=server: self._tell_worker_lost(server, rank, incarnation))
+            self._at(self._soon(), partial(self._tell_worker_lost, server, rank, incarnation))
 
-        def again() -> None:
-            self._start(rank, incarnation + 1)
-
-        again.starts = True  # type: ignore[attr-defined]
-        self._at(self.now + back_s, again)
+        self._awaited_starts += 1
+        self._at(self.now + back_s, partial(self._start, rank, incarnation + 1))
 
     def _tell_worker_lost(self, server: int, rank: int, incarnation: int) -> None:
         if server in self.servers:
@@ -265,9 +259,9 @@ class Cluster:
         del self.servers[server]
         self._lost.append(server)
         for other in list(self.servers):
-            self._at(self._soon(), lambda other=other: self._tell_server_lost(("server", other), server))
+            self._at(self._soon(), partial(self._tell_server_lost, ("server", other), server))
         for rank in list(self._workers):
-            self._at(self._soon(), lambda rank=rank: self._tell_server_lost(("worker", rank), server))
+            self._at(self._soon(), partial(self._tell_server_lost, ("worker", rank), server))
 
     def _tell_server_lost(self, who: Party, server: int) -> None:
         one: Any = self.servers.get(who[1]) if who[0] == "server" else self._workers.get(who[1])
