@@ -147,7 +147,9 @@ class Cluster:
     def value(self, server: int, key: str) -> NDArray[Any]:
         """Return what a server holds."""
         place = server if server in self.servers else (server + 1) % self._server_count
-        return self.servers[place].primaries[server].ledger.shards[key].array
+        there = self.servers[place]
+        ledger = there.primaries[server].ledger if server in there.primaries else there.copies[server]
+        return ledger.shards[key].array
 
     @property
     def digest(self) -> str:
