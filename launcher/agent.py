@@ -200,6 +200,10 @@ class Agent:
                     os.set_blocking(descriptor, False)
                 self._owner[descriptor] = (worker, role)
 
+    def start_fresh(self) -> None:
+        """From now on start each worker as a fresh process."""
+        self._server = None
+
     def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
         """Return the descriptors to poll for reading.
 

@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 __all__ = ["worker_command"]
 
 
-def worker_command(kind: str, target: str, args: Sequence[str], start_method: str) -> list[str]:
+def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
     """Return the command line of a worker, or of the process that workers are forked from.
 
     Args:
         kind: What the target is: "script", "module" or "command".
         target: What is run.
         args: Its arguments.
-        start_method: "spawn" or "fork".
+        is_forked: Workers are forked.
 
     Example:
-        >>> worker_command("module", "train", ["--lr", "1"], "spawn")[2:]
+        >>> worker_command("module", "train", ["--lr", "1"], is_forked=False)[2:]
         ['syncvar.bootstrap', '-m', 'train', '--lr', '1']
-        >>> worker_command("command", "/bin/true", [], "fork")
+        >>> worker_command("command", "/bin/true", [], is_forked=False)
         ['/bin/true']
     """
     if kind == "command":
         return [target, *args]
     how = ["-m", target] if kind == "module" else [target]
-    return [*command_of("syncvar.forkserver" if start_method == "fork" else "syncvar.bootstrap"), *how, *args]
+    return [*command_of("syncvar.forkserver" if is_forked else "syncvar.bootstrap"), *how, *args]

@@ -6,20 +6,22 @@ import contextlib
 import os
 import socket
 import subprocess
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgpack
 
+from syncvar.exits import describe_exit
 from syncvar_launcher.children import adopt_orphans, child_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForkServer", "Forked", "ServerEnded"]
+__all__ = ["ForkServer", "Forked", "Refusal", "ServerEnded"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
+_SERVER = "the process that workers are forked from"
 
 
 class ServerEnded(Exception):
@@ -30,8 +32,23 @@ class ServerEnded(Exception):
     """
 
     def __init__(self, status: int) -> None:
-        super().__init__(status)
         self.status = status
+        self.sentence = f"{_SERVER} {describe_exit(status)} before all were forked"
+        super().__init__(self.sentence)
+
+
+class Refusal(NamedTuple):
+    """Why workers are better not forked from a server.
+
+    Args:
+        why: A sentence.
+        is_certain: They cannot be; else they might lack something that fresh processes have.
+        status: With what it has ended, as for `ServerEnded`; None where it has not.
+    """
+
+    why: str
+    is_certain: bool
+    status: int | None = None
 
 
 class Forked:
@@ -104,11 +121,15 @@ class ForkServer:
         """Return the descriptor to poll for reading: the server is ready, or has ended."""
         return self._end.fileno()
 
-    def why_not_ready(self) -> int | None:
-        """Return, after its descriptor could be read, the status with which it has ended, or None where it is ready."""
-        if self._end.recv(_ANSWER_MAX):
-            return None
-        return self._process.wait()
+    def refusal(self) -> Refusal | None:
+        """Return, after its descriptor could be read, why workers are better not forked; None where nothing speaks against it."""
+        data = self._end.recv(_ANSWER_MAX)
+        if not data:
+            status = self._process.wait()
+            return Refusal(f"{_SERVER} {describe_exit(status)} before it was ready", is_certain=True, status=status)
+        answer = msgpack.unpackb(data)
+        why = answer["cannot"] or answer["doubt"]
+        return Refusal(why, is_certain=bool(answer["cannot"])) if why else None
 
     def fork(
         self, environ: Mapping[str, str], cores: Sequence[int] | None, descriptors: Mapping[str, int]

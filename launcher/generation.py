@@ -26,7 +26,8 @@ from syncvar.transports.zeromq import tcp_endpoint
 from syncvar.wire import KEY_BYTES, Health, pack_object
 from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
 from syncvar_launcher.agents import Agents
-from syncvar_launcher.forking import ServerEnded
+from syncvar_launcher.beginning import Beginning
+from syncvar_launcher.forking import Refusal, ServerEnded
 from syncvar_launcher.inquiries import Inquiries
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s
@@ -205,6 +206,10 @@ class Generation:
         if isinstance(self.agent, Agents):
             self.agent.begin()
             return
+        if chosen.verbose:
+            self.forwarder.say(f"syncvar: workers are {self.job.beginning}\n")
+        if not self.job.beginning.is_forked:
+            self.agent.start_fresh()
         torch = _torch_environment() if chosen.torch_env else {}
         base = self.job.base_environment()
         argv = self.job.command()
@@ -238,20 +243,24 @@ class Generation:
         """Start the workers, now that their server is ready, or give up where it has ended instead."""
         assert self.server is not None
         server, self.server = self.server, None
-        status, when = server.why_not_ready(), "before it was ready"
-        if status is None:
-            try:
-                self._start()
-            except ServerEnded as ended:
-                status, when = ended.status, "before all were forked"
-            finally:
+        with server:
+            refusal = server.refusal()
+            if refusal is not None and self.job.beginning.may_change:
                 server.close()
-        if status is not None:
-            self.supervisor.never_began(
-                f"the process that workers are forked from {exits.describe_exit(status)} {when}: "
-                f"what it says stands above; --start-method spawn does without it",
-                exits.exit_code_of(status) or exits.INTERNAL,
-            )
+                self.job.beginning = Beginning(is_forked=False, reason=refusal.why)
+                self.events.add("notice", text=f"workers are {self.job.beginning}")
+                refusal = None
+            if refusal is None or not refusal.is_certain:
+                try:
+                    self._start()
+                except ServerEnded as ended:
+                    refusal = Refusal(ended.sentence, is_certain=True, status=ended.status)
+                else:
+                    return
+        self.supervisor.never_began(
+            f"{refusal.why}; --start-method spawn does without it",
+            exits.exit_code_of(refusal.status or exits.INTERNAL),
+        )
 
     def _never_begin(self, status: int) -> None:
         """Let all workers end before they begin."""

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
-from syncvar.exits import describe_exit
 from syncvar.runtime.state import RECORDS, TOTALS
 from syncvar_launcher.agent import Agent, Event, Output
-from syncvar_launcher.command import worker_command
+from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.environment import inherited
-from syncvar_launcher.forking import ForkServer, ServerEnded
+from syncvar_launcher.forking import ForkServer, Refusal, ServerEnded
 from syncvar_launcher.inquiries import ANSWER_S
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.messages import FIRST_CREDIT
@@ -48,7 +47,8 @@ class HostRanks:
     def __init__(self, order: Order) -> None:
         self.credit = {(one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")}
         self._order = order
-        self._argv = worker_command(order.kind_of_target, order.target, order.args, order.start_method)
+        base = self._base()
+        self._beginning = plan_beginning(order.start_method, order.kind_of_target, order.target, len(order.ranks), order.cwd, base)
         self._stopped: set[int] = set()
         self._begun: dict[int, int] = {}
         self.asked: dict[int, tuple[Asked, float]] = {}
@@ -62,8 +62,8 @@ class HostRanks:
             self._stack.callback(directory.remove)
             self._folder = directory.path
             self._server: ForkServer | None = None
-            if order.start_method == "fork":
-                self._server = ForkServer(self._argv, self._base(), Path(order.cwd))
+            if self._beginning.is_forked:
+                self._server = ForkServer(self._command(), base, Path(order.cwd))
                 self._stack.callback(self._server.close)
             self.agent = Agent(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
@@ -209,8 +209,14 @@ class HostRanks:
         own = inherited(os.environ, is_clear=self._order.is_clear)
         return {**{name: value for name, value in own.items() if not name.startswith(PREFIX)}, **self._order.environ}
 
+    def _command(self) -> list[str]:
+        order = self._order
+        return self._beginning.command(order.kind_of_target, order.target, order.args)
+
     def _start_all(self) -> None:
-        order, base, argv = self._order, self._base(), self._argv
+        order, base, argv = self._order, self._base(), self._command()
+        if not self._beginning.is_forked:
+            self.agent.start_fresh()
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         secret = secret_descriptor(order.secret, self._folder)
         try:
@@ -242,18 +248,20 @@ class HostRanks:
 
     def _server_speaks(self, server: ForkServer) -> list[Event]:
         self._server = None
-        status = server.why_not_ready()
-        if status is None:
-            try:
-                self._start_all()
-            except ServerEnded as ended:
-                status = ended.status
-            finally:
+        with server:
+            refusal = server.refusal()
+            if refusal is not None and self._beginning.may_change:
                 server.close()
-        if status is not None:
-            what = f"the process that workers are forked from {describe_exit(status)}"
-            raise ConfigError(f"{what}; --start-method spawn does without it")
-        return []
+                self._beginning = Beginning(is_forked=False, reason=refusal.why)
+                refusal = None
+            if refusal is None or not refusal.is_certain:
+                try:
+                    self._start_all()
+                except ServerEnded as ended:
+                    refusal = Refusal(ended.sentence, is_certain=True)
+                else:
+                    return []
+        raise ConfigError(f"{refusal.why}; --start-method spawn does without it")
 
 
 @contextlib.contextmanager

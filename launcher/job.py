@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from syncvar.env import RankEnvironment
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
+from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
-from syncvar_launcher.command import worker_command
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
@@ -61,13 +61,15 @@ class Job:
         self.binding = Binding((), "") if fleet is not None else plan_binding(
             chosen.workers, self.usable, os.cpu_count() or 1, chosen.bind, chosen.cores_per_worker
         )
+        variables = {**self.base_environment(), **chosen.env}
+        self.beginning = plan_beginning(chosen.start_method, chosen.kind, chosen.target, chosen.workers, str(chosen.cwd), variables)
 
     # -- what a worker gets ---------------------------------------------------------------------------------------
 
     def command(self) -> list[str]:
         """Return the command line of a worker, or of the process that workers are forked from."""
         chosen = self.options
-        return worker_command(chosen.kind, chosen.target, chosen.args, chosen.start_method)
+        return self.beginning.command(chosen.kind, chosen.target, chosen.args)
 
     def binding_of(self, host: int) -> Binding:
         """Return the cores of the workers of a host of the fleet."""
@@ -189,21 +191,32 @@ class Job:
             binding=self.binding.reason,
             transport=transport,
             kernel=kernel.told(self.options.runtime.kernel),
+            beginning=f"workers: {self._checked_beginning()}",
         )
+
+    def _checked_beginning(self) -> Beginning:
+        """Return how workers would begin, with what only a process with NumPy can tell."""
+        from syncvar.preloaded import why_not_carried
+
+        doubt = why_not_carried() if self.beginning.may_change else ""
+        return Beginning(is_forked=False, reason=doubt) if doubt else self.beginning
 
     # -- running --------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Start the workers, again where that is asked for and may help; return the exit code."""
         with contextlib.ExitStack() as stack:
-            is_forked_here = self.options.start_method == "fork" and self.fleet is None
-            server = stack.enter_context(self.fork_server()) if is_forked_here else None
+            server = self.fork_server()
+            if server is not None:
+                stack.enter_context(server)
             from syncvar_launcher import running  # meanwhile the fork server imports NumPy
 
             return running.run(self, server)
 
-    def fork_server(self) -> ForkServer:
-        """Start what workers are forked from."""
+    def fork_server(self) -> ForkServer | None:
+        """Start what workers of this machine are forked from; None where each is a fresh process, or hosts have agents."""
+        if self.fleet is not None or not self.beginning.is_forked:
+            return None
         argv = self.command()
         environ = {**self.base_environment(), **self._settings(), **self.options.env}
         try:

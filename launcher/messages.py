@@ -123,7 +123,7 @@ class Order(NamedTuple):
         args: Its arguments.
         cwd: Where it starts.
         environ: Variables of all ranks, beside those of the login.
-        start_method: "spawn" or "fork".
+        start_method: "auto", "spawn" or "fork".
         ranks: Those of this host.
         arena_bytes: The virtual size of the memory that they share.
         core_count: How many cores they may use together.

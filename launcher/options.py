@@ -22,7 +22,7 @@ from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
 from syncvar.topology import divided
-from syncvar_launcher import binding, output, signals
+from syncvar_launcher import beginning, binding, output, signals
 from syncvar_launcher.environment import check_assignment, variables
 from syncvar_launcher.placement import MAP_BY
 
@@ -107,8 +107,8 @@ class LaunchOptions(NamedTuple):
         timeout_s: The time limit of the whole job, in seconds; infinite for none.
         forward_signals: The signals that are passed on to all ranks, as `signals.forwarded` reads them.
         max_restarts: How often all ranks may be started again after a failure.
-        start_method: How a worker begins: "spawn" (a fresh interpreter) or "fork" (of one that has imported NumPy and
-            syncvar).
+        start_method: How a worker begins: "spawn" (a fresh interpreter), "fork" (of one that has imported NumPy and
+            syncvar) or "auto" (`plan_beginning` decides).
         bind: "auto", "none" or "cores".
         cores_per_worker: Cores of each worker, or None for an equal share.
         torch_env: Also set MASTER_ADDR and MASTER_PORT.
@@ -235,7 +235,7 @@ _OPTIONS = (
     _Option("key_file", ("--key-file",), _HOSTS, "by which they join [~/.syncvar-key]", "path", "FILE"),
     _Option("slots", ("--slots",), _HOSTS, "with --join: its place for workers [cores]", "count", "K"),
     _Option(
-        "start_method", ("--start-method",), _WORKERS, "fresh, or forked from one", "choice", "HOW", "spawn", ("spawn", "fork"),
+        "start_method", ("--start-method",), _WORKERS, "fresh, or forked from one", "choice", "HOW", "auto", beginning.METHODS,
     ),
     _Option("bind", ("--bind",), _WORKERS, "cores of its own for each", "choice", "MODE", "auto", binding.MODES),
     _Option("cores_per_worker", ("--cores-per-worker",), _WORKERS, "cores and BLAS threads of each worker", "count", "K"),

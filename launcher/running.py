@@ -72,7 +72,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
         began = watch.now() if job.fleet is None else job.fleet.began  # before the logins
         while True:
             with contextlib.ExitStack() as stack:
-                if restarting.number and server is not None:
+                if restarting.number:
                     server = job.fork_server()
                 if server is not None:
                     stack.enter_context(server)

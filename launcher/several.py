@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.topology import rank_list
 from syncvar_launcher import output
+from syncvar_launcher.beginning import ON_HOSTS
 from syncvar_launcher.fleet import Fleet
 from syncvar_launcher.job import Job
 from syncvar_launcher.limits import LimitTooLow
@@ -95,6 +96,7 @@ def dry_run(chosen: LaunchOptions) -> str:
     else:
         lines += ["", f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores"]
     lines += [f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else 'of the network by which ssh goes'}"]
+    lines += [f"workers are {ON_HOSTS[chosen.start_method]}"]
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
     lines += [chosen.runtime.opened] if chosen.runtime.opened else []
     return "".join(f"{escape(line)}\n" for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen))))
@@ -113,6 +115,7 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
         f"key: {'read from' if is_there else 'to be made in'} {chosen.key_file}",
         *([f"--stage copies to each host {collected(chosen).describe()}"] if chosen.stage else []),
         f"workers: {chosen.workers or 'one for each slot that is offered'}, placed by {chosen.map_by} when all have joined",
+        f"workers are {ON_HOSTS[chosen.start_method]}",
     ]
     return "".join(f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen))))
 

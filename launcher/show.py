@@ -34,6 +34,7 @@ def dry_run_text(
     binding: str = "",
     transport: str = "",
     kernel: str = "",
+    beginning: str = "",
 ) -> str:
     """Write what a launch would do.
 
@@ -47,6 +48,7 @@ def dry_run_text(
         binding: Why the cores are what they are, in one sentence.
         transport: Which transport, and why, in one line.
         kernel: What runs prepared calls, and why, likewise.
+        beginning: How workers begin, and why, likewise.
 
     Returns:
         Lines, each ended.
@@ -55,7 +57,7 @@ def dry_run_text(
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
         table.append((str(rank), escape(environ.get("SYNCVAR_HOST", host)), "any" if own is None else _cores(own), _threads(environ)))
     lines = columns(table)
-    lines += [line for line in (binding, transport, kernel) if line]
+    lines += [line for line in (binding, transport, kernel, beginning) if line]
     lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
     if environments:
         lines += ["", f"environment {'of rank 0, and nothing else' if options.env_clear else 'set for rank 0'}:"]

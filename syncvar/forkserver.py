@@ -1,8 +1,8 @@
 """What workers are forked from: `syncvar.forkserver script.py …` or `… -m module …`, as for `syncvar.bootstrap`.
 
-With `--start-method fork` the launcher starts one such process, which imports NumPy and syncvar once. Then the launcher
-asks for one worker after the other, over the socket SYNCVAR_FORK_FD: environment, cores and descriptors in, the number
-of a process out. A forked process becomes the worker: it unwinds to the top of this module and runs the bootstrap
+Where workers are forked the launcher starts one such process, which imports NumPy and syncvar once (`preloaded`). It says
+whether it can fork workers that are as fresh ones. Then the launcher asks for one worker after the other, over the
+socket SYNCVAR_FORK_FD: environment, cores and descriptors in, the number of a process out. A forked process becomes the worker: it unwinds to the top of this module and runs the bootstrap
 there, so that exit codes, tracebacks and handlers at the end are the interpreter's own.
 
 When the launcher has all its workers it ends the server. It is a subreaper then, so that the system makes the workers
@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib
 import io
 import os
 import select
@@ -27,6 +26,7 @@ import msgpack
 
 from syncvar import bootstrap
 from syncvar.parent import end_with
+from syncvar.preloaded import Preloaded, why_not_carried
 
 __all__ = ["main"]
 
@@ -39,6 +39,7 @@ _IMPORTED = (
 
 _REQUEST_MAX = 1 << 20
 _DESCRIPTORS_MAX = 16
+_TEXT_MAX = 500
 _EMPTIED = ("__main__", "builtins", "sys")  # these end as ever
 _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 
@@ -50,26 +51,36 @@ def main() -> None:
     atexit.register(_leave_whole, shared)  # registered first, so it runs last
     bootstrap.add_folder(sys.argv[1:])  # what is imported here is what the script would import
     gc.disable()  # next to nothing of what is imported is garbage
-    for name in _IMPORTED:
-        importlib.import_module(name)
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-    if others:
-        raise SystemExit(
-            f"syncvar-launch --start-method fork: importing NumPy and syncvar started threads ({', '.join(others)}), "
-            f"which a forked worker would not have; use --start-method spawn"
-        )
+    try:
+        preloaded = Preloaded(_IMPORTED)
+    except Exception as error:
+        why = f"importing NumPy and syncvar failed in the process that workers are forked from ({type(error).__name__}: {str(error)[:_TEXT_MAX]})"
+        end.send(msgpack.packb({"cannot": why, "doubt": ""}))
+        end.recv(1)  # until the launcher ends this process
+        os._exit(1)
     shared |= {name: module for name, module in sys.modules.items() if name not in _EMPTIED}
     shared[""] = shared  # a cycle that no collection looks at keeps them
+    doubt = why_not_carried() or _foreign_threads()
+    preloaded.hide()
     gc.freeze()  # a collection in a worker leaves these pages alone, so that they stay shared
-    end.send(msgpack.packb({"ready": True}))
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    cannot = f"the process that workers are forked from has threads ({', '.join(others)}), which a forked worker would not have" if others else ""
+    end.send(msgpack.packb({"cannot": cannot, "doubt": doubt}))
     request, descriptors, begin = _serve(end)
     end.close()
     gc.enable()
     _become(request, descriptors)
+    preloaded.seed()
     if not os.read(begin, 1):
         os._exit(1)  # the server was killed before it had forked all
     os.close(begin)
     bootstrap.work()
+
+
+def _foreign_threads() -> str:
+    """Return that there are threads which no Python code has started; empty where there are none."""
+    count = len(os.listdir("/proc/self/task")) - threading.active_count()
+    return f"the process that workers are forked from has {count} threads beside those of Python, which a forked worker would not have" if count > 0 else ""
 
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
@@ -118,8 +129,6 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["environ"])
     if request["cores"] is not None:
         os.sched_setaffinity(0, request["cores"])
-    if "numpy.random" in sys.modules:  # `random` sees to itself
-        importlib.import_module("numpy.random").seed()
     _leave_server(request["server"])
     end_with(request["launcher"])
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["importing", "launch", "launch_over_hosts"]
 
 WORKERS = 4
-FORKED = "syncvar, --start-method fork"
+FRESH = "syncvar, --start-method spawn"
 SCRIPTS = {"syncvar": "start_syncvar.py", "openmpi": "start_mpi.py", "mpich": "start_mpi.py", "torch": "start_torch.py"}
 HOSTS, EACH = 2, 2
 SCRIPTS_OVER_HOSTS = {"syncvar": "start_hosts_syncvar.py", "openmpi": "start_hosts_mpi.py"}
@@ -45,17 +45,17 @@ def launch(setting: Setting) -> Part:
         for name, library in setting.present.items()
         if name in SCRIPTS
     }
-    turns[FORKED] = partial(_seconds, _command(setting.syncvar, "--start-method", "fork"), setting.effort.timeout, {})
-    what = f"launch: {WORKERS} workers start, meet in a barrier and end"
+    turns[FRESH] = partial(_seconds, _command(setting.syncvar, "--start-method", "spawn"), setting.effort.timeout, {})
+    what = f"launch: {WORKERS} workers start, import NumPy, meet in a barrier and end"
     part, times = _started(setting, "launch", what, turns)
     mpirun = min((times[name][1] for name in MPI if name in times), default=None)
     torchrun = times["torch"][1] if "torch" in times else None
     part.verdicts += [
         judge(name, times[own][1] / other if own in times and other else None, f"launch of {WORKERS} workers{how}, against {label}")
-        for own, how in (("syncvar", ""), (FORKED, ", --start-method fork"))
-        for name, other, label in (
-            ("launch mpirun", mpirun, "the faster mpirun"),
-            ("launch torchrun", torchrun, "torchrun"),
+        for own, how, name, other, label in (
+            ("syncvar", "", "launch mpirun", mpirun, "the faster mpirun"),
+            (FRESH, ", --start-method spawn", "launch spawn", mpirun, "the faster mpirun"),
+            ("syncvar", "", "launch torchrun", torchrun, "torchrun"),
         )
     ]
     return part
@@ -67,7 +67,7 @@ def launch_over_hosts(setting: Setting) -> Part:
     turns, times = {}, {}
     try:
         with gigabit(HOSTS) as several:
-            for name, options in ((FORKED, ["--start-method", "fork"]), ("syncvar", []), ("openmpi", [])):
+            for name, options in (("syncvar", []), (FRESH, ["--start-method", "spawn"]), ("openmpi", [])):
                 if library := setting.present.get(name.partition(",")[0]):
                     command = [*several.start(library, EACH), *options, script(SCRIPTS_OVER_HOSTS[library.name])]
                     turns[name] = partial(_seconds, command, setting.effort.timeout, several.environment(library))
@@ -77,21 +77,21 @@ def launch_over_hosts(setting: Setting) -> Part:
     mpirun = times["openmpi"][1] if "openmpi" in times else None
     part.verdicts += [
         judge("launch hosts", times[own][1] / mpirun if own in times and mpirun else None, f"launch over {HOSTS} hosts x {EACH} workers{how}, against Open MPI")
-        for own, how in (("syncvar", ""), (FORKED, ", --start-method fork"))
+        for own, how in (("syncvar", ""), (FRESH, ", --start-method spawn"))
     ]
     return part
 
 
 def _started(setting: Setting, what: str, title: str, turns: Mapping[str, Turn]) -> tuple[Part, dict[str, Spread]]:
     """Take the turns and return their part, without verdicts, and the wall times by name."""
-    labels = {name: library.label for name, library in setting.present.items()} | {FORKED: FORKED}
+    labels = {name: library.label for name, library in setting.present.items()} | {FRESH: FRESH}
     found = interleave(what, turns, setting.effort.rounds)
     times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
     processor = {name: spread(one["processor"] for one in results)[1] for name, results in found.results.items() if results}
     lines = [f"{title}; wall time of the command in s, and processor time"]
     body = [[labels[name], *(f"{value:.2f}" for value in (*times[name], processor[name]))] for name in times]
     lines += grid(["library", "quartile", "median", "quartile", "processor"], body) + failures(found.problems)
-    failed = not {"syncvar", FORKED}.isdisjoint(found.problems)
+    failed = not {"syncvar", FRESH}.isdisjoint(found.problems)
     return Part({"seconds": times, "processor": processor, "problems": found.problems}, lines, failed=failed), times
 
 

@@ -1,7 +1,8 @@
-"""A job that starts, meets in a barrier and ends: `torchrun --nproc-per-node 4 bench/peers/start_torch.py`."""
+"""A job that starts, imports NumPy, meets in a barrier and ends: `torchrun --nproc-per-node 4 bench/peers/start_torch.py`."""
 
 from __future__ import annotations
 
+import numpy as np  # noqa: F401  (as programs do that bring arrays)
 import torch.distributed as dist
 
 dist.init_process_group("gloo")

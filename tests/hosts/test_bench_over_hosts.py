@@ -20,7 +20,7 @@ def test_the_parts_over_two_hosts(tmp_path):
     assert times["problems"] == started["problems"] == {}
     assert {f"syncvar, 2 x {each}, {size}" for each in (1, 2) for size in (8, 64 << 10, 1 << 20, 16 << 20)} <= times.keys()
     assert times["syncvar, 2 x 1, 16777216"][1] > 120_000, "16 MiB both ways take 134 ms of a link of 1 Gbit/s"
-    assert set(started["seconds"]) == {"syncvar", "syncvar, --start-method fork"}
+    assert set(started["seconds"]) == {"syncvar", "syncvar, --start-method spawn"}
     verdicts = {one["what"]: one["verdict"] for one in found["bounds"]}
     assert verdicts.pop("all_reduce over 2 hosts x 2 workers: bytes that a host sends") == "reached"
     assert set(verdicts.values()) == {"not measured"}, "nobody to compare with"

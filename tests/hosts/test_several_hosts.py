@@ -51,7 +51,7 @@ def at(hosts, *slots):
 
 @pytest.mark.parametrize(
     ("slots", "method"),
-    [((0, 2, 1), "spawn"), ((1, 0, 3), "fork"), pytest.param((1, 1, 1), "fork", marks=pytest.mark.slow),
+    [((0, 2, 1), "spawn"), ((1, 0, 3), "auto"), pytest.param((1, 1, 1), "fork", marks=pytest.mark.slow),
      pytest.param((0, 3, 0), "spawn", marks=pytest.mark.slow)],
     ids=str,
 )  # fmt: skip

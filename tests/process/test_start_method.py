@@ -1,4 +1,4 @@
-"""`--start-method fork`: a worker that was forked is as one that was started afresh, begins and ends as it does."""
+"""Workers are forked by default: one that was is as one that was started afresh, begins and ends as it does."""
 
 import json
 import os
@@ -53,6 +53,8 @@ def world(launch, how, **keywords):
     assert job.wait() == 0, str(job)
     assert job.lines(0) == ["a line"], str(job)
     assert len(job.events("handler")) == 2, str(job)
+    if how == "fork":
+        assert [event["names"] for event in job.events("loaded")] == [[], []], "what the server does not import, each worker does"
     assert {event["parent"] for event in job.events("drawn")} == {job.process.pid}, "the launcher is the parent"
     events = [job.events("world", rank)[0] for rank in range(2)]
     text = json.dumps([{key: value for key, value in event.items() if key not in ("at", "pid")} for event in events])
@@ -75,13 +77,110 @@ def on_python_path(folder, text):
 IN_SERVER = "import sys\nif 'syncvar.forkserver' in sys.orig_argv:\n"
 
 
-def test_workers_load_nothing_up_to_a_collective_and_draw_different_numbers(launch, tmp_path):
+def test_workers_draw_different_numbers(launch, tmp_path):
     env = on_python_path(tmp_path / "site", IN_SERVER + "    import numpy.random, random; numpy.random.rand()\n")
     job = launch(WORLD, options=FORK, env=env)
     assert job.wait() == 0, str(job)
     drawn = [number for event in job.events("drawn") for number in event["numbers"]]
     assert len(set(drawn)) == 4, drawn
-    assert [event["names"] for event in job.events("loaded")] == [[], []], "what the server does not import, each worker does"
+
+CARRIED = """
+import importlib.util, os, sys, threading
+
+before = [name for name in sys.modules if name.startswith(("numpy", "zmq", "syncvar.collectives", "syncvar.runtime", "syncvar.kernel"))]
+os.environ.update(OPENBLAS_NUM_THREADS=sys.argv[1], OMP_NUM_THREADS="7")
+asked = importlib.util.find_spec("numpy")
+del os.environ["GOTO_NUM_THREADS"]
+imports = [threading.Thread(target=importlib.import_module, args=(one,)) for one in ("numpy.linalg", "syncvar.collectives", "zmq", "numpy")]
+for one in imports:
+    one.start()
+for one in imports:
+    one.join()
+
+import numpy as np
+import probe
+import syncvar as sv
+from syncvar.preloaded import openblas
+
+x = np.linspace(0.0, 1.0, 160_000).reshape(400, 400)
+importlib.import_module("numpy.fft")
+probe.note("carried", before=before, origin=asked.origin == np.__spec__.origin == np.__file__, here=os.path.dirname(asked.submodule_search_locations[0]),
+           threads=openblas().get_num_threads(), product=(x @ x).tobytes().hex()[:64], code=bool(asked.loader.get_code("numpy")),
+           same=[sys.modules["numpy"] is np, sv.collectives is sys.modules["syncvar.collectives"], np.linalg is sys.modules["numpy.linalg"]])
+assert sv.all_reduce(np.ones(3)).tolist() == [2.0] * 3
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_that_a_script_asks_for_before_it_imports_numpy(launch, threads):
+    """Many imports at once, a look before the first: whatever comes first, each module is there once."""
+    found = []
+    for how in ("spawn", "fork"):
+        job = launch(CARRIED, arguments=[str(threads)], start=how, options=("--bind", "none"), env={"GOTO_NUM_THREADS": "1"})
+        assert job.wait() == 0, str(job)
+        found += [{name: value for name, value in one.items() if name not in ("at", "pid", "rank")} for one in job.events("carried")]
+    assert len(found) == 4
+    assert found[1:] == found[:1] * 3
+    cores = len(os.sched_getaffinity(0))
+    assert found[0]["threads"] == min(threads, cores)
+    assert found[0]["same"] == [True] * 3
+    assert found[0]["before"] == [], "nothing of it is in sight"
+
+
+ELSEWHERE = """
+import os, sys
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "other"))
+import numpy
+print(numpy.MARK, "zmq" in sys.modules)
+"""
+LATE = """
+import settings
+import numpy, syncvar as sv
+print(int(sv.all_reduce(1)))
+"""
+
+
+def test_another_numpy_and_variables_that_come_too_late(launch, tmp_path):
+    (tmp_path / "other" / "numpy").mkdir(parents=True)
+    (tmp_path / "other" / "numpy" / "__init__.py").write_text("MARK = 'mine'\n")
+    (tmp_path / "settings.py").write_text("import os\nos.environ['NPY_DISABLE_CPU_FEATURES'] = 'AVX512F'\n")
+    for name, text in (("elsewhere.py", ELSEWHERE), ("late.py", LATE)):
+        (tmp_path / name).write_text(text)
+    elsewhere = launch(target=[str(tmp_path / "elsewhere.py")])
+    late = launch(target=[str(tmp_path / "late.py")])
+    assert elsewhere.wait() == 0, str(elsewhere)
+    assert elsewhere.lines(0) == elsewhere.lines(1) == ["mine False"], str(elsewhere)
+    assert late.wait() == 0, str(late)
+    assert late.lines(0) == late.lines(1) == ["2"], str(late)
+    assert "late.py:3: RuntimeWarning: NPY_DISABLE_CPU_FEATURES changed after NumPy" in late.err, str(late)
+    assert "--start-method spawn" in late.err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "forked: from one process that has imported NumPy and syncvar"),
+        ("    raise SystemExit(3)\n", "fresh processes: the process that workers are forked from exited with status 1 before it was ready"),
+        (
+            "    import threading, time; threading.Thread(target=time.sleep, args=(60,), name='tick', daemon=True).start()\n",
+            "fresh processes: the process that workers are forked from has threads (tick), which",
+        ),
+        (
+            "    sys.modules['zmq'] = None\n",
+            "fresh processes: importing NumPy and syncvar failed in the process that workers are forked from (ModuleNotFoundError: ",
+        ),
+    ],
+    ids=["nothing against it", "the server ends", "it has threads", "it lacks a module"],
+)
+def test_how_workers_begin_by_default(launch, tmp_path, text, why):
+    script = """
+        import sys, syncvar as sv
+        print("syncvar.forkserver" in sys.orig_argv, sv.all_reduce(1))
+    """
+    job = launch(script, start="auto", options=("-v",), env=on_python_path(tmp_path / "site", IN_SERVER + (text or "    pass\n")))
+    assert job.wait() == 0, str(job)
+    assert f"syncvar: workers are {why}" in job.report, str(job)
+    assert job.lines(0) == job.lines(1) == [f"{why.startswith('forked')} 2"], str(job)
 
 
 LAST = """
