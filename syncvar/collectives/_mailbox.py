@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
 
-__all__ = ["Mailbox", "done"]
+__all__ = ["Mailbox", "done", "failed"]
 
 _lock = threading.RLock()  # a thread may come again, in a signal's handler
 
 
 def done(result: Any = None) -> Work:
-    """Return a work that has ended.
+    """Return a work that has ended with a result.
 
     Example:
         >>> done(5).wait()
@@ -31,6 +31,13 @@ def done(result: Any = None) -> Work:
     """
     operation = Operation(0, (), 0, 0, "a message to this rank itself")
     operation.state, operation.result = State.DONE, result
+    return Work(None, operation)
+
+
+def failed(error: SyncvarError) -> Work:
+    """Return a work that has failed; `wait` raises its error."""
+    operation = Operation(0, (), 0, 0, "a message that could not be taken")
+    operation.state, operation.error = State.FAILED, error
     return Work(None, operation)
 
 

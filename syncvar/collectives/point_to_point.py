@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.arena.boxes import what_of
 from syncvar.collectives._arguments import as_array, checked_output, is_structure
 from syncvar.collectives._headers import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
 from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._mailbox import Mailbox, done
+from syncvar.collectives._mailbox import Mailbox, done, failed
 from syncvar.collectives.groups import communicator_of
-from syncvar.errors import ConfigError, UsageError
+from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.loading import unexpected
 from syncvar.plans import Chunk, Plan, Recv, Send
+from syncvar.runtime.at_once import NOT_YET, put_at_once, take_at_once
 from syncvar.runtime.context import current
-from syncvar.runtime.executor import prepare
+from syncvar.runtime.executor import LinkOperation, prepare
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.messages import Letter, Receiving, Sending, Tally
 from syncvar.runtime.operation import Stage
+from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import dtype_from_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -141,20 +145,33 @@ def _sent(
     stream = _stream(communicator, rank, dest, tag)
     eager_bytes = current().config.eager_bytes
 
+    def words_of(array: NDArray[Any]) -> str:
+        shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
+        return f"{name}({shown} to rank {communicator.members[dest]}, tag {tag})"
+
+    if stream.end is not None and (timeout is None or is_seconds(timeout)):
+        try:
+            array = make()
+            if array.nbytes <= eager_bytes and put_at_once(stream, array, kind, lambda: (words_of(array), array_record(array).dtype)):
+                return done() if async_op else None
+        except ConfigError:
+            pass  # it is raised again with the number of the call, which the receiver hears of
+
     def check() -> Request:
         array = make()
         waits = array.nbytes > eager_bytes
         work = np.array(array, order="C", copy=async_op or not array.flags.c_contiguous, ndmin=0).reshape(-1)
-        record = np.frombuffer(pack_record(array_record(array, int(waits))._replace(kind=kind)), np.uint8)
+        told = array_record(array, int(waits))._replace(kind=kind)
+        record = np.frombuffer(pack_record(told), np.uint8)
 
         def body() -> Generator[Stage, None, None]:
             yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
             rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
             yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
-        shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
-        what = f"{name}({shown} to rank {communicator.members[dest]}, tag {tag})"
-        return Request(what, fingerprint("message"), body())
+        letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
+        operation = LinkOperation if stream.end is None else partial(Sending, outward=stream.end, letter=letter)
+        return Request(words_of(array), fingerprint("message"), body(), operation)
 
     return stream.perform(name, check, timeout, async_op=async_op)
 
@@ -203,7 +220,7 @@ def recv(
     communicator = communicator_of(group)
     if is_foreign(out):
         return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)
-    return _received("recv", communicator, lambda kind, made: _delivered(kind, made, out), source, tag, timeout, async_op=async_op)
+    return _received("recv", communicator, lambda kind, made: _delivered(kind, made, out), source, tag, timeout, out=out, async_op=async_op)
 
 
 def recv_object(
@@ -239,9 +256,12 @@ def recv_object(
 
 def _received(
     name: str, communicator: Communicator, finish: Callable[[int, NDArray[Any]], Any], source: int, tag: int, timeout: float | None,
-    *, async_op: bool,
+    *, out: Any = None, async_op: bool,
 ) -> Any:
-    """Receive the next message of a tag and return what `finish` makes of its kind and bytes or array."""
+    """Receive the next message of a tag and return what `finish` makes of its kind and bytes or array.
+
+    Where `out` is such an array as the message, it may be written to it at once.
+    """
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
@@ -250,6 +270,9 @@ def _received(
         own = _own(communicator, tag)
         return own.start(name, finish) if async_op else own.take(name, finish)
     stream = _stream(communicator, source, rank, tag)
+
+    def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+        return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
 
     def check() -> Request:
         def body() -> Generator[Stage, None, Any]:
@@ -263,8 +286,18 @@ def _received(
             return finish(record.kind, made)
 
         what = f"{name}(from rank {communicator.members[source]}, tag {tag})"
-        return Request(what, fingerprint("message"), body())
+        operation = LinkOperation if stream.end is None else partial(Receiving, inward=stream.end, landing=landing, finish=finish)
+        return Request(what, fingerprint("message"), body(), operation)
 
+    if stream.end is not None and (timeout is None or is_seconds(timeout)):
+        try:
+            result = take_at_once(stream, check, landing, finish, timeout, waits=not async_op)
+        except SyncvarError as error:
+            if not async_op:
+                raise
+            return failed(error)
+        if result is not NOT_YET:
+            return done(result) if async_op else result
     return stream.perform(name, check, timeout, async_op=async_op)
 
 
@@ -280,8 +313,14 @@ def _delivered(kind: int, made: NDArray[Any], out: Any) -> NDArray[Any]:
     if out is None:
         return made
     target = checked_output(out, made.shape, made.dtype)
-    target[...] = made
+    if target is not made:
+        target[...] = made
     return target
+
+
+def _is_alike(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+    """Return whether a message of this dtype and shape can be written to `out` as it is."""
+    return type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
 
 
 def _plan(stream: Communicator, *steps: Step) -> Prepared:
@@ -303,7 +342,14 @@ def _stream(communicator: Communicator, source: int, dest: int, tag: int) -> Com
             _let_go(streams)
         identity = fingerprint("message", communicator.identity, source, dest, tag)
         pair = (communicator.members[source], communicator.members[dest])
-        found = streams[source, dest, tag] = current().communicator(identity, pair, shares=False)
+        context = current()
+        found = streams[source, dest, tag] = context.communicator(identity, pair, shares=False)
+        post, engine = context.post, context.engine
+        if post is not None and engine is not None and all(map(post.serves, pair)):
+            is_sender = communicator.member_rank == source
+            found.end = post.outward(pair[1]) if is_sender else post.inward(pair[0])
+            found.tally = Tally(identity, found.next_call)
+            engine.count_by(found.tally)
     return found
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from syncvar.runtime.group import Communicator
+    from syncvar.runtime.messages import Tally
     from syncvar.runtime.operation import Operation
     from syncvar.transports import Frame
     from syncvar.wire import Message
@@ -71,7 +72,7 @@ class CallBook:
         self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
         self._passed: dict[int, deque[_Passed]] = {}
         self._has_skipped = False
-        self.counted: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+        self.counted: weakref.WeakValueDictionary[int, Communicator | Tally] = weakref.WeakValueDictionary()
 
     @property
     def has_refusals(self) -> bool:

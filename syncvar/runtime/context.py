@@ -16,6 +16,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from syncvar.arena.boxes import Boxes
 from syncvar.arena.channels import Channels
 from syncvar.arena.mapping import Arena
 from syncvar.env import RankEnvironment
@@ -35,6 +36,7 @@ from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
 from syncvar.runtime.hierarchical import Hosts
 from syncvar.runtime.likeness import likeness
+from syncvar.runtime.messages import Post
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.secret import job_secret
@@ -101,6 +103,7 @@ class Context:
             finite.turn_on()
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
+        self.post: Post | None = None  # messages between ranks of this host
         self.recorder = Recorder(
             self.rank,
             self.world_size,
@@ -137,6 +140,8 @@ class Context:
             self.engine = Engine(
                 self.rank, self.world_size, generation, transport, control, config, roll["hosts"], self.arena, self.recorder
             )
+            if self._channels is not None:
+                self.post = Post(Boxes(self._channels), self.engine, config.window_bytes)
             self.recorder.transport = self.transport  # the ring forgets
             self.recorder.note("joined", self.transport)
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)

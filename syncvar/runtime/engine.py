@@ -32,6 +32,7 @@ from syncvar.runtime.callbook import CallBook, Overtaken
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.flow import Flow
 from syncvar.runtime.hierarchical import HierarchicalOperation
+from syncvar.runtime.messages import Receiving, Sending
 from syncvar.runtime.operation import Operation, State
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Recorder, Told
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
     from syncvar.runtime.group import Communicator
+    from syncvar.runtime.messages import Tally
     from syncvar.runtime.queued import Queued
     from syncvar.transports import Control, Transport
 
@@ -64,7 +66,7 @@ _LOAN_LOOK_S = 0.0005
 _APPEAR_S = 2.0  # how long a question for what is not there is repeated
 _APPEAR_LOOK_S = 0.001
 _FOREVER = float("inf")
-_LOOKED_AT = (SharedOperation, HierarchicalOperation)  # nothing tells of an arrival in shared memory
+_LOOKED_AT = (SharedOperation, HierarchicalOperation, Receiving, Sending)  # nothing tells of an arrival in shared memory
 
 
 class Engine:
@@ -116,7 +118,7 @@ class Engine:
         self._resting: collections.deque[tuple[int, int]] = collections.deque()  # (group, peer) of pairs that are let go
         self._late: dict[tuple[int, int], float] = {}  # calls of peers that this rank has passed: when to tell
         self._inbox: collections.deque[Operation] = collections.deque()
-        self._shared: list[SharedOperation | HierarchicalOperation] = []  # those of the started calls that somebody has to look at
+        self._shared: list[SharedOperation | HierarchicalOperation | Receiving | Sending] = []  # those of the started calls that somebody has to look at
         self._followers: list[threading.Event] = []
         self._failure_raised = False
         self._last_caller = 0.0
@@ -214,11 +216,8 @@ class Engine:
     def run(self, operation: Operation, timeout_s: float | None) -> Any:
         """Start an operation and wait for it."""
         operation.thread = threading.get_ident()
-        if (
-            isinstance(operation, SharedOperation)
-            and self.allows(operation.group, operation.call)
-            and self._inline(operation)
-        ):
+        is_allowed = self.allows(operation.group, operation.call)
+        if is_allowed and isinstance(operation, SharedOperation) and self._inline(operation):
             if operation.error is not None:
                 self.recorder.failed(operation.error)
                 raise operation.error
@@ -232,11 +231,16 @@ class Engine:
         self.is_quiet = is_good and not self.queues
         return is_good or (self.failure is None and not self._book.may_refuse(group, call))
 
+    @property
+    def is_busy_here(self) -> bool:
+        """Whether a started call goes through shared memory: whoever waits without the engine does not help it on."""
+        return bool(self._shared)
+
     def is_awaited(self, group: int, call: int) -> bool:
         """Return whether a frame has come for a call that has not begun here."""
         return (group, call) in self._book.early
 
-    def take_over(self, operation: SharedOperation, timeout_s: float | None) -> Any:
+    def take_over(self, operation: Operation, timeout_s: float | None) -> Any:
         """Go on with an operation that its caller has begun without the lock."""
         operation.thread = threading.get_ident()
         self.start(operation, timeout_s)
@@ -351,9 +355,9 @@ class Engine:
         self._resting.append((group, peer))
         self._transport.wake()
 
-    def count_by(self, communicator: Communicator) -> None:
-        """Take the number of a group's next call from its communicator: calls in shared memory pass the book by."""
-        self._book.counted[communicator.identity] = communicator
+    def count_by(self, counting: Communicator | Tally) -> None:
+        """Take the number of a group's next call from who counts them: calls in shared memory pass the book by."""
+        self._book.counted[counting.identity] = counting
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group."""

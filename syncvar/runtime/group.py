@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from syncvar.arena.channels import Channel
     from syncvar.runtime.engine import Engine
     from syncvar.runtime.kernels import Reduction
+    from syncvar.runtime.messages import Tally
     from syncvar.runtime.operation import Operation, Stage
     from syncvar.runtime.shortcut import Shortcut
 
@@ -52,14 +53,18 @@ class Request:
         what: The call in words, for instance "all_reduce(sum, float32[10])".
         digest: Its fingerprint.
         body: Generator of stages.
+        make: What a call over links becomes.
     """
 
-    __slots__ = ("body", "digest", "what")
+    __slots__ = ("body", "digest", "make", "what")
 
-    def __init__(self, what: str, digest: int, body: Generator[Stage, None, Any]) -> None:
+    def __init__(
+        self, what: str, digest: int, body: Generator[Stage, None, Any], make: Callable[..., Operation] = LinkOperation
+    ) -> None:
         self.what = what
         self.digest = digest
         self.body = body
+        self.make = make
 
 
 class Work(Taught):
@@ -169,6 +174,10 @@ class Uneven(Protocol):
         """Make no more calls in the block."""
 
 
+def _nothing() -> Generator[Stage, None, None]:
+    yield from ()
+
+
 class Communicator:
     """The calls of one group.
 
@@ -201,6 +210,8 @@ class Communicator:
         self.whole = self.members  # with the ranks that have left a block of sv.uneven, without which its calls are made
         self.uneven: Uneven | None = None
         self.is_pair = False  # its calls are messages
+        self.tally: Tally | None = None  # of those that go through a box
+        self.end: Any = None  # this rank's end of that box: an Outward or an Inward
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.next_call = 0
@@ -435,7 +446,7 @@ class Communicator:
                     engine.announce(self.identity, call + 1)
                     engine.poison(self.identity, self.members, call, name, f"{type(error).__name__}: {error}")
                 raise
-            operation = self._operation(call, request)
+            operation = self.operation(call, request)
             if engine is None or self.size == 1:
                 operation.advance(_NO_OUTLET)
                 work = Work(None, operation)
@@ -465,18 +476,33 @@ class Communicator:
                 f"(sv.new_group), or take turns"
             )
 
-    def _operation(self, call: int, request: Request) -> Operation:
+    def interrupt(self, call: int, begin: int, error: BaseException) -> None:
+        """Break the generation: an exception has left a message that the other rank may have seen, or wait for."""
+        if self.engine is not None:
+            told = Told("a message", self.identity, self.members, 0, 0, "")
+            operation = LinkOperation(self.identity, self.members, call, 0, told.what, _nothing())
+            operation.entry = self.recorder.begin(told, call, begin)
+            self.engine.interrupted(operation, error)
+
+    def operation(self, call: int, request: Request, begin: int | None = None) -> Operation:
+        """Return a call as the engine runs it.
+
+        Args:
+            call: Its number.
+            request: What it is.
+            begin: When it began, CLOCK_MONOTONIC; None for now.
+        """
         channel = self.channel
         is_linked = channel is None or self.size == 1
         told = Told(request.what, self.identity, self.members, request.digest, 0, "hosts" if self.hosts is not None else "links" if is_linked else "arena")
-        entry = self.recorder.begin(told, call)
+        entry = self.recorder.begin(told, call, begin)
         operation: Operation
         if self.hosts is not None:
             operation = HierarchicalOperation(
                 self.hosts, self.identity, self.members, call, request.digest, request.what, request.body
             )
         elif channel is None or self.size == 1:
-            operation = LinkOperation(self.identity, self.members, call, request.digest, request.what, request.body)
+            operation = request.make(self.identity, self.members, call, request.digest, request.what, request.body)
         else:
             steps = staged(channel, call, request.digest, request.body, entry)
             operation = SharedOperation(
@@ -525,7 +551,7 @@ class Communicator:
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)
-        if engine is not None and self.is_shared:
+        if engine is not None and (self.is_shared or self.tally is not None):
             engine.count(self.identity, self.next_call)
 
     def destroy(self) -> None:
