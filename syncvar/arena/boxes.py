@@ -316,8 +316,10 @@ class Outbox(_Box):
         place = filled % RING_BYTES
         gap = RING_BYTES - place if place + nbytes > RING_BYTES else 0
         if filled + gap + nbytes - self._used > RING_BYTES:
+            if nbytes > _ENTRY_BYTES_MAX or words[base + FULL]:
+                return -1  # and what has become free meanwhile is not known here, lest it be used
             self._used = words[base + USED]
-            if nbytes > _ENTRY_BYTES_MAX or words[base + FULL] or filled + gap + nbytes - self._used > RING_BYTES:
+            if filled + gap + nbytes - self._used > RING_BYTES:
                 return -1
         if gap:
             word = (self.ring + place) // 8

@@ -165,9 +165,11 @@ def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_cha
         for tag in (5, 6):
             for number in range(20):
                 sv.send(np.full(8000, number), other, tag=tag)  # 64 KB each: far more than a box holds
+        sv.barrier()
         for tag in (6, 5):
             for number in range(20):
                 assert (sv.recv(other, tag=tag) == number).all()
+        sv.barrier()
         sv.send(1, other)
         assert sv.recv(other) == 1
         return len(ways()), next(event.path for event in reversed(current().recorder.events()) if event.what.startswith("send"))
