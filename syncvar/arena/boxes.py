@@ -291,8 +291,11 @@ class Outbox(_Box):
         return base + USED, filled + gap + nbytes - RING_BYTES
 
     def answer(self, number: int) -> int:
-        """Return what the receiver has said of a long message: 0 nothing, 1 that it wants it in parts, 2 that it has it."""
-        return max(0, self.words[self._answer(number)] - (number << 1) + 2)
+        """Return what the receiver has said of a long message: 0 nothing, 1 that it wants it in parts, 2 that it has it.
+
+        Its place may be that of a later one already, which is only told once this one has been taken.
+        """
+        return min(2, max(0, self.words[self._answer(number)] - (number << 1) + 2))
 
     def answers_at(self, number: int) -> int:
         """Return the word in which the answer comes: 2 * `number` - 1 or 2 * `number`."""

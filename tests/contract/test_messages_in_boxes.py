@@ -414,6 +414,8 @@ def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_
         into.want(3)
         assert out.answer(3) == 1
         assert out.answer(9) == 0
+        into.taken(9)
+        assert out.answer(1) == 2  # its place is another one's by now
 
     pair(test)
 
