@@ -783,7 +783,10 @@ def _runtime(
         if option.knob and option.key in line:
             value = ("on" if line[option.key] else "off") if option.is_switch else line[option.key]
             values[option.knob], origin[option.knob] = value, "command line"
-    return RuntimeConfig(**values).consistent()
+    runtime = RuntimeConfig(**values).consistent()
+    if runtime.uses_mpi:
+        raise ConfigError(f"transport {runtime.transport} is for processes of MPI, and syncvar-launch starts none: start the script with mpirun")
+    return runtime
 
 
 def check_debugged(rank: int | None, workers: int) -> None:

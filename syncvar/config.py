@@ -154,7 +154,11 @@ class RuntimeConfig(_Settings):
     eager_bytes: int = _knob("B", "longest message of send that does not wait for its receiver", 0, default=65536)
     log_level: str = _knob("", "what workers log on standard error", choices=("warning", "info", "debug"), default="warning")
     trace: str = _knob("path", "folder for the flight record of every rank, written at the end of every run", default="")
-    transport: str = _knob("", "data path between processes of one host", choices=("auto", "zmq"), default="auto")
+    transport: str = _knob(
+        "", "data path: memory that the processes of a host share, and ZeroMQ (auto); ZeroMQ alone (zmq); or, under mpirun, MPI in place "
+        "of ZeroMQ (mpi), or MPI alone (mpi-only)",
+        choices=("auto", "zmq", "mpi", "mpi-only"), default="auto",
+    )  # fmt: skip
     encryption: str = _knob(
         "", "links between hosts: all encrypted, those of the launcher only, or none (which needs insecure)",
         choices=("required", "control-only", "off"), default="required", is_shared=True,
@@ -226,9 +230,19 @@ class RuntimeConfig(_Settings):
         return self.link_silence_s + self.heartbeat_interval_s
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether the processes of a host are to share memory, where they can."""
+        return self.transport in ("auto", "mpi")
+
+    @property
+    def uses_mpi(self) -> bool:
+        """Whether what does not go through shared memory goes through MPI."""
+        return self.transport in ("mpi", "mpi-only")
+
+    @property
     def between_hosts(self) -> str:
         """What goes between hosts, in words."""
-        return _BETWEEN_HOSTS[self.encryption]
+        return "MPI (not encrypted by syncvar)" if self.uses_mpi else _BETWEEN_HOSTS[self.encryption]
 
     @property
     def opened(self) -> str:

@@ -51,10 +51,12 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.stacks import Frame
     from syncvar.transports import Control, Transport
+    from syncvar.transports.mpi import Fabric
 
 __all__ = ["Context", "current", "init", "is_initialized", "member", "shutdown", "use"]
 
 _WORLD = 0
+_OF_THE_LAST = ("left", "verdict")  # who joins anew is told still of ranks that leave the generation that it has left
 _log = logging.getLogger("syncvar")
 
 
@@ -153,7 +155,7 @@ class Context:
         between = f"; {self.config.between_hosts} between {self.host_count} hosts" if self.host_count > 1 else ""
         if self.arena is not None:
             return f"arena: {self.local_world_size} ranks of this host share memory{between}; {told(self.config.kernel)}"
-        return f"zmq: {self.without_arena}{between}"
+        return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_arena}{between}"
 
     def _let_go_of_arena(self) -> None:
         self._channels = None
@@ -449,7 +451,10 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     if environment is None:  # syncvar-launch, which hands its settings on, has said so itself
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
-    if environment is not None or not (alone or is_meant_alone(environ)):
+    fabric: Fabric | None = None
+    if config.uses_mpi:
+        environment, secret, fabric = _met_by_mpi(config, environ, environment, alone=alone)
+    elif environment is not None or not (alone or is_meant_alone(environ)):
         told = told_elsewhere(environ, environment)
         if environment is None and told is not None and told.world_size > 1:
             from syncvar.runtime.meeting import meet
@@ -479,15 +484,20 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
             keys = link_keys(secret, environment.job_id)
     zeromq: zmq.Context[Any] = zmq.Context()
     control: ZeromqControl | None = None
-    transport: ZeromqTransport | None = None
+    transport: Transport | None = None
     arena: Arena | str = ""
     try:
         control = ZeromqControl(zeromq, environment.rendezvous, environment.rank, config, keys, keeper)
-        transport = ZeromqTransport(
-            zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
-            outside=outside, keys=keys if outside else None,
-        )  # fmt: skip
         generation = environment.generation + _state.generations
+        if fabric is not None:
+            from syncvar.transports.mpi import MpiTransport, tag_of
+
+            transport = MpiTransport(fabric, environment.rank, tag_of(generation), config.segment_bytes, control)
+        else:
+            transport = ZeromqTransport(
+                zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
+                outside=outside, keys=keys if outside else None,
+            )  # fmt: skip
         arena = _attach(environment, config, generation)
         context = Context(environment, config, transport, control, generation, arena)
     except BaseException:
@@ -503,6 +513,27 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     return context
 
 
+def _met_by_mpi(
+    config: RuntimeConfig, environ: MutableMapping[str, str], environment: RankEnvironment | None, *, alone: bool
+) -> tuple[RankEnvironment | None, bytes | None, Fabric | None]:
+    """Return who this process is by what MPI says, the job's secret, and the process's end of MPI; nothing where it is alone."""
+    if environment is not None:
+        raise ConfigError(
+            f"SYNCVAR_TRANSPORT={config.transport} contradicts SYNCVAR_RANK={environment.rank}: syncvar-launch starts no processes of MPI. "
+            f"Start the script with mpirun, or unset SYNCVAR_TRANSPORT"
+        )
+    if alone or is_meant_alone(environ):
+        return None, None, None
+    from syncvar.runtime.mpi_meeting import join
+
+    joined = join(config, environ)
+    if joined is None:
+        return None, None, None
+    from syncvar.runtime.meeting import meet
+
+    return *meet(joined.told, config, environ, job_secret(environ), joined.cards), joined.cards.fabric
+
+
 def _log_at(level: str) -> None:
     """Show the library's log on standard error, unless the program has its own way or asks for no more than usual."""
     if level != "warning":
@@ -515,8 +546,8 @@ def _log_at(level: str) -> None:
 
 def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int) -> Arena | str:
     """Return the arena of this host, or in words why there is none."""
-    if config.transport == "zmq":
-        return "SYNCVAR_TRANSPORT=zmq asks for it"
+    if not config.shares_memory:
+        return f"SYNCVAR_TRANSPORT={config.transport} asks for it"
     if environment.local_world_size == 1:
         return "there is one rank on this host"
     from syncvar.arena.handing import arena_path, fetch
@@ -580,7 +611,7 @@ def _meet(
             raise RendezvousError(f"rank {environment.rank} could not join: {message['reason']}", message["missing"])
         elif message["kind"] == "abort":
             raise PeerLost(message["rank"], message["host"], message["reason"], "while the ranks met")
-        else:
+        elif message["kind"] not in _OF_THE_LAST:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
 
 

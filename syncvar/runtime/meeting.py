@@ -66,7 +66,7 @@ class Met(NamedTuple):
     secret: bytes | None
 
 
-def meet(told: Told, config: RuntimeConfig, environ: Mapping[str, str], secret: bytes | None) -> Met:
+def meet(told: Told, config: RuntimeConfig, environ: Mapping[str, str], secret: bytes | None, cards: Cards | None = None) -> Met:
     """Return who this process is, and begin to serve what syncvar-launch would have served.
 
     Args:
@@ -74,18 +74,18 @@ def meet(told: Told, config: RuntimeConfig, environ: Mapping[str, str], secret: 
         config: Deadlines and limits.
         environ: Where XDG_RUNTIME_DIR or TMPDIR say where private folders may be, and HOME where one of all hosts is.
         secret: That was given; None where none was.
+        cards: Where ranks of several hosts put them down, where it is neither the process manager nor a folder.
 
     Raises:
         ConfigError: Several hosts and no secret, or another job is told the same.
         RendezvousError: Rank 0 cannot listen, or the first rank of this host does not come.
     """
     if told not in _met:
-        _met[told] = _meet(told, config, environ, secret)
+        _met[told] = _meet(told, config, environ, secret, cards)
     return _met[told]
 
 
-def _meet(told: Told, config: RuntimeConfig, environ: Mapping[str, str], secret: bytes | None) -> Met:
-    cards: Cards | None = None
+def _meet(told: Told, config: RuntimeConfig, environ: Mapping[str, str], secret: bytes | None, cards: Cards | None) -> Met:
     if told.way == PMI and (told.host_count != 1 or not told.run):
         manager = cards = ProcessManager(environ, config.rendezvous_timeout_s)
         told = _mapped(told, manager)
@@ -313,7 +313,7 @@ class _Host:
                 keys = None if secret is None or config.encryption == "off" else link_keys(secret, job_id)
                 self.store = Store(endpoint, told.world_size, job_id, config, keys=keys)
                 self.store.watch()
-            if told.local_world_size > 1 and config.transport != "zmq":
+            if told.local_world_size > 1 and config.shares_memory:
                 path = arena_path(str(directory.path))
                 self._handing = Handing(path, job_id, told.local_world_size, self._make)
         except BaseException:

@@ -264,6 +264,10 @@ class ZeromqControl:
         with contextlib.suppress(zmq.Again):
             self.socket.send(data, zmq.NOBLOCK)
 
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that tell of arrivals."""
+        return [one.getsockopt(zmq.FD) for one in (self.socket, self.monitor) if one is not None]
+
     def may_have_more(self) -> bool:
         """Return whether a message may have come unnoticed: sending takes the descriptor's signal of arrivals away."""
         has_sent, self._has_sent = self._has_sent, False

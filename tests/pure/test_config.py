@@ -71,7 +71,7 @@ def test_a_text_that_cannot_be_read_is_refused_by_name(name, text):
 
 def test_a_choice_is_one_of_those_there_are():
     assert RuntimeConfig.from_mapping({"SYNCVAR_TRANSPORT": "zmq"}).transport == "zmq"
-    with pytest.raises(ConfigError, match="transport must be one of auto, zmq, not 'carrier pigeon'"):
+    with pytest.raises(ConfigError, match="transport must be one of auto, zmq, mpi, mpi-only, not 'carrier pigeon'"):
         RuntimeConfig(transport="carrier pigeon")
 
 

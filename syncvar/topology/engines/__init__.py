@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.topology.engines.base import ADDRESS, FOLDER, PMI, Engine, Told
+from syncvar.topology.engines.base import ADDRESS, FOLDER, MPI, PMI, Engine, Told
 from syncvar.topology.engines.kubernetes import IndexedJob
 from syncvar.topology.engines.mpi import Horovod, Hydra, Mvapich, OpenMpi, Pmix
 from syncvar.topology.engines.schedulers import Flux, Jsrun, Pals, Pbsdsh
@@ -10,7 +10,7 @@ from syncvar.topology.engines.slurm import Slurm
 from syncvar.topology.engines.tensorflow import TfConfig
 from syncvar.topology.engines.torch import Torchrun
 
-__all__ = ["ADDRESS", "BY_HAND", "ENGINES", "FOLDER", "PMI", "Engine", "TfConfig", "Told", "Torchrun"]
+__all__ = ["ADDRESS", "BY_HAND", "ENGINES", "FOLDER", "MPI", "PMI", "Engine", "TfConfig", "Told", "Torchrun"]
 
 BY_HAND: tuple[type[Engine], ...] = (Torchrun, TfConfig)
 """Those whose variables a program, or a person, may have set for processes that something else has started."""

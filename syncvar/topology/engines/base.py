@@ -14,11 +14,12 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ADDRESS", "FOLDER", "PMI", "Engine", "Told", "port_of", "whole"]
+__all__ = ["ADDRESS", "FOLDER", "MPI", "PMI", "Engine", "Told", "port_of", "whole"]
 
-ADDRESS, FOLDER, PMI = "address", "folder", "pmi"
+ADDRESS, FOLDER, PMI, MPI = "address", "folder", "pmi", "mpi"
 """How ranks of several hosts meet: where rank 0 is said to listen; by cards in a folder that all hosts have, named after
-the run; by cards that the process manager hands round, over the descriptor that it left open (PMI_FD)."""
+the run; by cards that the process manager hands round, over the descriptor that it left open (PMI_FD); by cards that the
+MPI library does."""
 
 _PORT_MAX = 65535
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
@@ -39,7 +40,7 @@ class Told(NamedTuple):
         port: A port there that is meant for this job; 0 likewise.
         run: What tells this run from others.
         restarts: How often the ranks have been started again before.
-        way: How ranks of several hosts meet: ADDRESS, FOLDER or PMI.
+        way: How ranks of several hosts meet: ADDRESS, FOLDER, PMI or MPI.
     """
 
     source: str

@@ -1,0 +1,435 @@
+"""Frames as MPI messages, for fabrics that only an MPI library drives.
+
+All messages of a process go through its `Fabric`: a private communicator, so that they never meet the program's own, and a lock,
+so that one thread at a time is in the library, which MPI_THREAD_SERIALIZED allows too. A frame is one message; the payload of a
+large one is a second message of its own, sent from where it lies and received where it stays.
+
+MPI has nothing to wait on: no descriptor tells of an arrival, and the blocking calls of the libraries use a whole core. So waits
+look, and pause between the looks in proportion to how long they have waited already.
+
+MPI does not say that a peer has ended: most libraries end the whole job, others wait for ever. A rank that lets go of its links
+says so itself, as its last message; a process that is killed is told of by the control channel, which does not go through MPI.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import TransportError, WireError
+from syncvar.transports.base import Arrival, Frame, Loan, Lost
+from syncvar.wire import CARRIERS, HEADER_NBYTES, Header, Kind, pack_header, parse_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from syncvar.transports.zeromq import ZeromqControl
+
+__all__ = ["Fabric", "MpiTransport", "pause_after", "tag_of"]
+
+_SCHEME = "mpi:"
+_JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message with its header
+_MATCHES = 32  # messages taken from MPI before what they brought is looked at
+_YIELD_S = 50e-6
+_PAUSE_MAX_S = 0.001
+_IDLE_PAUSE_MAX_S = 0.005
+_FAREWELL_S = 0.05  # how long a rank that fails waits for its last words to have left
+_FINISH_S = 30.0
+_TAGS = 16_384  # MPI guarantees 32 767
+
+
+def pause_after(waited_s: float, most_s: float = _PAUSE_MAX_S) -> float:
+    """Return how long to pause between two looks for a message: a quarter of the time waited so far; 0 to give way only.
+
+    Example:
+        >>> pause_after(0.00001), pause_after(0.002), pause_after(10.0)
+        (0.0, 0.0005, 0.001)
+    """
+    return 0.0 if waited_s < _YIELD_S else min(most_s, waited_s / 4)
+
+
+def tag_of(generation: int) -> int:
+    """Return the tag of a generation's messages: what is left of an earlier one is never taken for this one's."""
+    return 1 + generation % _TAGS
+
+
+class _Loan:
+    """A borrowed payload that MPI reads until its request is complete."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def is_done(self) -> bool:
+        return self.done
+
+
+class _Sending:
+    """A message that MPI has been given and has not sent yet; it keeps the memory from being freed."""
+
+    __slots__ = ("data", "loan", "peer", "request")
+
+    def __init__(self, request: Any, peer: int, data: Any, loan: _Loan | None) -> None:
+        self.request = request
+        self.peer = peer
+        self.data = data
+        self.loan = loan
+
+
+class _Incoming:
+    """What has been matched of one peer: messages in order, and the header whose payload comes next."""
+
+    __slots__ = ("header", "messages", "rank")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.messages: collections.deque[tuple[Any, bytearray]] = collections.deque()
+        self.header: Header | None = None
+
+
+class Fabric:
+    """This process's end of MPI, for as long as it lives: transports of several generations follow each other on it.
+
+    Args:
+        mpi: The module `mpi4py.MPI`, initialized with MPI_THREAD_SERIALIZED at least.
+        comm: A communicator of all ranks that nobody else uses; its errors are raised.
+
+    Attributes:
+        is_broken: A transport has let go of its links without a goodbye.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self.mpi = mpi
+        self.comm = comm
+        self.lock = threading.Lock()
+        self.is_broken = False
+        self._abandoned: list[_Sending] = []  # of links that have ended: MPI may read them as long as it likes
+        self._finishing: list[threading.Thread] = []
+
+    def abandon(self, sendings: Iterable[_Sending]) -> None:
+        """Keep messages that nobody waits for any more until MPI has done with them; with the lock held."""
+        self._abandoned = [one for one in (*self._abandoned, *sendings) if not self.is_complete(one)]
+
+    def finish(self, sendings: Iterable[_Sending]) -> None:
+        """Let MPI send what a transport that has closed in order leaves behind: without calls it would not go on."""
+        thread = threading.Thread(target=self._finish, args=(list(sendings),), name="syncvar-mpi-farewell", daemon=True)
+        self._finishing.append(thread)
+        thread.start()
+
+    def _finish(self, sendings: list[_Sending]) -> None:
+        until = time.monotonic() + _FINISH_S
+        while sendings and time.monotonic() < until:
+            time.sleep(_IDLE_PAUSE_MAX_S)
+            with self.lock:
+                sendings = [one for one in sendings if not self.is_complete(one)]
+        with self.lock:
+            self.abandon(sendings)
+
+    def close(self) -> None:
+        """Wait until what transports have left behind is sent, or will not be, and take what nobody has taken. Idempotent."""
+        while self._finishing:
+            self._finishing.pop().join()
+        with self.lock, contextlib.suppress(self.mpi.Exception):
+            status = self.mpi.Status()
+            while (message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status)) is not None:
+                message.Irecv([bytearray(status.Get_count(self.mpi.BYTE)), self.mpi.BYTE]).Test()
+
+    def is_complete(self, sending: _Sending) -> bool:
+        """Return whether MPI has done with a message, in order or not; with the lock held."""
+        try:
+            return bool(sending.request.Test())
+        except self.mpi.Exception:
+            return True
+
+
+class MpiTransport:
+    """Frames over MPI; see `syncvar.transports.base` for the contract.
+
+    Args:
+        fabric: This process's end of MPI.
+        rank: This process's rank in the world.
+        tag: Of all messages of this generation.
+        segment_bytes: Largest payload of a frame.
+        control: Control channel to wait for beside the data.
+
+    Attributes:
+        refused_frames: How many messages were not what they should be.
+    """
+
+    def __init__(self, fabric: Fabric, rank: int, tag: int, segment_bytes: int, control: ZeromqControl | None = None) -> None:
+        self.refused_frames = 0
+        self._fabric = fabric
+        self._comm = fabric.comm
+        self._rank = rank
+        self._tag = tag
+        self._nbytes_max = segment_bytes
+        self._status = fabric.mpi.Status()
+        self._bytes = fabric.mpi.BYTE
+        self._generation = 0
+        self._is_open = False
+        self._targets: dict[int, int] = {}  # rank -> rank in the communicator
+        self._incoming: dict[int, _Incoming] = {}  # rank in the communicator -> what comes from there
+        self._pending: set[int] = set()  # those of which a matched message is not there yet
+        self._sending: collections.deque[_Sending] = collections.deque()
+        self._linked: set[int] = set()
+        self._lost: set[int] = set()
+        self._departed: set[int] = set()
+        self._ready: collections.deque[Arrival] = collections.deque()
+        self._closed = False
+        self._control = control
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_idle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._signals, self._idle = select.poll(), select.poll()
+        self._signals.register(self._wake, select.POLLIN)
+        self._idle.register(self._wake_idle, select.POLLIN)
+        for descriptor in control.descriptors() if control is not None else ():
+            self._signals.register(descriptor, select.POLLIN)
+            self._idle.register(descriptor, select.POLLIN)
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this rank."""
+        return f"{_SCHEME}{self._comm.rank}"
+
+    @property
+    def outside(self) -> str:
+        """The same: MPI knows the way to other hosts."""
+        return self.address
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    def open(self, addresses: Mapping[int, str], generation: int) -> None:
+        """Learn where the peers are."""
+        self._generation = generation
+        for rank, address in addresses.items():
+            number = address.removeprefix(_SCHEME)
+            if number == address or not number.isdecimal() or int(number) >= self._comm.size:
+                raise TransportError(
+                    f"rank {rank} is at {address}, which is no place among {self._comm.size} processes of MPI: give all "
+                    f"ranks the same SYNCVAR_TRANSPORT"
+                )
+            self._targets[rank] = int(number)
+            self._incoming[int(number)] = _Incoming(rank)
+        self._is_open = True  # not before: what a peer that has opened earlier sends is left to MPI
+
+    def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
+        """Hand a frame to MPI."""
+        if peer in self._lost or peer in self._departed:
+            return None
+        target = self._targets.get(peer)
+        if target is None:
+            raise TransportError(f"no address of rank {peer} is known")
+        nbytes = 0 if payload is None else payload.nbytes
+        with self._fabric.lock:
+            self._linked.add(peer)
+            if payload is None or nbytes <= _JOINED_NBYTES_MAX:
+                self._post(peer, target, header + payload if payload is not None and nbytes else header)
+                return None
+            self._post(peer, target, header)
+            loan = _Loan() if borrow else None
+            self._post(peer, target, payload if borrow else bytes(payload), loan)
+            return None if loan is None or loan.done else loan
+
+    def receive(self) -> Arrival | None:
+        """Return the next arrival, or None."""
+        if not self._ready:
+            with self._fabric.lock:
+                self._advance()
+        return self._ready.popleft() if self._ready else None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Look until something has arrived, with pauses of at most a millisecond."""
+        if self._control is not None and self._control.may_have_more():
+            return True
+        began = now = time.monotonic()
+        while True:
+            with self._fabric.lock:
+                self._advance()
+            if self._ready:
+                return False
+            left, pause = began + timeout_s - now, pause_after(now - began)
+            whole = pause >= _PAUSE_MAX_S  # a poll counts in milliseconds
+            signals = self._signals.poll(int(1000 * _PAUSE_MAX_S) if whole and left > 0 else 0)
+            if signals:
+                with contextlib.suppress(BlockingIOError):  # it was the control channel then
+                    os.eventfd_read(self._wake)
+                return True
+            if left <= 0:
+                return False
+            if not pause:
+                os.sched_yield()
+            elif not whole:
+                time.sleep(min(pause, left))
+            now = time.monotonic()
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Look until something has arrived, with pauses of at most five milliseconds, unless a driver is looking."""
+        until = time.monotonic() + timeout_s
+        pause = _PAUSE_MAX_S
+        while True:
+            left = until - time.monotonic()
+            if self._idle.poll(max(0, int(1000 * min(pause, left)))):
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(self._wake_idle)
+                return
+            if self._fabric.lock.acquire(blocking=False):
+                try:
+                    if not self._closed:
+                        self._advance()
+                finally:
+                    self._fabric.lock.release()
+            if self._ready or left <= 0:
+                return
+            pause = min(_IDLE_PAUSE_MAX_S, 1.25 * pause)
+
+    def wake(self) -> None:
+        """Make `wait` and `wait_idle` return, from any thread."""
+        with contextlib.suppress(OSError, ValueError):  # closed: then nobody waits
+            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake_idle, 1)
+
+    def close(self, linger_s: float) -> None:
+        """Say goodbye on every link, or with a `linger_s` of 0 that it ends, and let MPI send what it was given."""
+        if self._closed:
+            return
+        with self._fabric.lock:
+            if linger_s > 0:
+                with contextlib.suppress(TransportError):
+                    self._advance()  # so that peers whose frames nobody took are known, and told
+            last = pack_header(Kind.BYE, self._rank, self._generation, 0) if linger_s > 0 else b""
+            for peer in self._linked - self._lost - self._departed:
+                self._post(peer, self._targets[peer], last)
+            began = now = time.monotonic()
+            while self._sending and now < began + max(linger_s, _FAREWELL_S):
+                with contextlib.suppress(TransportError):
+                    self._advance()
+                time.sleep(pause_after(now - began))
+                now = time.monotonic()
+            self._closed = True
+            self._fabric.is_broken |= linger_s <= 0
+            if linger_s > 0 and self._sending:
+                self._fabric.finish(self._sending)
+            else:
+                self._let_go(self._sending)
+            self._sending.clear()
+        os.close(self._wake)
+        os.close(self._wake_idle)
+        self._wake = self._wake_idle = -1
+
+    # -- inside; the lock is held ---------------------------------------------------------------------------------
+
+    def _post(self, peer: int, target: int, data: Any, loan: _Loan | None = None) -> None:
+        if peer in self._lost:
+            if loan is not None:
+                loan.done = True
+            return
+        try:
+            sending = _Sending(self._comm.Isend([data, self._bytes], target, self._tag), peer, data, loan)
+            if not sending.request.Test():
+                self._sending.append(sending)
+            elif loan is not None:
+                loan.done = True
+        except self._fabric.mpi.Exception as error:
+            self._lose(peer, f"MPI cannot send to it: {error}")
+            if loan is not None:
+                loan.done = True
+
+    def _advance(self) -> None:
+        """Let MPI go on, and take what has come."""
+        if not self._is_open:
+            return
+        try:
+            for _ in range(_MATCHES):
+                message = self._comm.Improbe(self._fabric.mpi.ANY_SOURCE, self._tag, self._status)
+                if message is None:
+                    break
+                buffer = bytearray(self._status.Get_count(self._bytes))
+                request = message.Irecv([buffer, self._bytes])
+                source = self._status.Get_source()
+                one = self._incoming.get(source)
+                if one is None:  # no rank of this world
+                    one = self._incoming[source] = _Incoming(-1)
+                one.messages.append((request, buffer))
+                self._pending.add(source)
+        except self._fabric.mpi.Exception as error:
+            raise TransportError(f"receiving through MPI failed: {error}") from error
+        for source in list(self._pending):
+            self._take(source, self._incoming[source])
+        if self._sending:
+            self._drop_complete()
+
+    def _drop_complete(self) -> None:
+        for _ in range(len(self._sending)):
+            sending = self._sending.popleft()
+            if not self._fabric.is_complete(sending):
+                self._sending.append(sending)
+            elif sending.loan is not None:
+                sending.loan.done = True
+
+    def _take(self, source: int, one: _Incoming) -> None:
+        """Take the messages of a peer that are there, in order."""
+        while one.messages:
+            request, buffer = one.messages[0]
+            try:
+                if not request.Test():
+                    return
+            except self._fabric.mpi.Exception as error:
+                self._lose(one.rank, f"MPI cannot receive from it: {error}")
+            one.messages.popleft()
+            if one.rank < 0 or one.rank in self._lost or one.rank in self._departed:
+                self.refused_frames += 1
+                continue
+            try:
+                self._arrived(one, buffer)
+            except WireError as error:
+                self.refused_frames += 1
+                self._lose(one.rank, str(error))
+        self._pending.discard(source)
+
+    def _arrived(self, one: _Incoming, buffer: bytearray) -> None:
+        header, one.header = one.header, None
+        if not buffer:
+            self._lose(one.rank, "it has let go of its links without a goodbye")
+            return
+        payload = memoryview(buffer)
+        if header is None:
+            header = parse_header(bytes(payload[:HEADER_NBYTES]), self._nbytes_max)
+            payload = payload[HEADER_NBYTES:]
+            if header.source != one.rank or header.generation != self._generation:
+                raise WireError(f"a frame of rank {one.rank} claims rank {header.source}, generation {header.generation}")
+            if header.kind in CARRIERS and header.nbytes > _JOINED_NBYTES_MAX and not payload:
+                one.header = header
+                return
+        if header.kind in CARRIERS and header.nbytes != len(payload):
+            raise WireError(f"a frame of rank {one.rank} announces {header.nbytes} bytes and has {len(payload)}")
+        self._linked.add(one.rank)
+        if header.kind != Kind.BYE:
+            self._ready.append(Frame(header, payload))
+            return
+        self._departed.add(one.rank)
+        self._forget(one.rank)
+
+    def _lose(self, peer: int, reason: str) -> None:
+        if peer >= 0 and peer not in self._lost:
+            self._lost.add(peer)
+            self._ready.append(Lost(peer, reason))
+            self._forget(peer)
+
+    def _forget(self, peer: int) -> None:
+        """Let go of what is still to be sent to a peer that takes nothing any more."""
+        gone = [one for one in self._sending if one.peer == peer]
+        if gone:
+            self._sending = collections.deque(one for one in self._sending if one.peer != peer)
+            self._let_go(gone)
+
+    def _let_go(self, sendings: Iterable[_Sending]) -> None:
+        for one in sendings:
+            if one.loan is not None:
+                one.loan.done = True  # MPI may read on; what it reads then nobody takes
+        self._fabric.abandon(sendings)

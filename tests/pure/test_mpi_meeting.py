@@ -1,0 +1,91 @@
+"""Ranks that are to exchange data by MPI: what is refused before MPI is asked, and what an MPI library may not contradict.
+
+That they meet and compute, under real MPIs, is tests/engines' claim.
+"""
+
+import sys
+
+import pytest
+
+from syncvar.config import RuntimeConfig
+from syncvar.errors import ConfigError
+from syncvar.runtime import context, mpi_meeting
+from syncvar.transports import Control, Transport
+from syncvar.wire import pack_message, parse_message
+from syncvar_launcher.options import parse
+
+MPI = {"SYNCVAR_TRANSPORT": "mpi"}
+TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def test_syncvar_launch_starts_no_processes_of_mpi(tmp_path):
+    (tmp_path / "script.py").touch()
+    assert parse(["--workers", "2", "script.py"], {}, tmp_path).workers == 2
+    with pytest.raises(ConfigError, match="start the script with mpirun"):
+        parse(["--workers", "2", "script.py"], MPI, tmp_path)
+
+
+def test_a_rank_of_syncvar_launch_does_not_join_by_mpi():
+    with pytest.raises(ConfigError, match=r"SYNCVAR_TRANSPORT=mpi contradicts SYNCVAR_RANK=0.*mpirun"):
+        context._met_by_mpi(RuntimeConfig(transport="mpi"), MPI, object.__new__(_Rank), alone=False)
+
+
+class _Rank:
+    rank = 0
+
+
+def test_encryption_that_is_asked_for_is_not_given_up_silently():
+    with pytest.raises(ConfigError, match="what MPI carries it does not encrypt"):
+        mpi_meeting._join(RuntimeConfig(transport="mpi"), MPI | {"SYNCVAR_ENCRYPTION": "required"})
+
+
+def test_without_mpi4py_the_remedy_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ConfigError, match=r"needs mpi4py and an MPI library.*pip install 'syncvar\[mpi\]'"):
+        mpi_meeting._join(RuntimeConfig(transport="mpi"), MPI)
+
+
+@pytest.mark.parametrize("about", [(0, 2), (1, 3), (0, 1)])
+def test_a_library_that_contradicts_a_launcher_is_refused_and_both_are_named(about):
+    mpi_meeting._compare(1, 2, "Some MPI", TORCH)
+    with pytest.raises(ConfigError, match=rf"MASTER_PORT says rank 1 of 2, Some MPI says rank {about[0]} of {about[1]}"):
+        mpi_meeting._compare(*about, "Some MPI", TORCH)
+
+
+def test_a_library_that_thinks_it_is_alone_under_the_mpirun_of_another_is_refused():
+    with pytest.raises(ConfigError, match=r"(?s)PMI_SIZE.*3.*Some MPI says .*MPI4PY_MPIABI"):
+        mpi_meeting._compare(0, 1, "Some MPI", {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"})
+
+
+def test_ranks_that_do_not_follow_each_other_on_a_host_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"are on a, b, a.*--map-by slot"):
+        mpi_meeting.places_of([("a", "1"), ("b", "2"), ("a", "1")])
+    assert mpi_meeting.places_of([("a", "1"), ("a", "2"), ("b", "2")]) == [0, 1, 2]  # two machines of one name
+
+
+class _Channel(Control):
+    def __init__(self, *messages):
+        self.messages = list(messages)
+
+    def send(self, data):
+        assert parse_message(data)["kind"] == "join"
+
+    def receive(self):
+        return parse_message(self.messages.pop(0))
+
+
+class _Links(Transport):
+    address = outside = "x"
+
+    def open(self, addresses, generation):
+        self.opened = dict(addresses), generation
+
+
+def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
+    """The launcher may tell it on the new channel: that rank 1 leaves, or what became of a call, of the generation before."""
+    roll = pack_message("roll", generation=1, addresses={0: "a", 1: "b"}, hosts={}, places={0: 0, 1: 0}, without_arena={})
+    verdict = pack_message("verdict", group=0, call=1, last_call=1, text="", table={}, waits=False)
+    rank = context.RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")
+    links, channel = _Links(), _Channel(pack_message("left", rank=1, entered={}, skipped=[]), verdict, roll)
+    context._meet(rank, RuntimeConfig(), links, channel, 1, "")
+    assert links.opened == ({0: "a", 1: "b"}, 1)
