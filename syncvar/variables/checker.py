@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from syncvar.collectives._headers import exchange_bytes
+from syncvar.collectives.agreeing import largest
 from syncvar.errors import MismatchError
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 _WHAT = "comparison of the replicas' copies"
+_MASK = (1 << 64) - 1
 
 
 class Parted(NamedTuple):
@@ -71,18 +73,24 @@ def compare(owner: Owner, pairs: Sequence[Pair], now: str, *, good: str | None =
     Raises:
         MismatchError: Copies differ; on all replicas.
 
-    Cost: each byte is read once, 0.1 to 0.2 ns each; an exchange of 8 bytes.
+    Cost: each byte is read once, 0.1 to 0.2 ns each; an all-reduce of 16 bytes.
     """
     if not pairs:
         return
     communicator = owner.communicator
     what = _WHAT + before
 
-    def request() -> Request:
-        return Request(what, fingerprint(what), _body(communicator, pairs))
+    digests = _digests(pairs)
+    mine = combined(digests)
+    # Of equal numbers, and of none else, the largest is the smallest.
+    most, least = largest(communicator, _WHAT, np.array([mine, mine ^ _MASK], np.uint64), owner.timeout, what=what).tolist()
+    if most != least ^ _MASK:
+        what += ", part by part"
 
-    found: Parted | None = communicator.perform(what, request, owner.timeout)
-    if found is not None:
+        def request() -> Request:
+            return Request(what, fingerprint(what), _body(communicator, pairs, digests))
+
+        found: Parted = communicator.perform(what, request, owner.timeout)
         for entry, _ in pairs:
             entry.is_told = entry is found.entry or entry.name in found.others
         raise _error(communicator, found, now)
@@ -94,11 +102,7 @@ def _digests(pairs: Sequence[Pair]) -> NDArray[np.uint64]:
     return np.concatenate([block_digests(_copy(variable)) for _, variable in pairs])
 
 
-def _body(communicator: Communicator, pairs: Sequence[Pair]) -> Generator[Stage, None, Parted | None]:
-    digests = _digests(pairs)
-    told = yield from exchange_bytes(communicator, combined(digests).to_bytes(8, "little"))
-    if all(one == told[0] for one in told):
-        return None
+def _body(communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np.uint64]) -> Generator[Stage, None, Parted]:
     everyone = yield from exchange_bytes(communicator, digests.tobytes())
     table = np.array([np.frombuffer(one, np.uint64) for one in everyone])
     differs = (table != table[0]).any(axis=0)

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._preparing import shortcut_of
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.agreeing import largest as agreed
 from syncvar.collectives.objects import gather_objects
 from syncvar.errors import MismatchError
 from syncvar.kernel import Watch
@@ -36,8 +35,6 @@ from syncvar.variables.prepared import WRITES_PER_DECISION
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
-
-    from numpy.typing import NDArray
 
     from syncvar.variables.pace import Choice, Costs
     from syncvar.variables.places import Owner
@@ -357,7 +354,7 @@ class Roster(Watch):
             before = entry.counted
             counts += (increments - before[0], turns - before[1] + max(others - before[2], 0))
         try:
-            largest = self._largest(np.array(counts, np.int64)).tolist()
+            largest = agreed(self.owner.communicator, _WHAT, np.array(counts, np.int64), self.owner.timeout).tolist()
         except MismatchError as error:
             if point.at == "write":
                 raise
@@ -380,19 +377,6 @@ class Roster(Watch):
         ]
         self._looks, self.until = True, _AT_ONCE  # unless nothing is told
         compare(self.owner, found, f"{point.at} {point.step}")
-
-    def _largest(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the elementwise maximum of all replicas."""
-        owner = self.owner
-        communicator = owner.communicator
-        shortcut = communicator.shortcuts.get((_WHAT, "max", counts.dtype, counts.shape, False))
-        if shortcut is not None:
-            agreed = shortcut(counts, None, None, owner.timeout)
-            if agreed is not None:
-                return agreed
-        largest: NDArray[np.int64] = communicator.perform(_WHAT, lambda: reduce_request(communicator, counts, "max", name=_WHAT), owner.timeout)
-        shortcut_of(communicator, counts, "max", _WHAT, reproducible=False)
-        return largest
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
