@@ -15,7 +15,7 @@ from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
 from syncvar.variables import PerReplica
-from syncvar.variables.places import Place, current_place, places
+from syncvar.variables.places import Place, current_place, places, stacks
 from syncvar.variables.policy import Context
 from syncvar.variables.roster import Roster
 from syncvar.variables.storage import Storage
@@ -66,6 +66,7 @@ class Strategy(Taught):
                 raise ConfigError(f"{name} must be True or False, not {flag!r}")
         self._communicator = communicator
         self.context = current()
+        self.places = stacks(self.context)
         self.strict = strict
         self.check_cross_writes = check_cross_writes
         self.reproducible = reproducible

@@ -49,6 +49,7 @@ class Owner(Protocol):
     reproducible: bool
     timeout: float | None
     context: Joined
+    places: Stacks
     check_every: int
     roster: Roster | None
     queue: WriteQueue | None  # of its deferred writes, once there was one
@@ -67,6 +68,8 @@ class Place(NamedTuple):
     owner: Owner
     context: Context
 
+
+_CROSS, _SPMD = Context.CROSS, Context.SPMD  # to look a member up by its name takes as long as all else here
 
 _makers: list[Callable[[], Owner]] = []
 
@@ -139,10 +142,10 @@ def context_of(owner: Owner, what: str) -> Context:
 
 def context_here(owner: Owner) -> Context | None:
     """Return the context in which a call on a variable of `owner` is made; None where `context_of` raises."""
-    stack = places(owner.context)  # of the job that it was made in: asking must not join another one
+    stack = owner.places.stack  # of the job that it was made in: asking must not join another one
     if not stack:
-        return Context.SPMD if owner.is_default else Context.CROSS
+        return _SPMD if owner.is_default else _CROSS
     place = stack[-1]
     if place.owner is owner:
         return place.context
-    return Context.CROSS if owner.is_default else None
+    return _CROSS if owner.is_default else None

@@ -1,4 +1,4 @@
-"""Prepared writes: what a write of a variable does each time, once the replicas have made the same one before.
+"""Prepared writes and reads: what is done each time, once the replicas have made the same write or read before.
 
 A write is prepared once. What cannot change for a variable is decided then: what travels, what is done with it, the words and
 the digest of the call, where its parts lie. What may be otherwise at the next write is looked at each time: the place of the
@@ -14,7 +14,6 @@ import numpy as np
 
 from syncvar.kernel import which
 from syncvar.kernel import write as native_write
-from syncvar.variables.places import stacks
 from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:
@@ -27,9 +26,10 @@ if TYPE_CHECKING:
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 
+    Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "prepared_write", "unprepared"]
+__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "prepared_read", "prepared_write", "sealed", "unprepared"]
 
 WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
 UNDONE, DONE, DECIDE = 0, 1, 2
@@ -54,7 +54,7 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: Shortcut,
         call: The all-reduce, which applies its result to the copy.
         counts: The write is an increment of an AUTO variable.
     """
-    local, roster, is_default, communicator = stacks(owner.context), owner.roster, owner.is_default, owner.communicator
+    local, roster, is_default, communicator = owner.places, owner.roster, owner.is_default, owner.communicator
     channel, shape, dtype, ndarray, replica = communicator.channel, storage.array.shape, storage.array.dtype, np.ndarray, Context.REPLICA
 
     def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
@@ -99,3 +99,36 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: Shortcut,
         call, write, where, storage, tally, roster, (dtype, shape), is_default=is_default, is_increment=counts
     )
     return made
+
+
+def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: Shortcut) -> Read:
+    """Return a prepared read that combines the copies: a function whose result is None where nothing has been done.
+
+    Args:
+        owner: The strategy.
+        storage: The memory of the copy.
+        tally: The variable's.
+        call: The all-reduce.
+    """
+    communicator = owner.communicator
+    channel = communicator.channel
+
+    def read(_copy: bool) -> NDArray[Any] | None:
+        if communicator.channel is not channel or communicator.uneven is not None:
+            return None
+        array, held = storage.held()  # as long as the second lives, the first is not written
+        value = call(array, None, None, owner.timeout)
+        del held
+        if value is None:
+            return None
+        tally.collectives += 1
+        value.setflags(write=False)  # as `sealed`
+        return value.view()
+
+    return read
+
+
+def sealed(value: NDArray[Any]) -> NDArray[Any]:
+    """Return a value as reads hand it out: nobody can make the view writable."""
+    value.setflags(write=False)
+    return value.view()

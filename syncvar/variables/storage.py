@@ -141,22 +141,33 @@ class Storage(Copied):
         have been made in part.
         """
         view = self._shown[...]
-        return self.held()[1] if self._changes or self.is_being_written else view
+        if not self._changes and not self.is_being_written:
+            return view
+        del view
+        return self._exposed_beside_a_write()
+
+    def read(self, copy: bool) -> NDArray[Any]:
+        """Return what `expose` returns; without a copy, a view that is valid until the next write."""
+        return self.expose() if copy else self.view
 
     def held(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return (the array itself, what `expose` returns): the array does not change as long as the view lives."""
+        """Return (the array itself or a copy, what keeps it): it does not change as long as the second is referred to."""
         array = self.array
-        view = self._shown[...]  # of that array; or of another one, to which a write has gone meanwhile, and then that one is left alone
+        ground = self._ground  # of that array; or of another one, to which a write has gone meanwhile, and then that one is left alone
         if not self._changes and not self.is_being_written:
-            return array, view
-        del view
+            return array, ground
+        del ground
+        copy = self._exposed_beside_a_write()
+        return copy, copy
+
+    def _exposed_beside_a_write(self) -> NDArray[Any]:
         # In a forked copy of this process the thread that writes does not exist.
         with contextlib.nullcontext() if self._context.is_forked else self._lock:
             if not self._changes and not self.is_being_written:
-                return self.array, self._shown[...]
+                return self._shown[...]
             copy = self.array.copy()
         copy.flags.writeable = False
-        return copy, copy
+        return copy
 
     @property
     def _is_parents(self) -> bool:

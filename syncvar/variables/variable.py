@@ -30,7 +30,7 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.prepared import DECIDE, DONE, UNDONE, prepared_write, unprepared
+from syncvar.variables.prepared import DECIDE, DONE, UNDONE, prepared_read, prepared_write, sealed, unprepared
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.queue import WriteQueue, queue_of
 from syncvar.variables.requests import request_of, rows_request
@@ -42,12 +42,13 @@ from syncvar.variables.storage import being_written
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.variables.prepared import Write
+    from syncvar.variables.prepared import Read, Write
 
 __all__ = ["Variable"]
 
 UFUNCS: dict[Operation, Any] = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
 _ASSIGN, _ADD, _SUB = UFUNCS
+_READ, _LOCAL, _SYNC = Operation.READ, Operation.LOCAL, Operation.SYNC
 _UNPREPARED: dict[Operation, Write] = dict.fromkeys(UFUNCS, unprepared)
 _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
@@ -109,6 +110,7 @@ class Variable(Taught, ArrayProtocol):
         self._pace = "eager"
         self._is_pinned = False
         self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas
+        self._reading: dict[tuple[Operation, Context | None], Read] = {}  # prepared reads, by where they are made
         self._queue: WriteQueue | None = None  # while it is deferred
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
@@ -193,15 +195,15 @@ class Variable(Taught, ArrayProtocol):
             >>> v.read_value(), float(v), v * 2
             (array(2., dtype=float32), 2.0, np.float32(4.0))
         """
-        return self._read(Operation.READ, copy=copy)
+        return self._read(_READ, copy)
 
     def value(self) -> NDArray[Any]:
         """Return `read_value()`."""
-        return self._read(Operation.READ)
+        return self._read(_READ)
 
     def numpy(self) -> NDArray[Any]:
         """Return `read_value()`."""
-        return self._read(Operation.READ)
+        return self._read(_READ)
 
     def local_value(self) -> NDArray[Any]:
         """Return this replica's copy, read-only; sends nothing, in every context, and copies nothing.
@@ -211,7 +213,7 @@ class Variable(Taught, ArrayProtocol):
             >>> sv.Variable(1, synchronization="ON_READ").local_value()
             array(1)
         """
-        return self._read(Operation.LOCAL)
+        return self._read(_LOCAL)
 
     def sync(self) -> NDArray[Any]:
         """Meet all replicas and return the variable's value; collective in every context (not for NONE).
@@ -219,7 +221,7 @@ class Variable(Taught, ArrayProtocol):
         Raises:
             NoAggregation: ON_READ with aggregation NONE.
         """
-        return self._read(Operation.SYNC)
+        return self._read(_SYNC)
 
     def read_from(self, rank: int) -> NDArray[Any]:
         """Return another replica's copy, read-only, without its taking part; for ON_WRITE the value.
@@ -241,7 +243,16 @@ class Variable(Taught, ArrayProtocol):
             >>> v.read_from(0)
             array(3., dtype=float32)
         """
-        return self._read(Operation.READ_FROM, rank)
+        action = self._decide(Operation.READ_FROM)
+        self._settle()
+        if self._tally.added != self._turned:
+            self._count_turn()
+        what = f"read_from({rank!r}) of variable {self.name!r}"
+        replica = checked_replica(rank, self._replicas, what)
+        self._reads += 1
+        if action.travel is Travel.QUESTION and replica != self._owner.communicator.home_rank:
+            return fetch(self._owner, self._namespace, self.name, replica, what)
+        return self._storage.expose()
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -406,7 +417,9 @@ class Variable(Taught, ArrayProtocol):
     # -- the two paths --------------------------------------------------------------------------------------------
 
     def _decide(self, operation: Operation) -> Action:
-        context = context_of(self._owner, f"{operation.value} of variable {self.name!r}")
+        context = context_here(self._owner)
+        if context is None:
+            context = context_of(self._owner, f"{operation.value} of variable {self.name!r}")  # raises
         action = decide(self._synchronization, self._aggregation, context, operation)
         if action.error is not None:
             call = f"{self.name}.{operation.value}(…)"
@@ -426,48 +439,58 @@ class Variable(Taught, ArrayProtocol):
         if self._queue is not None:
             self._queue.settle(self)
 
-    def _read(self, operation: Operation, replica: Any = 0, *, copy: bool = True) -> NDArray[Any]:
-        action = self._decide(operation)
-        self._settle()
+    def _read(self, operation: Operation, copy: bool = True) -> NDArray[Any]:
+        """Read as it was prepared, or else by the table."""
+        where = operation, context_here(self._owner)
+        read = self._reading.get(where)
+        if read is None and self._decide(operation).travel is Travel.NOTHING:
+            read = self._reading[where] = self._storage.read
+        if self._queue is not None:
+            self._queue.settle(self)
         if self._tally.added != self._turned:
-            self._turned = self._tally.added
-            self._turns += 1
-        travel = action.travel
-        if operation is Operation.READ_FROM:
-            what = f"read_from({replica!r}) of variable {self.name!r}"
-            replica = checked_replica(replica, self._replicas, what)
-            if travel is Travel.QUESTION and replica != self._owner.communicator.home_rank:
-                self._reads += 1
-                return fetch(self._owner, self._namespace, self.name, replica, what)
+            self._count_turn()
         self._reads += 1
-        if travel in (Travel.NOTHING, Travel.QUESTION):
-            return self._storage.expose() if copy else self._storage.view
+        try:
+            value = None if read is None else read(copy)
+            return self._read_together(where) if value is None else value
+        except (MismatchError, DeadlineExceeded, PeerLost) as error:
+            self._advise_reader(operation, error)
+            raise
+
+    def _count_turn(self) -> None:
+        """Count a read that comes after an increment."""
+        self._turned = self._tally.added
+        self._turns += 1
+
+    def _read_together(self, where: tuple[Operation, Context | None]) -> NDArray[Any]:
+        """Read by a call in which all replicas take part, and prepare the next one."""
+        owner, operation = self._owner, where[0]
+        communicator = owner.communicator
+        array, held = self._storage.held()  # as long as the second lives, the first is not written
+        action = self._decide(operation)
+        travel = action.travel
         kind = self._synchronization.name
         what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"
-
-        array, held = self._storage.held()  # as long as the second lives, the first is not written
 
         def mine() -> NDArray[Any]:
             if travel in (Travel.SUM, Travel.MEAN):
                 self._check_sum(f"{operation.value} of variable {self.name!r}")
             return array
 
-        communicator, value = self._owner.communicator, None
-        try:
-            if communicator.uneven is not None and self._synchronization is VariableSynchronization.ON_READ:
-                communicator.roll(what, self._owner.timeout)
-                if len(communicator.whole) > communicator.size:
-                    value = with_absent(self._owner, self._namespace, self.name, mine(), travel, what)
-            if value is None:
-                value = self._travel(action, what, mine, request_of)
-        except (MismatchError, DeadlineExceeded, PeerLost) as error:
-            self._advise_reader(operation, error)
-            raise
+        if communicator.uneven is not None and self._synchronization is VariableSynchronization.ON_READ:
+            communicator.roll(what, owner.timeout)
+            if len(communicator.whole) > communicator.size:
+                return sealed(with_absent(owner, self._namespace, self.name, mine(), travel, what))
+        value = self._travel(action, what, mine, request_of)
+        del held
         if travel is Travel.MEETING:
             return self._storage.expose()
-        del held
-        value.flags.writeable = False
-        return value.view()
+        if travel in (Travel.SUM, Travel.MEAN):
+            op = "sum" if travel is Travel.SUM else "mean"
+            call = reduction_shortcut(communicator, array, op, what, owner.reproducible)
+            if call is not None:
+                self._reading[where] = prepared_read(owner, self._storage, self._tally, call)
+        return sealed(value)
 
     def _advise_reader(self, operation: Operation, error: SyncvarError) -> None:
         """Add to the error of a collective read what to write instead: some ranks only may have read."""

@@ -19,7 +19,7 @@ from syncvar.variables import Variable
 from syncvar.variables.roster import Roster
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
-ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
+ON_WRITE, AUTO, ON_READ = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO, sv.VariableSynchronization.ON_READ
 ONES = np.ones(3)
 
 
@@ -46,9 +46,20 @@ def writes():
     }
 
 
+def entered(strategy, fn):
+    with strategy.scope():
+        return fn()
+
+
 def values():
     strategy = sv.MirroredStrategy(timeout=20.0)
+    own = sv.Variable(ONES, synchronization=ON_READ, aggregation=SUM)
+    with strategy.scope():
+        mean = sv.Variable(np.ones(40_000), synchronization=ON_READ, aggregation=MEAN)
     return {
+        "reading ON_READ": own.read_value,
+        "reading a long ON_READ in a scope": lambda: entered(strategy, mean.numpy),
+        "sync of ON_READ in run": lambda: strategy.run(mean.sync),
         "reduce of a number": lambda: strategy.reduce("SUM", 0.5, axis=None),
         "reduce of a dict": lambda: strategy.reduce(sv.ReduceOp.MEAN, {"loss": 0.5, "acc": ONES}, axis=None),
         "all_reduce in the context": lambda: strategy.run(lambda: sv.get_replica_context().all_reduce("MEAN", 0.5)),

@@ -218,3 +218,42 @@ def test_what_a_write_holds_is_let_go_with_its_variable(ranks):
 
     alone = sys.getrefcount(object())
     assert [(same, one - alone, two - alone) for same, one, two in ranks(fn)] == [(True, 1, 1)] * 2
+
+
+@pytest.mark.parametrize(("dtype", "aggregation", "wanted"), [("f4", SUM, 6.0), ("f8", MEAN, 3.0), ("f2", MEAN, 3.0), ("i8", SUM, 6.0)])
+def test_reads_that_combine_the_copies_are_prepared_and_exact(ranks, dtype, aggregation, wanted):
+    """The first read goes by the table, the others by the prepared call; what was read stays, whatever is written later."""
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        seen = []
+        for shape in ((), (3,), (9_000,)):
+            v = sv.Variable(np.zeros(shape, dtype), synchronization="ON_READ", aggregation=aggregation)
+            with strategy.scope():
+                w = sv.Variable(np.zeros(shape, dtype), synchronization="ON_READ", aggregation=aggregation)
+            kept = []
+            for _ in range(4):
+                for one, where in ((v, sv.get_strategy()), (w, strategy)):
+                    where.run(lambda one=one: one.assign(np.full(shape, 2 + 2 * sv.rank(), dtype)))  # noqa: B023
+                    kept.append(one.read_value())
+                    own, synced = where.run(lambda one=one: (one.read_value(), one.sync()))
+                    kept.append(synced)
+                    seen += [own.dtype == dtype, bool((own == 2 + 2 * sv.rank()).all()), not kept[-2].flags.writeable]
+                    where.run(lambda one=one: one.assign(np.full(shape, 9, dtype)))  # noqa: B023
+                seen += [bool((one == wanted).all() and one.shape == shape and one.dtype == dtype) for one in kept]
+        return all(seen), len(seen)
+
+    (good, count), other = ranks(fn)
+    assert good
+    assert (good, count) == other
+
+
+def test_only_one_rank_reads_what_all_have_to(ranks):
+    def fn():
+        v = sv.Variable(ONES, synchronization="ON_READ", aggregation=SUM)
+        for _ in range(3):
+            v.read_value()
+        error = caught(v.read_value if sv.rank() == 0 else sv.barrier)
+        return type(error), "or take this replica's copy" in str(error), v.read_value().tolist()
+
+    assert ranks(fn) == [(sv.MismatchError, rank == 0, [1.0] * 3) for rank in range(2)]
