@@ -18,7 +18,7 @@ except ImportError:
     raise ConfigError("engine='dask' needs Dask: pip install 'syncvar[dask]', here and on the hosts of the cluster") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["Dask"]
 
@@ -55,51 +55,60 @@ class Dask:
         self._is_again = False
 
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:
-        """Choose the workers that have least to do, each of a process of its own."""
+        """Choose the workers that have least to do; a place is one that has answered, for some are busy, or gone already."""
+        began = time.monotonic()
         # Workers that a nanny has just started again are there soon; those that never were do not come by waiting.
-        until = time.monotonic() + (timeout_s if self._is_again else min(_COMING_S, timeout_s))
+        coming_s = timeout_s if self._is_again else min(_COMING_S, timeout_s)
         self._connect(workers)
-        while len(found := self._workers()) < workers:
-            if time.monotonic() > until:
-                raise LaunchError(
-                    f"{workers} ranks need {workers} workers of Dask at once, one each, and {self._client.scheduler.address} has "
-                    f"{len(found)}{'' if self._only is None else ' of those named'}: start more (cluster.scale({workers}), or dask worker), or ask for fewer (workers=)"
-                )
-            time.sleep(_LOOK_S)
         self._is_again = True
-        processing = self._client.processing()
-        chosen = sorted(found, key=lambda address: len(processing.get(address, ())))[:workers]
-        chosen.sort()
-        self._ids = [(address, found[address]) for address in chosen]
-        try:
-            told = self._client.run(_arrive, workers=chosen)
-        except Exception as error:  # of any kind: it is what the worker raised
-            raise LaunchError(f"a worker of Dask cannot be a rank: {error!r}; do all have this version of syncvar?") from error
-        return [told[address] for address in chosen]
+        asked: dict[tuple[str, str], Any] = {}  # workers: address and identity -> what will be their answer
+        while True:
+            found = self._workers()
+            asked = {one: answer for one, answer in asked.items() if one in found and answer.status in ("pending", "finished")}
+            ready = [one for one, answer in asked.items() if answer.done()]
+            if len(ready) == workers:
+                break
+            waited_s = time.monotonic() - began
+            if waited_s > (timeout_s if len(found) >= workers else coming_s):
+                raise LaunchError(self._too_few(workers, len(found), len(ready), waited_s))
+            processing = self._client.processing()
+            free = sorted((one for one in found if one not in asked), key=lambda one: len(processing.get(one[0], ())))
+            for one in free[: workers - len(asked)]:
+                asked[one] = self._submit(_arrive, f"syncvar-{secrets.token_hex(8)}", one[0])
+            self._wait([answer for answer in asked.values() if not answer.done()], _LOOK_S)
+            for answer in asked.values():
+                if answer.status == "error" and isinstance(answer.exception(), Exception) and not isinstance(answer.exception(), distributed.KilledWorker):
+                    raise LaunchError(f"a worker of Dask cannot be a rank: {answer.exception()!r}; do all have this version of syncvar?")
+        self._ids = sorted(ready)
+        return [asked[one].result() for one in self._ids]
+
+    def _too_few(self, workers: int, found: int, ready: int, waited_s: float) -> str:
+        where = f"{self._client.scheduler.address} has {found}{'' if self._only is None else ' of those named'}"
+        if found >= workers:
+            return f"{workers} ranks need {workers} workers of Dask at once; {where}, of which {ready} had room for a task within {waited_s:.0f} s"
+        return (
+            f"{workers} ranks need {workers} workers of Dask at once, one each, and {where}: start more "
+            f"(cluster.scale({workers}), or dask worker), or ask for fewer (workers=)"
+        )
 
     def begin(self, parts: Sequence[bytes]) -> None:
         """Give each worker its part."""
         self._key = f"syncvar-{secrets.token_hex(8)}"
         self._plays = {
-            self._client.submit(
-                _play, part, f"{self._key}-{number}", key=f"{self._key}-{number}", workers=[address], allow_other_workers=False,
-                pure=False, retries=0, priority=1000,
-            ): number
+            self._submit(_play, f"{self._key}-{number}", address, part, f"{self._key}-{number}"): number
             for number, (part, (address, _)) in enumerate(zip(parts, self._ids, strict=True))
-        }  # fmt: skip
+        }
 
     def ended(self, timeout_s: float) -> Mapping[int, bytes | str]:
         """Wait for a task's answer, or until its worker is gone."""
         until = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(TimeoutError):
-                distributed.wait(list(self._plays), timeout=min(_LOOK_S, timeout_s), return_when="FIRST_COMPLETED")
+            self._wait(list(self._plays), min(_LOOK_S, timeout_s))
             told = {number: _answer(one) for one, number in self._plays.items() if one.done()}
             workers = self._workers()
             for number in self._plays.values():
-                address, identity = self._ids[number]
-                if number not in told and workers.get(address) != identity:
-                    told[number] = f"its Dask worker {address} is gone"
+                if number not in told and self._ids[number] not in workers:
+                    told[number] = f"its Dask worker {self._ids[number][0]} is gone"
             if told or time.monotonic() >= until:
                 self._plays = {one: number for one, number in self._plays.items() if number not in told}
                 return told
@@ -107,10 +116,11 @@ class Dask:
     def end(self, grace_s: float) -> None:
         """End the ranks that still run; where one does not, in its grace, its worker is started again by its nanny."""
         if self._plays:
-            left = {self._ids[number][0]: f"{self._key}-{number}" for number in self._plays.values()}
-            self._client.run(_interrupt, list(left.values()), workers=list(left), on_error="ignore")  # some may be gone
-            with contextlib.suppress(TimeoutError):
-                distributed.wait(list(self._plays), timeout=grace_s)
+            there = self._workers()
+            left = {self._ids[number][0]: f"{self._key}-{number}" for number in self._plays.values() if self._ids[number] in there}
+            if left:
+                self._client.run(_interrupt, list(left.values()), workers=list(left), on_error="ignore")  # one may go just now
+            self._wait(list(self._plays), grace_s, "ALL_COMPLETED")
             late = [self._ids[number][0] for one, number in self._plays.items() if not one.done()]
             self._client.cancel(list(self._plays), force=True)
             if late:
@@ -136,13 +146,26 @@ class Dask:
         if getattr(self._client, "asynchronous", False):
             raise ConfigError("sv.run waits for its results: give it a client that is not asynchronous")
 
-    def _workers(self) -> dict[str, str]:
-        """Return the workers that there are now: address -> identity, which a worker that is started again has not."""
+    def _workers(self) -> set[tuple[str, str]]:
+        """Return the workers that there are now: address, and identity, which a worker that is started again has not."""
         told = self._client.scheduler_info(n_workers=-1)["workers"]
         return {
-            address: about["id"] for address, about in told.items()
+            (address, about["id"]) for address, about in told.items()
             if about.get("status") == "running" and (self._only is None or not self._only.isdisjoint((address, str(about["name"]))))
         }  # fmt: skip
+
+    def _wait(self, answers: list[Any], timeout_s: float, how: str = "FIRST_COMPLETED") -> None:
+        if not answers:
+            time.sleep(timeout_s)
+            return
+        with contextlib.suppress(TimeoutError), self._client.as_current():
+            distributed.wait(answers, timeout=timeout_s, return_when=how)
+
+    def _submit(self, function: Callable[..., bytes], key: str, address: str, *arguments: Any) -> Any:
+        """Let one worker do something once, before what others want of it."""
+        return self._client.submit(
+            function, *arguments, key=key, workers=[address], allow_other_workers=False, pure=False, retries=0, priority=1000
+        )
 
 
 def _current_client() -> Any:
@@ -152,10 +175,10 @@ def _current_client() -> Any:
         return None
 
 
-def _arrive(dask_worker: Any) -> bytes:
+def _arrive() -> bytes:
     from syncvar.engines.place import arrive
 
-    return arrive(dask_worker.ip)
+    return arrive(distributed.get_worker().ip)
 
 
 def _play(part: bytes, key: str) -> bytes:

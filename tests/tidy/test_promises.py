@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMISES = tomllib.loads((REPOSITORY / "tests" / "promises.toml").read_text())["promise"]
 KEYS = {"says", "test", "set", "constant", "amount", "cases", "ids"}
-MARKS = {"default": "not slow and not tensors and not mpi", "slow": "slow and not peers"}  # as pyproject.toml and .ci/run have them
+MARKS = {"default": "not slow and not tensors and not mpi and not ray and not dask and not slurm", "slow": "slow and not peers"}  # as pyproject.toml and .ci/run have them
 
 
 def collected(marks):
