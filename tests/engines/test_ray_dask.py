@@ -230,7 +230,7 @@ def test_a_caller_that_is_killed_takes_its_ranks_along(session, tmp_path):
         f"""
         import os, subprocess, time
         text = "import engine_jobs as jobs, syncvar as sv; sv.run(jobs.computes_on_and_on, 2, ({str(tmp_path)!r},), engine='ray')"
-        child = subprocess.Popen([sys.executable, "-c", text])
+        child = subprocess.Popen([sys.executable, "-c", text], env={{**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}})
         until = time.monotonic() + 60
         pids = []
         while len(pids) < 2 and child.poll() is None and time.monotonic() < until:
@@ -243,6 +243,6 @@ def test_a_caller_that_is_killed_takes_its_ranks_along(session, tmp_path):
         tell(began=len(pids), stay=[pid for pid in pids if os.path.exists(f"/proc/{{pid}}")])
         tell(then=len(sv.run(jobs.who, 2, (1,))))  # which sweeps the folder that killed processes leave
         """,
-        own=True,
+        "ray",
     )
     assert (told["began"], told["stay"], told["then"]) == (2, [], 2)
