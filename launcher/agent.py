@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgpack
 
 from syncvar.parent import libc
+from syncvar.roles import is_server
 from syncvar_launcher.children import child_of
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.sessions import busy_ticks, kill_sessions, process_state, signal_sessions, start_time
@@ -137,6 +138,7 @@ class Agent:
         source: int = -1,
         pass_fds: Sequence[int] = (),
         named: Mapping[str, int] | None = None,
+        is_fresh: bool = False,
     ) -> None:
         """Start a worker. Call it from the thread that lives as long as the agent: its death ends the worker.
 
@@ -153,6 +155,7 @@ class Agent:
             source: Where what it writes to `outputs` is read, which is the agent's then; -1 for nowhere.
             pass_fds: Descriptors it inherits.
             named: More of them, by the variable that tells the number.
+            is_fresh: It is not forked, though others are.
         """
         word, word_end = os.pipe2(os.O_CLOEXEC)
         ends = [word_end]
@@ -168,7 +171,7 @@ class Agent:
                 err, err_end = os.pipe2(os.O_CLOEXEC)
                 ends += [out_end, err_end]
                 streams |= {"stdout": out_end, "stderr": err_end}
-            if self._server is not None:
+            if self._server is not None and not is_fresh:
                 process = self._server.fork(environ, cores, streams | inherited)
             else:
                 process = subprocess.Popen(
@@ -264,9 +267,9 @@ class Agent:
                         os.kill(pid, signal.SIGCONT)
 
     def send_groups(self, number: int) -> None:
-        """Send a signal to the process group of each worker: to itself, and to what it has started and left there."""
+        """Send a signal to the process group of each rank: to itself, and to what it has started and left there."""
         for worker in self.workers.values():
-            if worker.status is None:
+            if worker.status is None and not is_server(worker.rank):
                 with contextlib.suppress(OSError):
                     os.killpg(worker.process.pid, number)
 

@@ -122,16 +122,11 @@ class Agents:
         for index, site in enumerate(self._fleet.sites):
             ranks = range(first, first + site.workers)
             first += site.workers
+            servers = [number for number in self._job.servers if self._job.host_of(number) == index]
             told = [
-                {
-                    "rank": rank,
-                    "environ": self._job.own_environment(rank, self._rendezvous, "", torch, self._generation, self._restarts),
-                    "cores": bindings[index].cores[rank - ranks[0]],
-                    "has_input": rank == self._reader,
-                    "terminal": list(self._input.size) if rank == self._reader and self._input.size is not None else None,
-                }
-                for rank in ranks
-            ]  # fmt: skip
+                *(self._told(number, {}, None) for number in servers),
+                *(self._told(rank, torch, bindings[index].cores[rank - ranks[0]], has_input=rank == self._reader) for rank in ranks),
+            ]
             cwd, target = place_there(site.remote, chosen)
             start = {
                 "job": self._job.job_id, "generation": self._generation, "secret": self._fleet.secret, "ranks": told,
@@ -140,12 +135,28 @@ class Agents:
                 "is_clear": chosen.env_clear, "has_totals": bool(chosen.stats), "start_method": chosen.start_method,
                 "cwd": cwd, "kind_of_target": chosen.kind, "target": target,
                 "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
+                "servers": len(servers),
             }  # fmt: skip
-            self.workers |= dict.fromkeys(ranks, site)
-            self._running |= set(ranks)
+            self.workers |= dict.fromkeys((*servers, *ranks), site)
+            self._running |= {*servers, *ranks}
             site.remote.heard = time.monotonic()
             site.remote.send("begin", start=start)
         self._input.take()
+
+    def start_again(self, rank: int, incarnation: int) -> None:
+        """Start a rank again, alone; it gets no input."""
+        site = self.workers[rank]
+        host = self._job.host_of(rank)
+        cores = self._job.binding_of(host).cores[self._job.hosts.local_rank(rank)]
+        self._running.add(rank)
+        site.remote.send("begin_again", one=self._told(rank, {}, cores, incarnation=incarnation))
+
+    def _told(
+        self, number: int, torch: dict[str, str], cores: Any, *, has_input: bool = False, incarnation: int = 0
+    ) -> dict[str, Any]:
+        environ = self._job.own_environment(number, self._rendezvous, "", torch, self._generation, self._restarts, incarnation)
+        terminal = list(self._input.size) if has_input and self._input.size is not None else None
+        return {"rank": number, "environ": environ, "cores": cores, "has_input": has_input, "terminal": terminal}
 
     def describe(self) -> tuple[str, str]:
         """Return what serves, in few words and as a whole line."""

@@ -9,7 +9,7 @@ from syncvar.begin import command_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["worker_command"]
+__all__ = ["server_command", "worker_command"]
 
 
 def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
@@ -31,3 +31,19 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
         return [target, *args]
     how = ["-m", target] if kind == "module" else [target]
     return [*command_of("syncvar.forkserver" if is_forked else "syncvar.bootstrap"), *how, *args]
+
+
+def server_command(kind: str, target: str, server: int) -> list[str]:
+    """Return the command line of a server, which names whose update rules it may import and runs nothing of it.
+
+    Args:
+        kind: What the target of the workers is: "script", "module" or "command".
+        target: What they run.
+        server: Which server.
+
+    Example:
+        >>> server_command("script", "train.py", 1)[2:]
+        ['syncvar.serving.process', 'server', '1', 'train.py']
+    """
+    beside = {"module": ["-m", target], "script": [target], "command": []}[kind]
+    return [*command_of("syncvar.serving.process"), "server", str(server), *beside]

@@ -3,16 +3,18 @@
 Each line is one object. All have `event`, `time` (seconds since 1970), `monotonic` (seconds of this host's monotonic clock,
 by which to measure) and `job` (its identity). What else an event has:
 
-* `job_start`: version, host, hosts, workers, kind, target, start_method, max_restarts, options (a digest of all settings), pid.
+* `job_start`: version, host, hosts, workers, servers, kind, target, start_method, max_restarts, options (a digest of all settings), pid.
 * `rank_start`: rank, host, pid, restarts (how often the ranks have been started again before).
 * `met`: generation, after_s (since these ranks were started). All ranks have joined.
 * `stall`: text. A rank waits for others for long; `notice`: text. Whatever else the launcher was told to show.
 * `signal`: signal, name. The launcher got one that ends the job; `signal_forwarded`: the same, passed on to all ranks.
 * `rank_failed`: rank, error, message. What a rank said of its failure before it ended.
 * `rank_end`: rank, pid, exit_code (null where a signal ended it), signal (null where none did).
+* `server_start`, `server_failed`, `server_end`: the same of a server, with `server` in place of `rank`.
+* `server_lost`: server, why. The job goes on with the copies of its variables. `rank_restart`: rank, why, number. It is started again alone.
 * `restart`: number, reason, pause_s, generation, rank (the culprit, or null), why.
 * `preempted`: signal (or null). All ranks have saved, stopped as asked and want to be run again.
-* `job_end`: exit_code, rank (the culprit, or null), why, elapsed_s.
+* `job_end`: exit_code, rank (the culprit, or null), why, elapsed_s; server, where the culprit is one.
 
 A job that cannot be started has no `job_end`. Fields may be added. A line is appended by one write. Whoever should read a pipe and does not stops nobody: what it does
 not take waits, up to a limit, and is dropped then.

@@ -20,6 +20,7 @@ import zmq
 import syncvar
 from syncvar import exits
 from syncvar.restarting import Ending
+from syncvar.roles import SERVER_0, is_server, process_name
 from syncvar.runtime.store import Store
 from syncvar.stacks import doing
 from syncvar.transports.zeromq import tcp_endpoint
@@ -44,10 +45,19 @@ from syncvar_launcher.report import (
 from syncvar_launcher.secret import KEY_FD, secret_descriptor
 from syncvar_launcher.sharing import Sharing, sharing_of
 from syncvar_launcher.stacks import Stacks
-from syncvar_launcher.supervise import Action, Announce, Cause, Outcome, Supervisor, Terminate
+from syncvar_launcher.supervise import (
+    Action,
+    Announce,
+    Cause,
+    DoWithout,
+    Outcome,
+    Restart,
+    Supervisor,
+    Terminate,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from syncvar_launcher.directory import JobDirectory
     from syncvar_launcher.events import EventLog
@@ -121,7 +131,7 @@ class Generation:
         else:
             self._prepare_there(job, job.fleet, directory)
         self.store.watch()
-        self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s)
+        self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s, job.mirrors(), chosen.max_restarts - restarts)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.inquiries = Inquiries(directory.path, self._about, self.stacks, self.store.coordinator.position, chosen.workers)
         self.store.seen = self._activity
@@ -130,6 +140,7 @@ class Generation:
         self.passed: set[int] = set()
         self.ends: dict[int, tuple[Ended, float]] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
+        self._secret = b""  # of the hosts as which this machine poses
 
     def _prepare_here(self, job: Job, directory: JobDirectory, server: ForkServer | None) -> None:
         """Make what the ranks of this machine need."""
@@ -211,33 +222,42 @@ class Generation:
         if not self.job.beginning.is_forked:
             self.agent.start_fresh()
         torch = _torch_environment() if chosen.torch_env else {}
-        base = self.job.base_environment()
-        argv = self.job.command()
+        if len(self.job.hosts.sizes) > 1:
+            self._secret = os.urandom(KEY_BYTES)
+        for number in (*self.job.servers, *range(chosen.workers)):
+            self._start_one(number, torch)
+
+    def _start_one(self, number: int, torch: Mapping[str, str], incarnation: int = 0) -> None:
+        """Start a worker or a server; one that is started again gets no input."""
+        assert isinstance(self.agent, Agent)
+        chosen, serves = self.options, is_server(number)
+        argv = self.job.server_command(number) if serves else self.job.command() if not incarnation else self.job.fresh_command()
+        has_terminal = chosen.debug == number
+        has_input = (has_terminal if chosen.debug is not None else number == 0) and not incarnation
         named: dict[str, int] = {}
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        if len(self.job.hosts.sizes) > 1:
-            named[KEY_FD] = secret_descriptor(os.urandom(KEY_BYTES), self.directory.path)
         try:
-            for rank in range(chosen.workers):
-                has_terminal = chosen.debug == rank
-                has_input = has_terminal if chosen.debug is not None else rank == 0
-                self.agent.start(
-                    rank,
-                    argv,
-                    base | self.job.own_environment(rank, self.rendezvous, self._directory_of(rank), torch, self.number, self.restarts),
-                    chosen.cwd,
-                    self.job.binding.cores[rank],
-                    stdin=0 if has_input else null,
-                    outputs=(1, 2) if has_terminal else None,
-                    pass_fds=self.job.pass_fds(),
-                    named=named,
-                )
-                self._handle(Started(rank, self.stacks.pid(rank)))
+            if self._secret:
+                named[KEY_FD] = secret_descriptor(self._secret, self.directory.path)
+            own = self.job.own_environment(number, self.rendezvous, self._directory_of(number), torch, self.number, self.restarts, incarnation)
+            self.agent.start(
+                number,
+                argv,
+                self.job.base_environment() | own,
+                chosen.cwd,
+                None if serves else self.job.binding.cores[number],
+                stdin=0 if has_input else null,
+                outputs=(1, 2) if has_terminal else None,
+                pass_fds=self.job.pass_fds(),
+                named=named,
+                is_fresh=serves or incarnation > 0,
+            )
         except OSError as error:
             raise cannot_start(argv[0], error) from error
         finally:
             for descriptor in (null, *named.values()):
                 os.close(descriptor)
+        self._handle(Started(number, self.stacks.pid(number)))
 
     def _server_speaks(self) -> None:
         """Start the workers, now that their server is ready, or give up where it has ended instead."""
@@ -263,12 +283,12 @@ class Generation:
         )
 
     def _never_begin(self, status: int) -> None:
-        """Let all workers end before they begin."""
-        for rank in range(self.options.workers):
-            self._handle(Ended(rank, status))
+        """Let all end before they begin."""
+        for number in sorted(self.supervisor.running):
+            self._handle(Ended(number, status))
 
     def _directory_of(self, rank: int) -> str:
-        return str(self.host_directories[self.job.hosts.host_of(rank)])
+        return str(self.host_directories[self.job.host_of(rank)])
 
     def _loop(self) -> None:
         idle: float | None = None
@@ -344,19 +364,21 @@ class Generation:
             if event.record.get("event") == "goodbye":
                 self.supervisor.goodbye(event.rank)
             elif event.record.get("event") == "failed":
-                self.forwarder.conceal(event.rank, "err", str(event.record.get("written", "")))  # `tell` shows it, once for all
-                self.events.add("rank_failed", rank=event.rank, error=event.record["error"], message=event.record["message"])
-                self._do(self.supervisor.failed(event.rank, event.record, now))
+                self.events.add(**_event("failed", event.rank), error=event.record["error"], message=event.record["message"])
+                actions = self.supervisor.failed(event.rank, event.record, now, joined=self._is_member(event.rank))
+                if event.rank in self.supervisor.causes:
+                    self.forwarder.conceal(event.rank, "err", str(event.record.get("written", "")))  # `tell` shows it, once for all
+                self._do(actions)
             elif event.record.get("event") == "takes_notice":
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
         elif isinstance(event, Started):
-            self.events.add("rank_start", rank=event.rank, host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
+            self.events.add(**_event("start", event.rank), host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
         elif isinstance(event, Gone):
-            self.events.add("rank_end", rank=event.rank, pid=self.stacks.pid(event.rank), exit_code=None, signal=None)
+            self.events.add(**_event("end", event.rank), pid=self.stacks.pid(event.rank), exit_code=None, signal=None)
             self._do(self.supervisor.gone(event.rank, event.reason, now, event.code))
         elif isinstance(event, Ended):
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
-            self.events.add("rank_end", rank=event.rank, pid=self.stacks.pid(event.rank), exit_code=code, signal=number)
+            self.events.add(**_event("end", event.rank), pid=self.stacks.pid(event.rank), exit_code=code, signal=number)
             self.ends[event.rank] = event, now + _WORD_S
             self._judge_ends(now)
 
@@ -376,8 +398,10 @@ class Generation:
             if not beyond and -event.status in self.passed:
                 beyond = "passed on to all ranks, and the script has no handler for it"
             self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=beyond))
-            if rank not in self.supervisor.causes or rank in self.supervisor.stopped:
+            if not is_server(rank) and (rank not in self.supervisor.causes or rank in self.supervisor.stopped):
                 self.store.finished(rank, now)
+            if self.options.servers:
+                self.store.servers.ended(rank, "" if event.status == 0 else exits.describe_exit(event.status))
 
     def _is_member(self, rank: int) -> bool:
         """Return whether a rank has joined and has not left."""
@@ -388,8 +412,14 @@ class Generation:
             if isinstance(action, Announce):
                 self._note_places(but=action.rank if action.has_ended else -1)
                 self.sharing.abort()  # before all else: who waits in shared memory looks at nothing else
+                if is_server(action.rank):
+                    self.store.servers.ended(action.rank, action.reason)
                 tell = self.store.ended if action.has_ended else self.store.given_up
                 tell(action.rank, action.reason, self.watch.now())
+            elif isinstance(action, DoWithout):
+                self._do_without(action)
+            elif isinstance(action, Restart):
+                self._start_again(action)
             elif self.server is not None:
                 self.server = None
                 self._never_begin(-signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL)
@@ -399,6 +429,26 @@ class Generation:
                 self.agent.send(action.ranks, signal.SIGTERM)
             else:
                 self.agent.kill(action.ranks)
+
+    def _do_without(self, action: DoWithout) -> None:
+        server = action.rank - SERVER_0
+        mirrors = self.job.mirrors()[server]
+        self.store.servers.ended(action.rank, action.reason)
+        self.events.add("server_lost", server=server, why=action.reason)
+        there = next(one for one in mirrors if one + SERVER_0 not in self.supervisor.lost)
+        name, host = process_name(action.rank), self.job.host_name(action.rank)
+        self.forwarder.say(f"syncvar: {name} on {host} is lost: {action.reason}; server {there} has copies of its variables and takes its place\n")
+
+    def _start_again(self, action: Restart) -> None:
+        count = self.supervisor.restarted[action.rank]
+        self.events.add("rank_restart", rank=action.rank, why=action.reason, number=count)
+        name, host = process_name(action.rank), self.job.host_name(action.rank)
+        self.forwarder.say(f"syncvar: {name} on {host} is started again alone ({count}): {action.reason}\n")
+        self.store.servers.begins_again(action.rank, count)
+        if isinstance(self.agent, Agents):
+            self.agent.start_again(action.rank, count)
+        else:
+            self._start_one(action.rank, {}, count)
 
     def _serve(self, now: float) -> None:
         self.store.serve(now)
@@ -468,7 +518,7 @@ class Generation:
             if opinion.is_lost:
                 self._do(self.supervisor.silent(rank, opinion.reason, now))
             else:
-                self.forwarder.say(f"syncvar: rank {rank} on {self.job.host_name(rank)}: {opinion.reason}\n")
+                self.forwarder.say(f"syncvar: {process_name(rank)} on {self.job.host_name(rank)}: {opinion.reason}\n")
 
     def _activity(self, rank: int) -> str:
         """Return what a rank's process has done since it was asked whether it is there, in words."""
@@ -590,6 +640,13 @@ class Generation:
                 return told.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]
             return f"{doing(position, place)}; then {told.error}"
         return doing(position, place)
+
+
+def _event(what: str, number: int) -> dict[str, Any]:
+    """Return the name of an event in the life of a process, and whose it is."""
+    if is_server(number):
+        return {"event": f"server_{what}", "server": number - SERVER_0}
+    return {"event": f"rank_{what}", "rank": number}
 
 
 def drop_passing(forwarder: OutputForwarder, watch: Watch, when: str) -> None:

@@ -23,7 +23,7 @@ from syncvar_launcher.facts import facts_of
 from syncvar_launcher.hostcopy import HostCopy
 from syncvar_launcher.hostranks import HostRanks
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
-from syncvar_launcher.messages import GREETING, Message, Order, Reader, checked_list, pack
+from syncvar_launcher.messages import GREETING, Message, OneRank, Order, Reader, checked_list, pack
 from syncvar_launcher.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class HostAgent:
         self._is_stopped = False
         self._notices, self._is_heeded = 0, False  # that somebody wants this host back
         self._answers: dict[str, Callable[[Message], None]] = {
-            "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin,
+            "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin, "begin_again": self._begin_again,
             "signal": self._signal, "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire,
             "kill": self._kill, "stop": self._stop, "resume": self._resume, "abort": self._abort,
             "credit": self._credit, "input": self._input, "window": self._window, "end": self._end, "beat": self._beat,
@@ -173,6 +173,16 @@ class HostAgent:
             self._listeners = None
         try:
             self._start = HostRanks(Order.read(message["start"]))
+        except WireError:
+            raise
+        except (SyncvarError, OSError) as error:
+            self._refuse(error)
+
+    def _begin_again(self, message: Message) -> None:
+        if self._start is None:
+            return
+        try:
+            self._start.begin_again(OneRank.read(message["one"]))
         except WireError:
             raise
         except (SyncvarError, OSError) as error:

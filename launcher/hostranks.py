@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
+from syncvar.roles import SERVER_0, is_server
 from syncvar.runtime.state import RECORDS, TOTALS
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning
+from syncvar_launcher.command import server_command, worker_command
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.forking import ForkServer, Refusal, ServerEnded
@@ -26,9 +28,9 @@ from syncvar_launcher.stacks import Asked, Stacks
 from syncvar_launcher.terminal import open_terminal, resize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from syncvar_launcher.messages import Order
+    from syncvar_launcher.messages import OneRank, Order
 
 __all__ = ["HostRanks"]
 
@@ -48,7 +50,7 @@ class HostRanks:
         self.credit = {(one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")}
         self._order = order
         base = self._base()
-        self._beginning = plan_beginning(order.start_method, order.kind_of_target, order.target, len(order.ranks), order.cwd, base)
+        self._beginning = plan_beginning(order.start_method, order.kind_of_target, order.target, len(order.ranks) - order.servers, order.cwd, base)
         self._stopped: set[int] = set()
         self._begun: dict[int, int] = {}
         self.asked: dict[int, tuple[Asked, float]] = {}
@@ -82,8 +84,8 @@ class HostRanks:
     @staticmethod
     def _share(order: Order, folder: Path) -> Sharing:
         return Sharing(
-            order.job, order.arena_bytes, [len(order.ranks)], [order.core_count], [folder],
-            why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over,
+            order.job, order.arena_bytes, [len(order.ranks) - order.servers], [order.core_count], [folder],
+            why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over, servers=[order.servers],
         )  # fmt: skip
 
     def writable(self) -> list[int]:
@@ -213,14 +215,28 @@ class HostRanks:
         order = self._order
         return self._beginning.command(order.kind_of_target, order.target, order.args)
 
+    def begin_again(self, one: OneRank) -> None:
+        """Start one rank again, alone."""
+        self._start([one], is_fresh=True)
+
     def _start_all(self) -> None:
-        order, base, argv = self._order, self._base(), self._command()
         if not self._beginning.is_forked:
             self.agent.start_fresh()
+        self._start(self._order.ranks)
+
+    def _start(self, ranks: Sequence[OneRank], *, is_fresh: bool = False) -> None:
+        order, base = self._order, self._base()
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         secret = secret_descriptor(order.secret, self._folder)
+        argv = self._command()
         try:
-            for one in order.ranks:
+            for one in ranks:
+                serves = is_server(one.rank)
+                argv = self._command()
+                if serves:
+                    argv = server_command(order.kind_of_target, order.target, one.rank - SERVER_0)
+                elif is_fresh:
+                    argv = worker_command(order.kind_of_target, order.target, order.args, is_forked=False)
                 stdin, outputs, source = null, None, -1
                 if one.terminal is not None:
                     source, self._input = open_terminal(one.terminal)
@@ -231,10 +247,11 @@ class HostRanks:
                     os.set_blocking(self._input_end, False)
                     stdin = self._input
                 own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
-                if order.has_totals:
+                if order.has_totals and not serves:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 self.agent.start(
                     one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source, named={KEY_FD: secret},
+                    is_fresh=is_fresh or serves,
                 )  # fmt: skip
                 self._begun[one.rank] = self.agent.workers[one.rank].process.pid
         except OSError as error:

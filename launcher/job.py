@@ -11,10 +11,12 @@ import socket
 from typing import TYPE_CHECKING
 
 from syncvar.env import RankEnvironment
+from syncvar.roles import SERVER_0, is_server, mirrors_of, server_hosts
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
+from syncvar_launcher.command import server_command, worker_command
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
@@ -54,6 +56,7 @@ class Job:
             self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
         else:
             self.hosts = HostMap(tuple(one.workers for one in fleet.sites))
+        self.server_hosts = server_hosts(chosen.servers, len(self.hosts.sizes))
         self.host = socket.gethostname()
         self.records = FlightRecords(chosen.log_dir, environ, self.job_id)
         self.usable = options.usable_cores()
@@ -71,6 +74,28 @@ class Job:
         chosen = self.options
         return self.beginning.command(chosen.kind, chosen.target, chosen.args)
 
+    def fresh_command(self) -> list[str]:
+        """Return the command line of a worker that is not forked."""
+        chosen = self.options
+        return worker_command(chosen.kind, chosen.target, chosen.args, is_forked=False)
+
+    def server_command(self, number: int) -> list[str]:
+        """Return the command line of a server, by the number of its process."""
+        return server_command(self.options.kind, self.options.target, number - SERVER_0)
+
+    @property
+    def servers(self) -> range:
+        """The numbers of the servers' processes."""
+        return range(SERVER_0, SERVER_0 + self.options.servers)
+
+    def mirrors(self) -> tuple[tuple[int, ...], ...]:
+        """Return for each server those that hold copies of its variables."""
+        return tuple(mirrors_of(server, self.server_hosts, self.options.server_replicas) for server in range(self.options.servers))
+
+    def host_of(self, number: int) -> int:
+        """Return the index of the host of a rank or server."""
+        return self.server_hosts[number - SERVER_0] if is_server(number) else self.hosts.host_of(number)
+
     def binding_of(self, host: int) -> Binding:
         """Return the cores of the workers of a host of the fleet."""
         assert self.fleet is not None
@@ -82,6 +107,8 @@ class Job:
         """Return how many ranks there are, and where, in words."""
         workers = self.options.workers
         ranks = f"{workers} rank{'s' * (workers > 1)}"
+        if servers := self.options.servers:
+            ranks += f" and {servers} server{'s' * (servers > 1)}"
         if self.fleet is None:
             return f"{ranks} on {self.host}"
         return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.fleet.sites)}"
@@ -89,8 +116,8 @@ class Job:
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host, for messages; a fake one has its number beside it."""
         if self.fleet is not None:
-            return self.fleet.sites[self.hosts.host_of(rank)].name
-        return f"{self.host}#{self.hosts.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
+            return self.fleet.sites[self.host_of(rank)].name
+        return f"{self.host}#{self.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
 
     def processor_of(self, host: int) -> str:
         """Return the kind of processor of a host, as `os.uname` names it."""
@@ -104,39 +131,45 @@ class Job:
         torch: Mapping[str, str],
         generation: int = 0,
         restarts: int = 0,
+        incarnation: int = 0,
     ) -> dict[str, str]:
-        """Return the variables that the launcher sets for a rank.
+        """Return the variables that the launcher sets for a rank or server.
 
         Args:
-            rank: Which one.
+            rank: Which one, by the number of its process.
             rendezvous: Where the ranks meet.
             directory: The private folder of its host; empty where the agent there knows it.
             torch: Where `--torch-env` lets torch.distributed meet; empty without.
             generation: The first generation of the membership that it may join.
             restarts: How often the ranks have been started again.
+            incarnation: How often this one has been started again alone.
         """
         chosen = self.options
-        host = self.hosts.host_of(rank)
+        host, serves = self.host_of(rank), is_server(rank)
         if torch:
             torch = {**torch, "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(len(self.hosts.sizes))}
         contract = RankEnvironment(
-            rank=rank,
+            rank=rank - SERVER_0 if serves else rank,
             world_size=chosen.workers,
-            local_rank=self.hosts.local_rank(rank),
+            local_rank=0 if serves else self.hosts.local_rank(rank),
             local_world_size=self.hosts.sizes[host],
             host_index=host,
             host_count=len(self.hosts.sizes),
             generation=generation,
             rendezvous=rendezvous,
             job_id=self.job_id,
+            role="server" if serves else "worker",
             host=self.host_name(rank),
             flight_dir=str(self.records.folder or ""),
             host_directory=directory,
             host_address=self._address_of(host),
             restarts=restarts,
-            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats and self.fleet is None else "",
+            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats and self.fleet is None and not serves else "",
+            servers=chosen.servers,
+            server_replicas=chosen.server_replicas,
+            incarnation=incarnation,
         )
-        return {**self._settings(host), **torch, **chosen.env, **contract.to_mapping()}
+        return {**self._settings(host), **({} if serves else torch), **chosen.env, **contract.to_mapping()}
 
     def _address_of(self, host: int) -> str:
         if len(self.hosts.sizes) == 1:
@@ -192,6 +225,7 @@ class Job:
             transport=transport,
             kernel=kernel.told(self.options.runtime.kernel),
             beginning=f"workers: {self._checked_beginning()}",
+            servers=[(self.host_name(one), mirrors, self.server_command(one)) for one, mirrors in zip(self.servers, self.mirrors(), strict=True)],
         )
 
     def _checked_beginning(self) -> Beginning:

@@ -40,6 +40,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "listen": {"addresses": list, "token": bytes},
     "reach": {"targets": list, "token": bytes, "timeout_s": float},
     "begin": {"start": dict},
+    "begin_again": {"one": dict},
     "signal": {"ranks": list, "number": int},
     "signal_groups": {"number": int},
     "kill": {"ranks": list},
@@ -94,10 +95,10 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 class OneRank(NamedTuple):
-    """What one rank gets.
+    """What one rank or server gets.
 
     Args:
-        rank: Which one.
+        rank: Which one, by the number of its process.
         environ: Its own variables, beside those of all.
         cores: The cores it may use, or None for all.
         has_input: The launcher's standard input is its own.
@@ -109,6 +110,23 @@ class OneRank(NamedTuple):
     cores: list[int] | None
     has_input: bool
     terminal: list[int] | None
+
+    @classmethod
+    def read(cls, fields: Any) -> OneRank:
+        """Return what a message holds of one.
+
+        Raises:
+            WireError: A field is missing, unknown or of another type.
+        """
+        if not isinstance(fields, dict) or fields.keys() != set(cls._fields):
+            raise WireError("a rank of an order to start has other fields than it should")
+        one = cls(**fields)
+        has_cores = one.cores is None or isinstance(one.cores, list)
+        if type(one.rank) is not int or not _are_variables(one.environ) or not has_cores:
+            raise WireError("a rank of an order to start has a field of another type")
+        if one.terminal is not None:
+            checked_list(one.terminal, int, 2)
+        return one
 
 
 class Order(NamedTuple):
@@ -131,6 +149,7 @@ class Order(NamedTuple):
         hands_over: They will ask for it.
         is_clear: They inherit only an allow-list of the login's variables.
         has_totals: They leave the totals of their calls, for the launcher.
+        servers: How many of them are servers.
     """
 
     job: str
@@ -149,6 +168,7 @@ class Order(NamedTuple):
     hands_over: bool
     is_clear: bool
     has_totals: bool
+    servers: int
 
     @classmethod
     def read(cls, fields: Message) -> Order:
@@ -160,27 +180,15 @@ class Order(NamedTuple):
         ranks = fields.get("ranks")
         if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
             raise WireError("an order to start has other fields than it should")
-        order = cls(**{**fields, "ranks": [_one_rank(one) for one in ranks]})
+        order = cls(**{**fields, "ranks": [OneRank.read(one) for one in ranks]})
         texts = (order.job, order.kind_of_target, order.target, order.cwd, order.start_method, order.why_no_arena)
-        numbers = (order.generation, order.arena_bytes, order.core_count)
+        numbers = (order.generation, order.arena_bytes, order.core_count, order.servers)
         are_texts = all(isinstance(one, str) for one in (*texts, *order.args))
         if not are_texts or not all(type(one) is int and one >= 0 for one in numbers):
             raise WireError("an order to start has a field of another type")
         if not isinstance(order.secret, bytes) or not _are_variables(order.environ):
             raise WireError("an order to start has no secret, or variables that are none")
         return order
-
-
-def _one_rank(fields: Any) -> OneRank:
-    if not isinstance(fields, dict) or fields.keys() != set(OneRank._fields):
-        raise WireError("a rank of an order to start has other fields than it should")
-    one = OneRank(**fields)
-    has_cores = one.cores is None or isinstance(one.cores, list)
-    if type(one.rank) is not int or not _are_variables(one.environ) or not has_cores:
-        raise WireError("a rank of an order to start has a field of another type")
-    if one.terminal is not None:
-        checked_list(one.terminal, int, 2)
-    return one
 
 
 def _are_variables(environ: Any) -> bool:

@@ -90,6 +90,8 @@ class LaunchOptions(NamedTuple):
         iface: Which interfaces and networks the links between hosts use; None for those that serve.
         ssh_always: Go through ssh to this machine too.
         listen: The address at which hosts join, perhaps with a port; None where they are named.
+        servers: How many processes hold variables for the workers.
+        server_replicas: On how many other servers each one's variables have copies, fewer than `servers`.
         host_count: How many hosts are to join; None for as many as offer slots for all workers.
         join: The launcher that this host joins, with the port; None to launch.
         key_file: Where the key is by which hosts join, absolute.
@@ -125,6 +127,8 @@ class LaunchOptions(NamedTuple):
     target: str
     args: tuple[str, ...]
     workers: int
+    servers: int
+    server_replicas: int
     fake_hosts: int
     hosts: tuple[Host, ...]
     notices: tuple[str, ...]
@@ -198,6 +202,7 @@ class _Option(NamedTuple):
 
 
 _RUN, _WORKERS, _HOSTS, _OUTPUT, _LIMITS = "What to run", "Workers", "Several hosts", "Output", "Limits"
+_ASIDE = ""  # told in another line, or with the options for several hosts
 
 _OPTIONS = (
     _Option(
@@ -212,8 +217,10 @@ _OPTIONS = (
         "workers", ("-n", "-np", "--nproc-per-node", "--workers"), _WORKERS, "how many ranks; auto: one per usable core",
         "workers", "N|auto", 1, shown="-n, -np, --workers N|auto",
     ),
+    _Option("servers", ("--servers",), _WORKERS, "hold variables; twice by --server-replicas 1", "many", "N", 0),
+    _Option("server_replicas", ("--server-replicas",), _ASIDE, "copies of each on other servers", "many", "K", 0),
     _Option(
-        "fake_hosts", ("--fake-hosts",), _WORKERS, "pose as K hosts joined by tcp, for tests", "count", "K", 1,
+        "fake_hosts", ("--fake-hosts",), _ASIDE, "pose as K hosts joined by tcp, for tests", "count", "K", 1,
     ),
     _Option("hostfile", ("--hostfile",), _HOSTS, "hosts and slots, one a line", "path", "FILE"),
     _Option("hosts", ("-H", "--hosts"), _HOSTS, "hosts and slots: a:2,b:2", "text", "LIST"),
@@ -257,7 +264,7 @@ _OPTIONS = (
     _Option(
         "forward_signals", ("--forward-signals",), _LIMITS, "to ranks too; unhandled USR1 kills", "signals", "LIST", signals.DEFAULT,
     ),
-    _Option("max_restarts", ("--max-restarts",), _LIMITS, "start all again when one fails", "restarts", "K", 0),
+    _Option("max_restarts", ("--max-restarts",), _LIMITS, "start all again when one fails", "many", "K", 0),
     _Option(
         "start_timeout", ("--start-timeout",), _LIMITS, "longest wait for all ranks to meet", "seconds", "S",
         knob="rendezvous_timeout_s",
@@ -366,6 +373,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
                 env |= chosen
                 origin |= {f"env.{name}": source for name in chosen}
 
+    if values["server_replicas"] > 1:
+        raise ConfigError(f"--server-replicas {values['server_replicas']}: one copy on another server is kept, or none (0)")
+    if values["server_replicas"] and values["servers"] < 2:
+        raise ConfigError(f"--server-replicas 1: copies are kept on other servers, and there are {values['servers']}; give --servers 2 or more")
+    if values["servers"] > _MOST:
+        raise ConfigError(f"--servers {values['servers']}: at most {_MOST} are possible")
     host_count = None
     if values["join"] is not None or values["listen"] is not None:
         from syncvar_launcher.joinoptions import check_join, check_listen  # only hosts that join need it
@@ -429,6 +442,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         target=rest[0] if rest else "",
         args=tuple(rest[1:]),
         workers=values["workers"],
+        servers=values["servers"],
+        server_replicas=values["server_replicas"],
         fake_hosts=values["fake_hosts"],
         hosts=hosts,
         notices=notices,
@@ -667,7 +682,7 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
         return core_count()
     if kind == "port":
         return _read_whole(value, is_text=is_text, low=1, high=65535, also="")
-    if kind in ("rank", "restarts"):
+    if kind in ("rank", "many"):
         return _read_whole(value, is_text=is_text, low=0, high=None, also="")
     return _read_whole(value, is_text=is_text, low=1, high=_MOST, also="auto or " if kind == "workers" else "")
 
@@ -868,7 +883,7 @@ def hosts_help_text() -> str:
         "^name removes one; # begins a comment. Without slots: one for each usable core.",
         "",
         f"{_HOSTS}:",
-        *(_help_line(option) for option in _OPTIONS if option.group == _HOSTS),
+        *(_help_line(option) for option in _OPTIONS if option.group == _HOSTS or option.key == "fake_hosts"),
         "",
         "Each host is logged in to by ssh, without a password (with --listen none is: each",
         "runs --join), and needs this version of syncvar for the same Python, the script at",

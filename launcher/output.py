@@ -16,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from syncvar.errors import ConfigError
+from syncvar.roles import is_server, process_name, short_name
 from syncvar.topology import ranks_of
 
 if TYPE_CHECKING:
@@ -320,8 +321,8 @@ class OutputForwarder:
             self._attempt(stream, b"")
 
     def is_forwarded(self, rank: int) -> bool:
-        """Return whether what a rank writes goes to a sink."""
-        return self._shown is None or rank in self._shown
+        """Return whether what a rank writes goes to a sink; of servers, which write nothing unless something is wrong, all does."""
+        return self._shown is None or rank in self._shown or (is_server(rank) and bool(self._shown))
 
     def finish(self) -> None:
         """Close every stream, so that nothing is lost and the shell's prompt starts on a line of its own."""
@@ -405,7 +406,7 @@ class OutputForwarder:
         return self._prefix(source, sink) + _safe(text, sink.is_terminal) + end if live else b""
 
     def _prefix(self, source: _Source, sink: Sink) -> bytes:
-        label = f"[{source.rank}{'+' if source.continued else ''}]"
+        label = f"[{short_name(source.rank)}{'+' if source.continued else ''}]"
         if sink.color:
             label = f"\x1b[{_COLORS[source.rank % len(_COLORS)]}m{label}\x1b[0m"
         if self._clock is not None:
@@ -532,7 +533,7 @@ class _Logs:
                 self._failed(rank, stream, error)
 
     def _path(self, rank: int, stream: Stream) -> Path:
-        return self._folder / f"rank-{rank}.{stream}"
+        return self._folder / f"{process_name(rank).replace(' ', '-')}.{stream}"
 
     def _failed(self, rank: int, stream: Stream, error: OSError) -> None:
         if not self._warned:

@@ -11,11 +11,12 @@ import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.exits import describe_exit, exit_code_of
-from syncvar.topology import rank_list
+from syncvar.roles import SERVER_0, is_server, process_name
+from syncvar.topology import rank_list, rank_spans
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "Failure",
@@ -144,7 +145,8 @@ def failure_block(
     if advice:
         lines += ["try:", *(f"  {escape(line)}" for line in advice[: max(_COMMANDS, len(hints))])]
     if log_dir:
-        rank = f"rank-{failure.rank}.out and rank-{failure.rank}.err" if failure.rank >= 0 else "one file per rank"
+        name = process_name(failure.rank).replace(" ", "-")
+        rank = f"{name}.out and {name}.err" if failure.rank >= 0 else "one file per rank"
         lines.append(f"whole output: {escape(log_dir)} ({rank})")
     if records:
         lines.append(f"evidence: {escape(records)}")
@@ -213,7 +215,7 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
 def _who(failure: Failure) -> str:
     if failure.rank < 0:
         return "the job"
-    return f"rank {failure.rank}" + (f" on {escape(failure.host)}" if failure.host else "")
+    return process_name(failure.rank) + (f" on {escape(failure.host)}" if failure.host else "")
 
 
 def _what(failure: Failure) -> str:
@@ -233,10 +235,10 @@ def _evidence(failure: Failure, alike: Sequence[Raised], is_whole: bool) -> list
         lines = list(failure.last_lines[-_EVIDENCE_LINES:])
         title = "last line" if len(lines) == 1 else f"last {len(lines)} lines"
     elif failure.rank >= 0:
-        return [f"evidence: rank {failure.rank} wrote nothing"]
+        return [f"evidence: {process_name(failure.rank)} wrote nothing"]
     else:
         return []
-    who = f" of rank {failure.rank}" if failure.rank >= 0 else ""
+    who = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
     if failure.stands_above:
         return [f"evidence: {title}{who}, above"]
     return [f"evidence: {title}{who}", *_shown(lines)]
@@ -259,9 +261,19 @@ def _grouped(raised: Sequence[Raised]) -> list[list[Raised]]:
     return list(groups.values())
 
 
+def _names(numbers: Iterable[int]) -> str:
+    """Return processes as people write them: ranks, then servers."""
+    distinct = set(numbers)
+    servers = {number for number in distinct if is_server(number)}
+    words = [rank_list(distinct - servers)] if distinct - servers else []
+    if servers:
+        words.append(f"server{'s' * (len(servers) > 1)} {rank_spans(number - SERVER_0 for number in servers)}")
+    return " and ".join(words)
+
+
 def _impersonal(one: Raised) -> str:
     """Return a traceback as any rank would have it that says the same of itself."""
-    return re.sub(rf"\brank {one.rank}\b", "this rank", one.traceback)
+    return re.sub(rf"\b{process_name(one.rank)}\b", "this rank", one.traceback)
 
 
 def _split(traceback: str) -> tuple[str, str]:
@@ -299,7 +311,7 @@ def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
 
 
 def _ranks(raised: Sequence[Raised]) -> str:
-    return rank_list([one.rank for one in raised])
+    return _names(one.rank for one in raised)
 
 
 def _shown(lines: Sequence[str]) -> list[str]:
@@ -319,14 +331,14 @@ def _others(others: Sequence[Other]) -> list[str]:
     if len(shown) > _OTHER_LINES:
         rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
         shown = shown[: _OTHER_LINES - 1]
-    lines = [f"  {rank_list(ranks)}: {escape(what)}" for what, ranks in shown]
-    return [*lines, f"  {rank_list(rest)}: elsewhere"] if rest else lines
+    lines = [f"  {_names(ranks)}: {escape(what)}" for what, ranks in shown]
+    return [*lines, f"  {_names(rest)}: elsewhere"] if rest else lines
 
 
 def _commands(rank: int, arguments: Sequence[str], log_dir: str) -> list[str]:
     if not arguments:
         return []
-    options = [] if rank < 0 or "--debug" in arguments else [["--debug", str(rank)]]
+    options = [] if rank < 0 or is_server(rank) or "--debug" in arguments else [["--debug", str(rank)]]
     if not log_dir:
         options.append(["--log-dir", "logs"])
     return [shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options]

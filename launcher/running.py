@@ -14,6 +14,7 @@ import syncvar
 from syncvar import exits
 from syncvar.errors import HostUnreachable
 from syncvar.restarting import Restarting
+from syncvar.roles import SERVER_0, is_server
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
@@ -51,7 +52,7 @@ def run(job: Job, server: ForkServer | None) -> int:
 
 def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
     chosen = job.options
-    forwarder = _forwarder(chosen, outlets)
+    forwarder = _forwarder(chosen, job.servers, outlets)
     events = EventLog(chosen.events, job.job_id, lambda text: forwarder.say(f"syncvar: {text}\n"))
     with contextlib.closing(events):
         return _started(job, server, outlets, forwarder, events)
@@ -60,7 +61,7 @@ def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
 def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: OutputForwarder, events: EventLog) -> int:
     chosen = job.options
     events.add(
-        "job_start", version=syncvar.__version__, host=job.host, hosts=len(job.hosts.sizes), workers=chosen.workers, kind=chosen.kind,
+        "job_start", version=syncvar.__version__, host=job.host, hosts=len(job.hosts.sizes), workers=chosen.workers, servers=chosen.servers, kind=chosen.kind,
         target=chosen.target, start_method=chosen.start_method, max_restarts=chosen.max_restarts, options=_digest(chosen), pid=os.getpid(),
     )  # fmt: skip
     job.records.remove()  # of an earlier job with the same folder for its output
@@ -147,7 +148,10 @@ def _tell_totals(chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]],
 def _culprit(generation: Generation, outcome: Outcome) -> dict[str, object]:
     """Return who failed first, and how, for events."""
     cause = outcome.cause
-    return {"rank": cause.rank if cause is not None and cause.rank >= 0 else None, "why": generation.ending(outcome).why}
+    who: dict[str, object] = {"rank": None}
+    if cause is not None and cause.rank >= 0:
+        who = {"server": cause.rank - SERVER_0} if is_server(cause.rank) else {"rank": cause.rank}
+    return {"rank": None, **who, "why": generation.ending(outcome).why}
 
 
 def _digest(chosen: LaunchOptions) -> str:
@@ -190,7 +194,7 @@ def _outlets() -> Outlets:
     return Outlets(sys.stdout.fileno(), sys.stderr.fileno())
 
 
-def _forwarder(chosen: LaunchOptions, outlets: Outlets) -> OutputForwarder:
+def _forwarder(chosen: LaunchOptions, servers: range, outlets: Outlets) -> OutputForwarder:
     sinks = [
         Sink(outlet, stream.isatty(), chosen.color_on(stream.isatty()))
         for stream, outlet in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
@@ -201,6 +205,6 @@ def _forwarder(chosen: LaunchOptions, outlets: Outlets) -> OutputForwarder:
         shown=shown_ranks(chosen.output, chosen.workers),
         clock=time.time if chosen.timestamps else None,
         log_dir=chosen.log_dir,
-        ranks=tuple(range(chosen.workers)),
+        ranks=(*range(chosen.workers), *servers),
         is_one=os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())),
     )

@@ -95,6 +95,9 @@ def dry_run(chosen: LaunchOptions) -> str:
         lines += ["", *(f"{one.name}: {rank_list(range(first, first + size))}" for one, first, size in _spans(known, sizes))]
     else:
         lines += ["", f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores"]
+    if chosen.servers:
+        copies = f", {chosen.server_replicas} cop{'ies' if chosen.server_replicas > 1 else 'y'} of each on others" if chosen.server_replicas else ""
+        lines += [f"servers: {chosen.servers}, in turns on the hosts that have workers{copies}"]
     lines += [f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else 'of the network by which ssh goes'}"]
     lines += [f"workers are {ON_HOSTS[chosen.start_method]}"]
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]

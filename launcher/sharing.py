@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from typing import TYPE_CHECKING
 
 from syncvar.arena.creating import CreatedArena, create, why_not_here
-from syncvar.arena.handing import Handing, arena_path
+from syncvar.arena.handing import Handing, arena_path, servers_arena_path
 from syncvar.arena.layout import Layout, bytes_in_words
+from syncvar.roles import server_hosts
 from syncvar.topology import divided
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def sharing_of(
         why_not=why_no_arena(options, os.uname().machine, sizes[0]), generation=generation,
         between_hosts=options.runtime.between_hosts,
         hands_over=hands_over and options.runtime.transport != "zmq",
+        servers=[server_hosts(options.servers, len(sizes)).count(host) for host in range(len(sizes))],
     )  # fmt: skip
 
 
@@ -79,6 +82,7 @@ class Sharing:
         generation: The first generation of the ranks that will ask.
         hands_over: Workers will ask for it; not so where nobody looks (`transport`), or only wants to know (`--dry-run`).
         between_hosts: What goes between the hosts as which this machine poses, in words.
+        servers: How many servers each host here has, which share another memory with its ranks.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Sharing:
         generation: int = 0,
         hands_over: bool = True,
         between_hosts: str = "",
+        servers: Sequence[int] = (),
     ) -> None:
         self._between_hosts = between_hosts
         self._arena_bytes = arena_bytes
@@ -102,6 +107,7 @@ class Sharing:
         self._generation = generation
         self._why_not = why_not
         self._handings: dict[int, Handing] = {}  # by host
+        self._of_servers: list[Handing] = []
         self._said: list[str] = []
         if hands_over and sum(sizes) > 1:
             try:
@@ -113,6 +119,14 @@ class Sharing:
                 self.close()
                 self._why_not = f"unix sockets; no arena because it cannot be handed over ({error.strerror})"
                 self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
+
+        if hands_over and any(servers) and not why_not_here(os.uname().machine):
+            for host, count in enumerate(servers):
+                if count:
+                    make = partial(self._make_for_servers, host, count + sizes[host])
+                    with contextlib.suppress(OSError):  # then their arrays go through sockets
+                        path = servers_arena_path(str(directories[host]))
+                        self._of_servers.append(Handing(path, job_id, count + sizes[host], make, generation))
 
     def describe(self) -> tuple[str, str]:
         """Return what serves, in two words and as a whole line that says why. Makes an arena, to know."""
@@ -136,11 +150,11 @@ class Sharing:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return [descriptor for handing in self._handings.values() for descriptor in handing.descriptors()]
+        return [descriptor for handing in (*self._handings.values(), *self._of_servers) for descriptor in handing.descriptors()]
 
     def readable(self, descriptor: int) -> None:
         """Handle a descriptor that poll reported; others are not looked at."""
-        for handing in self._handings.values():
+        for handing in (*self._handings.values(), *self._of_servers):
             handing.readable(descriptor)
 
     def take_said(self) -> list[str]:
@@ -157,12 +171,16 @@ class Sharing:
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
-        for handing in self._handings.values():
+        for handing in (*self._handings.values(), *self._of_servers):
             handing.close()
         self._handings.clear()
+        self._of_servers.clear()
 
     def make(self, host: int, generation: int) -> tuple[CreatedArena | None, str]:
         """Make the arena of a host for a generation: (arena, "") or (None, the reason why there is none)."""
         if self._why_not:
             return None, self._why_not
         return create(self._arena_bytes, self._sizes[host], self._cores[host], generation, str(self._directories[host]))
+
+    def _make_for_servers(self, host: int, size: int, generation: int) -> tuple[CreatedArena | None, str]:
+        return create(self._arena_bytes, size, self._cores[host], generation, str(self._directories[host]))

@@ -35,6 +35,7 @@ def dry_run_text(
     transport: str = "",
     kernel: str = "",
     beginning: str = "",
+    servers: Sequence[tuple[str, Sequence[int], Sequence[str]]] = (),
 ) -> str:
     """Write what a launch would do.
 
@@ -49,6 +50,7 @@ def dry_run_text(
         transport: Which transport, and why, in one line.
         kernel: What runs prepared calls, and why, likewise.
         beginning: How workers begin, and why, likewise.
+        servers: For each server its host, those that hold copies of its variables, and its command line.
 
     Returns:
         Lines, each ended.
@@ -57,8 +59,13 @@ def dry_run_text(
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
         table.append((str(rank), escape(environ.get("SYNCVAR_HOST", host)), "any" if own is None else _cores(own), _threads(environ)))
     lines = columns(table)
+    if servers:
+        rows = [(str(index), escape(host), rank_spans(mirrors) or "none") for index, (host, mirrors, _) in enumerate(servers)]
+        lines += ["", *columns([("server", "host", "copies on"), *rows]), ""]
     lines += [line for line in (binding, transport, kernel, beginning) if line]
     lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
+    if servers:
+        lines += ["", "command of server 0:", f"  {escape(shlex.join(servers[0][2]))}"]
     if environments:
         lines += ["", f"environment {'of rank 0, and nothing else' if options.env_clear else 'set for rank 0'}:"]
         masked = mask_environment(environments[0])

@@ -1,6 +1,7 @@
 """What to do when workers end, fail, fall silent or are asked to stop: events in, actions out.
 
-Time is an argument and nothing here touches a process, so every order of events can be tested.
+Time is an argument and nothing here touches a process, so every order of events can be tested. Servers are processes with
+numbers of their own (`syncvar.roles`): they serve until all workers have ended, and end when they are told to.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from syncvar.exits import (
     exit_code_of,
     weight_of,
 )
+from syncvar.roles import is_server, server_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from syncvar.config import RuntimeConfig
 
-__all__ = ["Action", "Announce", "Cause", "Kill", "Outcome", "Supervisor", "Terminate"]
+__all__ = ["Action", "Announce", "Cause", "DoWithout", "Kill", "Outcome", "Restart", "Supervisor", "Terminate"]
 
 _TERM, _KILL = 15, 9
 _TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)  # 0: it has a handler of its own for SIGTERM
@@ -87,7 +89,23 @@ class Kill:
     ranks: tuple[int, ...]
 
 
-Action = Announce | Terminate | Kill
+@dataclass(frozen=True, slots=True)
+class DoWithout:
+    """Tell the others that a server is lost, whose copies on other servers take its place."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start a worker again, alone: the others do not wait for it."""
+
+    rank: int
+    reason: str
+
+
+Action = Announce | Terminate | Kill | DoWithout | Restart
 
 
 class Outcome(NamedTuple):
@@ -114,6 +132,8 @@ class Supervisor:
         is_command: The workers are arbitrary commands, which need not say goodbye.
         now: Seconds of a monotonic clock.
         timeout_s: Time limit of the job, in seconds; infinite for none.
+        mirrors: For each server those that hold copies of what it holds; none where there are no servers.
+        restarts: How often workers may be started again alone.
     """
 
     workers: int
@@ -121,11 +141,17 @@ class Supervisor:
     is_command: bool
     now: float
     timeout_s: float = float("inf")
+    mirrors: Sequence[Sequence[int]] = ()
+    restarts: int = 0
     running: set[int] = field(default_factory=set)
     causes: dict[int, Cause] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     job_cause: Cause | None = None
     interrupted: int = 0
+    lost: set[int] = field(default_factory=set)  # servers, by number, without which the job goes on
+    restarted: dict[int, int] = field(default_factory=dict)  # how often each worker was started again alone
+    _awaited: dict[int, tuple[float, str]] = field(default_factory=dict)  # workers to be started again, when and why
+    _may_go: bool = False  # the servers have been told to end
     _said_goodbye: set[int] = field(default_factory=set)
     _save_first: set[int] = field(default_factory=set)
     _term_at: float | None = None
@@ -135,7 +161,7 @@ class Supervisor:
     _began: float = 0.0
 
     def __post_init__(self) -> None:
-        self.running = set(range(self.workers))
+        self.running = {*range(self.workers), *map(server_number, range(len(self.mirrors)))}
         self._began = self.now
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -151,13 +177,14 @@ class Supervisor:
         else:
             self._save_first.discard(rank)
 
-    def failed(self, rank: int, record: Mapping[str, str | int], now: float) -> list[Action]:
+    def failed(self, rank: int, record: Mapping[str, str | int], now: float, *, joined: bool = True) -> list[Action]:
         """Note what a worker said of its own failure, before its process ends.
 
         Args:
             rank: Which one.
             record: "error" (name of the exception), "message", "traceback", "exit_code", and "brief".
             now: Seconds.
+            joined: It is a member of the job that has not left; who is none can be started again alone.
         """
         error = str(record["error"])
         reason = f"uncaught {error}: {record['message']}" if error != "SystemExit" else f"exited with status {record['exit_code']}"
@@ -165,7 +192,14 @@ class Supervisor:
         if error == "SystemExit" and exit_code == PREEMPTED:
             self._end_at(now + self.config.preempt_grace_s)
             return []  # whether it has left in order, so that nobody misses it, is known when it has ended
+        if is_server(rank) and error == "SystemExit" and (self._may_go or self._terminated):
+            return []  # it was told to end before it had begun to serve
+        if self._can_do_without(rank):
+            return [DoWithout(rank, reason)]
         weight = max(weight_of(error), self._weight_of_end(exit_code))
+        if weight is Weight.OWN and not joined and self._may_restart(rank):
+            self._awaited[rank] = now, reason  # its process has not ended yet, see `exited`
+            return []
         text = str(record["traceback"])
         actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, text, str(record.get("brief", text))), now)
         return [] if error in _TELL_THEMSELVES else [*actions]
@@ -180,7 +214,15 @@ class Supervisor:
             joined: It is a member of the job that has not left.
             beyond: What is known beyond the status, for instance "out of memory (kernel)".
         """
+        actions = self._exited(rank, status, now, joined=joined, beyond=beyond)
+        return [*actions, *self._let_servers_go(now)]
+
+    def _exited(self, rank: int, status: int, now: float, *, joined: bool, beyond: str) -> list[Action]:
         self.running.discard(rank)
+        if rank in self.lost:
+            return []
+        if is_server(rank) and (self._may_go or self._terminated) and status in _TERMINATED:
+            return []
         told = self.causes.get(rank)
         if told is not None:
             if not told.error:
@@ -206,15 +248,29 @@ class Supervisor:
             reason, code = f"signal {-status}" + (f": {beyond}" if beyond else ""), exit_code_of(status)
         else:
             reason, code = describe_exit(status), status
+        if self._can_do_without(rank):
+            return [DoWithout(rank, reason)]
+        if rank in self._awaited or (weight is Weight.OWN and not joined and self._may_restart(rank)):
+            _, why = self._awaited.get(rank, (now, reason))
+            self._awaited[rank] = now + self.config.restart_delay_s, why
+            return []
         return [*self._fail(Cause(rank, weight, status, code, reason, beyond=beyond), now)]
 
     def gone(self, rank: int, reason: str, now: float, code: int = INTERNAL) -> list[Action]:
         """Note that a rank is out of reach for good, with its host: nothing more will be heard of it."""
         self.running.discard(rank)
-        return [*self._fail(Cause(rank, Weight.OWN, None, code, reason), now)]
+        if rank in self.lost:
+            return self._let_servers_go(now)
+        if self._can_do_without(rank):
+            return [DoWithout(rank, reason)]
+        return [*self._fail(Cause(rank, Weight.OWN, None, code, reason), now), *self._let_servers_go(now)]
 
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Note that a rank gives no sign of life."""
+        """Note that a rank gives no sign of life. A server that others replace is ended: it must not wake and serve."""
+        if rank in self.lost:
+            return []
+        if self._can_do_without(rank):
+            return [DoWithout(rank, reason), Kill((rank,))]
         return [replace(one, has_ended=False) for one in self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)]
 
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
@@ -248,14 +304,14 @@ class Supervisor:
             return self._kill()
         if self._term_at is not None and not self._terminated and now >= self._term_at:
             return self._terminate(now)
-        return []
+        return self._start_again(now)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """Whether every worker has ended."""
-        return not self.running
+        """Whether every process has ended, and none is to be started again."""
+        return not self.running and not self._awaited
 
     @property
     def is_ending(self) -> bool:
@@ -267,7 +323,7 @@ class Supervisor:
         due = [self._began + self.timeout_s if self.job_cause is None and self._term_at is None else float("inf")]
         if not self._killed:
             due += [at for at in (self._kill_at, None if self._terminated else self._term_at) if at is not None]
-        return min(due)
+        return min([*due, *(at for rank, (at, _) in self._awaited.items() if rank not in self.running)])
 
     def outcome(self) -> Outcome:
         """Return how the job ended, by cause and not by clock."""
@@ -285,6 +341,42 @@ class Supervisor:
         return Outcome(first.exit_code or INTERNAL, first, 0)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _let_servers_go(self, now: float) -> list[Action]:
+        """End the servers when the last worker has ended."""
+        if self._may_go or not self.running or self._awaited or any(not is_server(rank) for rank in self.running):
+            return []
+        self._may_go = True
+        if self._kill_at is None:
+            self._kill_at = now + self.config.term_grace_s
+        return [Terminate(tuple(sorted(self.running)))]
+
+    def _can_do_without(self, rank: int) -> bool:
+        """Note that a server is lost, and return whether each of its variables has a copy on another one that is there."""
+        if not is_server(rank) or rank in self.causes or rank in self.lost or self._terminated:
+            return False
+        gone = {one - server_number(0) for one in {*self.lost, rank}}
+        if any({server, *mirrors} <= gone for server, mirrors in enumerate(self.mirrors)):
+            return False
+        self.lost.add(rank)
+        return True
+
+    def _may_restart(self, rank: int) -> bool:
+        is_ending = self._term_at is not None or self._terminated
+        count = len(self._awaited) + sum(self.restarted.values())
+        return bool(self.mirrors) and not is_server(rank) and not is_ending and count < self.restarts
+
+    def _start_again(self, now: float) -> list[Action]:
+        """Start workers again whose time has come."""
+        actions: list[Action] = []
+        for rank, (at, reason) in list(self._awaited.items()):
+            if rank not in self.running and now >= at:
+                del self._awaited[rank]
+                self.restarted[rank] = self.restarted.get(rank, 0) + 1
+                self.running.add(rank)
+                self._save_first.discard(rank)
+                actions.append(Restart(rank, reason))
+        return actions
 
     def _fail(self, cause: Cause, now: float) -> list[Announce]:
         if cause.rank in self.causes:
@@ -304,6 +396,7 @@ class Supervisor:
 
     def _end_at(self, at: float) -> None:
         """Terminate the ranks that still run at this time, or earlier if that was decided before."""
+        self._awaited.clear()
         if not self._terminated and (self._term_at is None or at < self._term_at):
             self._term_at = at
             self._kill_at = at + self.config.term_grace_s
@@ -312,9 +405,12 @@ class Supervisor:
         self._terminated = True
         self._term_at = now
         self._kill_at = now + self.config.term_grace_s
-        return [Terminate(tuple(sorted(self.running)))]
+        self._awaited.clear()
+        workers = tuple(sorted(rank for rank in self.running if not is_server(rank)))  # which may have something to save there
+        return [Terminate(workers), *self._let_servers_go(now)] if workers or not self.mirrors else self._let_servers_go(now)
 
     def _kill(self) -> list[Action]:
         self._terminated = self._killed = True
+        self._awaited.clear()
         self._kill_at = None
         return [Kill(tuple(sorted(self.running)))]

@@ -25,9 +25,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from syncvar import stacks
+from syncvar.roles import server_number
 from syncvar.word import Word, adopt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import CodeType, FrameType, TracebackType
 
 __all__ = ["Failure", "add_folder", "failure_of", "main", "work"]
@@ -59,8 +61,12 @@ def main() -> None:
     work()
 
 
-def work() -> None:
-    """Run the script or module that the arguments name; what it imports is looked for in its own folder already."""
+def work(run: Callable[[list[str]], None] | None = None) -> None:
+    """Run the script or module that the arguments name; what it imports is looked for in its own folder already.
+
+    Args:
+        run: What a server does instead, with the arguments.
+    """
     word = Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()
@@ -73,10 +79,11 @@ def work() -> None:
         directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
         if word.is_open and directory:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
-                stacks.listen(stacks.stack_path(directory, int(os.environ["SYNCVAR_RANK"])))
+                rank = int(os.environ["SYNCVAR_RANK"])
+                stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
     atexit.register(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
-        _run(sys.argv[1:])
+        (run or _run)(sys.argv[1:])
     except SystemExit as request:
         if request.code is None or request.code == 0:
             return

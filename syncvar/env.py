@@ -26,8 +26,11 @@ _INTEGERS = {
     "host_count": "HOST_COUNT",
     "generation": "GENERATION",
     "restarts": "RESTARTS",
+    "servers": "SERVERS",
+    "server_replicas": "SERVER_REPLICAS",
+    "incarnation": "INCARNATION",
 }
-_MAY_BE_ABSENT = {"host_count": "1", "restarts": "0"}
+_MAY_BE_ABSENT = {"host_count": "1", "restarts": "0", "servers": "0", "server_replicas": "0", "incarnation": "0"}
 _TEXTS = {
     "rendezvous": "RENDEZVOUS",
     "job_id": "JOB_ID",
@@ -42,10 +45,10 @@ _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class RankEnvironment(NamedTuple):
-    """Who a worker is, and where it meets the others.
+    """Who a worker is, and where it meets the others; or who a server is, that serves them.
 
     Args:
-        rank: 0-based identity in the world.
+        rank: 0-based identity in the world; of a server, among the servers.
         world_size: Ranks in the world.
         local_rank: 0-based identity among the ranks of this host.
         local_world_size: Ranks on this host.
@@ -54,13 +57,16 @@ class RankEnvironment(NamedTuple):
         generation: Version of the membership, 0 at first; it grows when the ranks meet anew and when they are started again.
         rendezvous: ZeroMQ endpoint of the store in the launcher.
         job_id: The job's random identity; frames of another job are refused.
-        role: "worker" (servers come with the parameter server strategy).
+        role: "worker" or "server".
         host: Name of this host, for messages.
         flight_dir: Folder for the flight record of a worker that fails; empty for none.
         host_directory: Private folder of this host's sockets; empty for that of the rendezvous.
         host_address: Where this host listens for the others, for instance "10.0.0.7"; empty for a job of one host.
         stats_dir: Folder for the totals of a worker's calls (`--stats`); empty for none.
         restarts: How often the job's ranks have been started again before (`--max-restarts`), 0 at first.
+        servers: How many servers the job has.
+        server_replicas: On how many other servers each one's variables have copies.
+        incarnation: How often this process alone has been started again in place of one that failed, 0 at first.
     """
 
     rank: int
@@ -79,6 +85,9 @@ class RankEnvironment(NamedTuple):
     host_address: str = ""
     restarts: int = 0
     stats_dir: str = ""
+    servers: int = 0
+    server_replicas: int = 0
+    incarnation: int = 0
 
     @property
     def socket_directory(self) -> str:
@@ -121,6 +130,10 @@ class RankEnvironment(NamedTuple):
             if text is not None:
                 values[field] = text
         result = cls(**values)  # type: ignore[arg-type]
+        if result.role == "server":
+            if result.rank >= result.servers:
+                raise ConfigError(f"{PREFIX}RANK={result.rank} is outside {result.servers} servers")
+            return result
         if result.rank >= result.world_size:
             raise ConfigError(f"{PREFIX}RANK={result.rank} is outside a world of {result.world_size}")
         if result.local_rank >= result.local_world_size:

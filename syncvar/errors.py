@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncvar.roles import process_name
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -90,10 +92,10 @@ class TransportError(SyncvarError):
 
 
 class PeerLost(TransportError):
-    """Another rank is gone, or cannot take part any more.
+    """Another rank, or a server, is gone, or cannot take part any more.
 
     Args:
-        rank: The rank that was lost, in the world.
+        rank: The rank that was lost, in the world; of a server, the number of its process (`syncvar.roles`).
         host: Its host, or an empty text where it is not known.
         reason: Why, for instance "signal 9".
         detail: Where the loss was noticed; may be empty.
@@ -106,7 +108,7 @@ class PeerLost(TransportError):
         self.detail = detail
         where = f" on {host}" if host else ""
         what = f": {reason}" if reason else ""
-        super().__init__(f"rank {rank}{where} was lost{what}" + (f" ({detail})" if detail else ""))
+        super().__init__(f"{process_name(rank)}{where} was lost{what}" + (f" ({detail})" if detail else ""))
 
 
 class DeadlineExceeded(TransportError, TimeoutError):

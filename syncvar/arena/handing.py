@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncvar.arena.creating import CreatedArena
 
-__all__ = ["Handing", "arena_path", "fetch"]
+__all__ = ["Handing", "arena_path", "fetch", "servers_arena_path"]
 
 _REQUEST = struct.Struct("=8s64sQQ")
 _MAGIC = b"ARENA\0\0\1"
@@ -41,6 +41,11 @@ def arena_path(directory: str) -> str:
         '/run/user/1000/syncvar/1a2b3c4d/arena'
     """
     return f"{directory}/arena"
+
+
+def servers_arena_path(directory: str) -> str:
+    """Return where that of a host's servers and workers is handed over, which is another one."""
+    return f"{directory}/servers-arena"
 
 
 class Handing:

@@ -439,6 +439,8 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     from syncvar.config import RuntimeConfig, doubtful_variables
 
     environment = RankEnvironment.from_mapping(environ)
+    if environment is not None and environment.role == "server":
+        raise UsageError(f"server {environment.rank} is none of the ranks: an update rule that runs there makes no call of syncvar")
     keeper = 0 if environment is None else None  # of the roll: rank 0's process, or the launcher
     secret: bytes | None = None
     if alone and environment is not None and environment.world_size > 1:

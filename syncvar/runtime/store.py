@@ -17,7 +17,17 @@ from syncvar.transports.zeromq import (
     parse_control_identity,
     set_family,
 )
-from syncvar.wire import CONTROL_NBYTES_MAX, Action, Coordinator, Fail, Mute, Say, pack_message, parse_message
+from syncvar.wire import (
+    CONTROL_NBYTES_MAX,
+    Action,
+    Coordinator,
+    Fail,
+    Mute,
+    Say,
+    ServerTable,
+    pack_message,
+    parse_message,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +53,7 @@ class Store:
         stalls: Which of the sentences to show tell of a long wait.
         endpoint: Where it listens.
         seen: Says of a rank what can be seen of its process, for instance ", CPU busy"; nothing unless it is set.
+        servers: Where the servers of the job are; what changes there is told by `serve`.
         place: Says where a rank stands of which no Python thread answers, for instance "in user code, train.py:49"; likewise.
     """
 
@@ -56,6 +67,9 @@ class Store:
         keys: LinkKeys | None = None,
     ) -> None:
         self.coordinator = Coordinator(world_size, job_id, config, generation)
+        self.servers = ServerTable(job_id, generation)
+        self._told_version = 0
+        self._asking: dict[bytes, int] = {}  # who has asked for the servers -> its host
         self.said: list[str] = []
         self.stalls: set[str] = set()
         self.seen: Callable[[int], str] = lambda _: ""
@@ -108,6 +122,10 @@ class Store:
             self._handle([one.bytes for one in frames], now, frames[-1])
         self._note_closed()
         self._carry_out(self.coordinator.tick(now))
+        if self.servers.version != self._told_version:
+            self._told_version = self.servers.version
+            for peer in self._asking:
+                self._tell_servers(peer)
 
     def ended(self, rank: int, reason: str, now: float) -> None:
         """Tell the others that a rank ended badly."""
@@ -175,6 +193,9 @@ class Store:
 
     def _handle(self, parts: list[bytes], now: float, came: zmq.Frame) -> None:
         rank = parse_control_identity(parts[0])
+        if len(parts) == 2 and parse_control_identity(parts[0], b"S") is not None:
+            self._handle_servers(parts[0], parts[1])
+            return
         if rank is None or len(parts) != 2:
             self.refused_messages += 1
             return
@@ -195,9 +216,7 @@ class Store:
                     del self._peers[rank]  # a stranger has no say in this job
                     if previous is not None:
                         self._peers[rank] = previous
-                    data = pack_message("refused", error="RendezvousError", reason=refused, missing=[])
-                    with contextlib.suppress(zmq.ZMQError):
-                        self.socket.send_multipart([parts[0], data], zmq.NOBLOCK)
+                    self._send(parts[0], pack_message("refused", error="RendezvousError", reason=refused, missing=[]))
                 self._carry_out(actions)
             elif self._peers.get(rank) == parts[0]:
                 self._carry_out(self.coordinator.message(rank, message, now))
@@ -206,6 +225,30 @@ class Store:
         except WireError as error:
             self.refused_messages += 1
             self.said.append(f"a control message was refused: {error}")
+
+    def _handle_servers(self, peer: bytes, data: bytes) -> None:
+        """Handle what a server says of itself, or somebody's question for the servers."""
+        try:
+            message = parse_message(data)
+            if message["kind"] not in ("serve", "find_servers"):
+                raise WireError(f"{message['kind']!r} came where servers are asked for")
+            refused = self.servers.refusal(message) or (self.servers.serves(message) if message["kind"] == "serve" else "")
+        except WireError as error:
+            self.refused_messages += 1
+            self.said.append(f"a control message was refused: {error}")
+            return
+        if refused:
+            self._send(peer, pack_message("refused", error="RendezvousError", reason=refused, missing=[]))
+            return
+        self._asking[peer] = message["host_index"]
+        self._tell_servers(peer)
+
+    def _tell_servers(self, peer: bytes) -> None:
+        self._send(peer, self.servers.told(self._asking[peer]))
+
+    def _send(self, peer: bytes, data: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.send_multipart([peer, data], zmq.NOBLOCK)
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -223,5 +266,4 @@ class Store:
             else:
                 peer = self._peers.get(action.rank)
                 if peer is not None:
-                    with contextlib.suppress(zmq.ZMQError):
-                        self.socket.send_multipart([peer, action.data], zmq.NOBLOCK)
+                    self._send(peer, action.data)

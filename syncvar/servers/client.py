@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar import errors
 from syncvar.errors import GroupBroken, PeerLost, SyncvarError, WireError
+from syncvar.roles import server_number
 from syncvar.servers.ledger import changes, reads
 from syncvar.servers.messages import Outgoing
 from syncvar.servers.primary import WINDOW
@@ -197,7 +198,7 @@ class Client:
         """
         self._gone.add(server)
         if any(self._place(one) is None for one in range(self.servers)):
-            self.fail(PeerLost(server, "", reason or "a server without a mirror", "server"))
+            self.fail(PeerLost(server_number(server), "", reason or "no other has a copy of its variables"))
             return []
         self.resent += 1
         made = self._again(lambda one: self._mirrors[one][:1] != () and one == server)

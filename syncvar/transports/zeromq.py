@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from syncvar.transports.curve import Gate, LinkKeys
 
 __all__ = [
-    "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "bound_messages", "bracketed", "control_identity", "events_of", "look_for_silence",
-    "milliseconds", "monitor_of", "parse_control_identity", "set_family", "tcp_endpoint", "why_closed",
+    "COMING_AND_GOING", "ZeromqControl", "ZeromqTransport", "ask_for_signs_of_life", "bound_messages", "bracketed", "control_identity",
+    "events_of", "job_nonce", "look_for_silence", "milliseconds", "monitor_of", "parse_control_identity", "set_family", "tcp_endpoint", "why_closed",
 ]  # fmt: skip
 
 _IDENTITY = struct.Struct("<c8sII8s")
@@ -65,7 +65,8 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PRO
 _REFUSALS_MAX = 5
 
 
-def _job_nonce(job_id: str) -> bytes:
+def job_nonce(job_id: str) -> bytes:
+    """Return what stands for a job in the identities of its processes."""
     import hashlib  # it loads OpenSSL, which the launcher does without
 
     return hashlib.blake2b(job_id.encode(), digest_size=8).digest()
@@ -97,14 +98,14 @@ def set_family(socket: Any, endpoint: str) -> None:
     socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
 
 
-def control_identity(rank: int) -> bytes:
-    """Return a fresh routing identity for a rank's control channel."""
-    return _CONTROL_IDENTITY.pack(b"C", rank, os.urandom(8))
+def control_identity(rank: int, kind: bytes = b"C") -> bytes:
+    """Return a fresh routing identity for a rank's control channel, or, of kind `b"S"`, for one on which it asks for servers."""
+    return _CONTROL_IDENTITY.pack(kind, rank, os.urandom(8))
 
 
-def parse_control_identity(identity: bytes) -> int | None:
-    """Return the rank of a control channel's routing identity, or None when it is none."""
-    if len(identity) != _CONTROL_IDENTITY.size or identity[:1] != b"C":
+def parse_control_identity(identity: bytes, kind: bytes = b"C") -> int | None:
+    """Return the rank of a control channel's routing identity, or None when it is none of the kind."""
+    if len(identity) != _CONTROL_IDENTITY.size or identity[:1] != kind:
         return None
     return int(_CONTROL_IDENTITY.unpack(identity)[1])
 
@@ -220,6 +221,7 @@ class ZeromqControl:
         keys: What a tcp endpoint is protected by.
         keeper: The rank whose process listens there, where no launcher does: if the channel closes or falls silent, that
             rank is lost. A launcher watches its workers, and itself, by other means.
+        kind: Of the channel, as `control_identity` has it.
 
     Attributes:
         monitor: Tells of the channel's end; None where a launcher listens.
@@ -233,13 +235,14 @@ class ZeromqControl:
         config: RuntimeConfig,
         keys: LinkKeys | None = None,
         keeper: int | None = None,
+        kind: bytes = b"C",
     ) -> None:
         self.socket: Any = context.socket(zmq.DEALER)
         self.monitor: Any = None
         self._config = config
         self._keeper = keeper
         self._is_up = self._is_lost = self._has_told = False
-        self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank))
+        self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -358,7 +361,7 @@ class ZeromqTransport:
         self._context = context
         self._rank = rank
         self._config = config
-        self._nonce = _job_nonce(job_id)
+        self._nonce = job_nonce(job_id)
         self._incarnation = os.urandom(8)
         self._generation = 0
         self._addresses: Mapping[int, str] = {}

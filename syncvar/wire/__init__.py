@@ -3,6 +3,7 @@
 * `frame`: the header of a data frame.
 * `control`: messages between a worker and the launcher, checked against a schema.
 * `membership`, `arbiter`, `health`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
+* `servers`: where the servers of a job are, as the launcher tells it to whoever asks.
 * `keys`: the secret of a job, and what is derived from it.
 * `libraries`: tensors of other libraries as NumPy arrays on the same memory.
 * `objects`, `moments`, `dtypes`: plain Python objects, dates and arrays as data; nothing is ever pickled.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from syncvar.wire.health import Health, Opinion
     from syncvar.wire.keys import KEY_BYTES, derive, parse_key
     from syncvar.wire.membership import Member, RollCall
+    from syncvar.wire.servers import ServerTable
 
 _DECISIONS = {  # the launcher's; workers do without, and are there sooner
     "arbiter": ("Report", "Verdict"),
@@ -43,6 +45,7 @@ _DECISIONS = {  # the launcher's; workers do without, and are there sooner
     "health": ("Health", "Opinion"),
     "keys": ("KEY_BYTES", "derive", "parse_key"),
     "membership": ("Member", "RollCall"),
+    "servers": ("ServerTable",),
 }
 _HOME = {name: f"{__name__}.{home}" for home, names in _DECISIONS.items() for name in names}
 
@@ -68,6 +71,7 @@ __all__ = [
     "Report",
     "RollCall",
     "Say",
+    "ServerTable",
     "Tell",
     "Untaken",
     "Verdict",

@@ -36,6 +36,14 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
     "here": {"last": str, "age_s": float, "is_over": bool, "stack": str},
     "leaving": {"entered": _Counts, "skipped": list[int]},
+    # server -> launcher
+    "serve": {
+        "server": int, "job": str, "generation": int, "address": str, "outside": str, "host": str, "host_index": int, "pid": int,
+    },
+    # worker or server -> launcher
+    "find_servers": {"job": str, "generation": int, "host_index": int},
+    # launcher -> worker or server
+    "servers": {"version": int, "addresses": _Texts, "hosts": _Texts, "ended": _Texts, "incarnations": _Counts},
     # launcher -> worker
     "roll": {"generation": int, "addresses": _Texts, "hosts": _Texts, "places": _Counts, "without_arena": _Texts},
     "refused": {"error": str, "reason": str, "missing": _Ranks},

@@ -101,7 +101,7 @@ def by_hand(context, address, *, ticket=None, rank=0, job="job"):
     """Return a socket that says of itself that it is a rank."""
     one = context.socket(zmq.DEALER)
     one.setsockopt(zmq.LINGER, 0)
-    one.setsockopt(zmq.ROUTING_ID, zeromq_module._IDENTITY.pack(b"s", zeromq_module._job_nonce(job), 0, rank, b"12345678"))
+    one.setsockopt(zmq.ROUTING_ID, zeromq_module._IDENTITY.pack(b"s", zeromq_module.job_nonce(job), 0, rank, b"12345678"))
     if ticket is not None:
         one.setsockopt(zmq.PLAIN_USERNAME, b"%d" % rank)
         one.setsockopt(zmq.PLAIN_PASSWORD, ticket)

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import zmq
+from harness import start_the_collector_of_pyzmq
 
 import syncvar.transports.zeromq as zeromq_module
 from syncvar.config import RuntimeConfig
@@ -21,16 +22,6 @@ from syncvar.transports import Lost
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire import Kind, pack_header
-
-
-def start_the_collector_of_pyzmq():
-    """Borrow memory once: pyzmq keeps a thread and sockets for that, for good, which no test leaks."""
-    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
-        one.bind("inproc://borrow")
-        other.connect("inproc://borrow")
-        one.send(bytes(1 << 20), copy=False, track=True)
-        other.recv()
-
 
 start_the_collector_of_pyzmq()
 
@@ -119,7 +110,7 @@ class Outsider:
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         incarnation = b"12345678"
-        made = zeromq_module._IDENTITY.pack(kind, zeromq_module._job_nonce(job), generation, rank, incarnation)
+        made = zeromq_module._IDENTITY.pack(kind, zeromq_module.job_nonce(job), generation, rank, incarnation)
         self.socket.setsockopt(zmq.ROUTING_ID, made if identity is None else identity)
         self.socket.connect(address)
 

@@ -72,7 +72,7 @@ class Stranger:
         self.kept.append(one)
         one.setsockopt(zmq.LINGER, 0)
         is_meeting = target == self.about.get("meeting")
-        identity = zeromq_module._IDENTITY.pack(b"s", zeromq_module._job_nonce(job), generation, rank, incarnation)
+        identity = zeromq_module._IDENTITY.pack(b"s", zeromq_module.job_nonce(job), generation, rank, incarnation)
         one.setsockopt(zmq.ROUTING_ID, control_identity(rank) if is_meeting else identity)
         if ":" in target.rpartition(":")[0]:
             one.setsockopt(zmq.IPV6, 1)

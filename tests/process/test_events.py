@@ -15,7 +15,7 @@ from syncvar.errors import ConfigError
 from syncvar_launcher.events import EventLog
 
 FIELDS = {
-    "job_start": {"version", "host", "hosts", "workers", "kind", "target", "start_method", "max_restarts", "options", "pid"},
+    "job_start": {"version", "host", "hosts", "workers", "servers", "kind", "target", "start_method", "max_restarts", "options", "pid"},
     "rank_start": {"rank", "host", "pid", "restarts"},
     "met": {"generation", "after_s"},
     "stall": {"text"},

@@ -21,7 +21,7 @@ from syncvar_launcher.messages import (
 ORDER = {
     "job": "1a2b", "generation": 0, "secret": b"s" * 32, "kind_of_target": "script", "target": "train.py", "args": ["--lr", "0.1"],
     "cwd": "/data", "environ": {"A": "1"}, "start_method": "spawn", "arena_bytes": 1 << 40, "core_count": 2, "why_no_arena": "",
-    "hands_over": True, "is_clear": False, "has_totals": False, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False, "terminal": None}],
+    "hands_over": True, "is_clear": False, "has_totals": False, "servers": 0, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False, "terminal": None}],
 }  # fmt: skip
 
 

@@ -452,7 +452,7 @@ def test_version(capsys):
 # Files in configs/.
 
 
-@pytest.mark.parametrize("name", ["local", "ci", "debug"])
+@pytest.mark.parametrize("name", ["local", "ci", "debug", "parameter_server"])
 def test_files_of_the_repository_load(name):
     assert run("--config", str(CONFIGS / f"{name}.toml"), "-m", "x").config == CONFIGS / f"{name}.toml"
 
@@ -529,6 +529,29 @@ def test_the_launcher_imports_no_numpy():
         "sys.exit('numpy' in sys.modules or 'zmq' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Servers.
+
+
+def test_servers_are_asked_for_with_a_copy_of_each_or_without():
+    assert (run("-m", "x").servers, run("-m", "x").server_replicas) == (0, 0)
+    options = run("--config", str(CONFIGS / "parameter_server.toml"), "-m", "x")
+    assert (options.workers, options.servers, options.server_replicas, options.max_restarts) == (4, 2, 1, 3)
+    assert run("--servers", "3", "-m", "x", environ={"SYNCVAR_LAUNCH_SERVER_REPLICAS": "1"}).server_replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--servers", "1", "--server-replicas", "1"), "copies are kept on other servers, and there are 1; give --servers 2 or more"),
+        (("--server-replicas", "1"), "there are 0"),
+        (("--servers", "3", "--server-replicas", "2"), "one copy on another server is kept, or none"),
+    ],
+)
+def test_copies_that_have_no_place_are_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        run(*arguments, "-m", "x")
 
 
 # Signals.

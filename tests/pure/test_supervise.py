@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from syncvar.config import RuntimeConfig
-from syncvar_launcher.supervise import Announce, Kill, Supervisor, Terminate
+from syncvar.roles import SERVER_0
+from syncvar_launcher.supervise import Announce, DoWithout, Kill, Restart, Supervisor, Terminate
 
 CONFIG = RuntimeConfig(abort_grace_s=2.0, term_grace_s=10.0)
 LOST = {"error": "PeerLost", "message": "rank 1 was lost", "traceback": "", "exit_code": 70}
@@ -402,3 +403,124 @@ def test_status_zero_is_success_only_for_those_who_left_in_order(is_command, goo
     assert (one.outcome().exit_code == 0) is succeeds
     if not succeeds:
         assert one.outcome().cause.reason == "left with status 0 before shutdown"
+
+
+# Servers: numbers of their own; with copies, without, and at the end.
+
+PAIR = ((1,), (0,))
+TRIPLE = ((1,), (2,), (0,))
+
+
+def with_servers(mirrors, *, workers=2, restarts=0):
+    return Supervisor(workers, CONFIG, False, 0.0, mirrors=mirrors, restarts=restarts)
+
+
+def test_servers_are_told_to_end_when_the_last_worker_has_and_only_then():
+    one = with_servers(((), ()))
+    one.goodbye(0)
+    one.goodbye(1)
+    assert one.exited(0, 0, 1.0, joined=False) == []
+    assert one.exited(1, 0, 2.0, joined=False) == [Terminate((SERVER_0, SERVER_0 + 1))]
+    assert not one.is_over
+    assert one.next_due() == 12.0
+    assert one.exited(SERVER_0, 0, 3.0, joined=False) == []
+    assert one.tick(12.0) == [Kill((SERVER_0 + 1,))]
+    assert one.exited(SERVER_0 + 1, -9, 12.0, joined=False) == []
+    assert (one.is_over, one.outcome().exit_code, one.outcome().cause) == (True, 0, None)
+
+
+def test_a_server_that_is_told_to_end_before_it_serves_has_not_failed():
+    one = with_servers(((),), workers=1)
+    one.goodbye(0)
+    one.exited(0, 0, 1.0, joined=False)
+    assert one.failed(SERVER_0, {"error": "SystemExit", "message": "143", "traceback": "", "exit_code": 143}, 1.1) == []
+    assert one.exited(SERVER_0, 143, 1.2, joined=False) == []
+    assert one.outcome().exit_code == 0
+
+
+@pytest.mark.parametrize("status", [-9, 1, 0])
+def test_a_server_without_a_copy_that_ends_is_the_cause(status):
+    one = with_servers(((), ()))
+    assert [action.rank for action in one.exited(SERVER_0 + 1, status, 1.0, joined=False)] == [SERVER_0 + 1]
+    for rank in range(2):
+        one.failed(rank, LOST, 1.5)
+        one.exited(rank, 70, 1.5, joined=False)
+    one.exited(SERVER_0, 0, 2.0, joined=False)
+    assert one.is_over
+    assert one.outcome().cause.rank == SERVER_0 + 1
+
+
+def test_a_server_whose_copy_is_there_is_done_without_and_the_next_may_be_one_too_many():
+    for mirrors, order, fatal in ((PAIR, (0, 1), 1), (PAIR, (1, 0), 1), (TRIPLE, (0, 1), 1), (TRIPLE, (0, 2), 1), (((), (0,)), (1, 0), 1)):
+        one = with_servers(mirrors)
+        for place, server in enumerate(order):
+            (action,) = one.exited(SERVER_0 + server, -9, 1.0, joined=False)
+            assert isinstance(action, DoWithout if place < fatal else Announce), (mirrors, order)
+        assert one.outcome().exit_code == 137
+
+
+def test_a_server_that_is_stopped_is_ended_before_its_copy_takes_its_place():
+    one = with_servers(PAIR)
+    assert one.silent(SERVER_0, "its process is stopped", 1.0) == [DoWithout(SERVER_0, "its process is stopped"), Kill((SERVER_0,))]
+    assert one.silent(SERVER_0, "its process is stopped", 2.0) == []
+    assert one.exited(SERVER_0, -9, 2.0, joined=False) == []
+    assert one.outcome().exit_code == 0
+
+
+def test_a_server_that_fails_by_an_exception_is_done_without_too():
+    one = with_servers(PAIR)
+    (action,) = one.failed(SERVER_0, OWN, 1.0)
+    assert action == DoWithout(SERVER_0, "uncaught ValueError: mine")
+    assert one.exited(SERVER_0, 1, 1.0, joined=False) == []
+
+
+def test_a_worker_that_nobody_waits_for_is_started_again_alone():
+    for how in ("signal", "exception"):
+        one = with_servers(((),), restarts=1)
+        if how == "exception":
+            assert one.failed(1, OWN, 1.0, joined=False) == []
+        assert one.exited(1, -9 if how == "signal" else 1, 1.0, joined=False) == []
+        assert not one.is_over
+        assert one.next_due() == 2.0
+        assert one.tick(1.9) == []
+        (again,) = one.tick(2.0)
+        assert again.rank == 1
+        assert again.reason == ("signal 9" if how == "signal" else "uncaught ValueError: mine")
+        assert isinstance(one.exited(1, -9, 3.0, joined=False)[0], Announce)  # so often, and not once more
+        assert one.outcome().cause.rank == 1
+
+
+def test_servers_stay_while_the_last_worker_is_about_to_be_started_again():
+    one = with_servers(((),), workers=1, restarts=1)
+    assert one.exited(0, -9, 1.0, joined=False) == []
+    assert one.tick(2.0)[0].rank == 0
+    one.goodbye(0)
+    assert one.exited(0, 0, 3.0, joined=False) == [Terminate((SERVER_0,))]
+
+
+@pytest.mark.parametrize("why", ["it had joined the others", "there are no servers", "the job is ending"])
+def test_a_worker_is_not_started_again_alone_where_that_does_not_help(why):
+    one = Supervisor(2, CONFIG, False, 0.0, mirrors=() if "no servers" in why else ((),), restarts=3)
+    if "ending" in why:
+        one.signalled(15, 0.5)
+    one.exited(1, -9, 1.0, joined="joined" in why)
+    assert not any(isinstance(action, Restart) for action in one.tick(5.0))
+    assert 1 in one.causes
+
+
+def test_a_failure_forgets_who_was_to_be_started_again():
+    one = with_servers(((),), workers=3, restarts=3)
+    one.exited(1, -9, 1.0, joined=False)
+    one.exited(2, 3, 1.1, joined=True)
+    assert not any(isinstance(action, Restart) for action in one.tick(2.5))
+    one.exited(0, 70, 3.0, joined=False)
+    one.exited(SERVER_0, 0, 3.0, joined=False)
+    assert one.is_over
+
+
+def test_workers_are_told_to_end_before_servers_which_may_have_to_save_for_them():
+    one = with_servers(((),))
+    assert one.signalled(2, 1.0) == [Terminate((0, 1))]
+    assert [action for action in one.exited(0, 143, 1.5, joined=False) if isinstance(action, Terminate)] == []
+    assert one.exited(1, 143, 1.6, joined=False)[-1] == Terminate((SERVER_0,))
+    assert one.signalled(2, 1.7) == [Kill((SERVER_0,))]

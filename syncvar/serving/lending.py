@@ -1,0 +1,172 @@
+"""Arrays that go between a server and the workers of its host through memory that they share.
+
+Who sends an array copies it once, into a block of its own region of an arena, and sends where that is. Who receives it reads
+the block where it lies. Nobody writes a block while it is lent, so what is read is never torn, and always one version. When the
+last view of it is gone the reader clears the block's first word, and the owner takes it back the next time it lends something.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.arena.handing import fetch, servers_arena_path
+from syncvar.arena.mapping import Arena
+from syncvar.errors import ArenaFull, ArenaUnavailable
+from syncvar.roles import SERVER_0, is_server, server_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.config import RuntimeConfig
+    from syncvar.env import RankEnvironment
+
+__all__ = ["LEND_NBYTES_MIN", "Lender", "lender_of"]
+
+LEND_NBYTES_MIN = 64 << 10
+_WORD_NBYTES = 64  # before the array: it stays on a line of the cache of its own
+_SPARE_NBYTES_MAX = 128 << 20
+_LENT = 1
+
+
+def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | None:
+    """Return this process's part of the memory that servers and workers of its host share; None where there is none."""
+    hosts = server_hosts(environment.servers, environment.host_count)
+    here = [server for server, host in enumerate(hosts) if host == environment.host_index]
+    if config.transport == "zmq" or not here:
+        return None
+    place = here.index(environment.rank) if environment.role == "server" else len(here) + environment.local_rank
+    descriptor, _ = fetch(
+        servers_arena_path(environment.socket_directory), environment.job_id, environment.generation, place,
+        min(config.handshake_timeout_s, 3600.0),
+    )  # fmt: skip
+    if descriptor is None:
+        return None
+    try:
+        arena = Arena.attach(descriptor, place, checks=config.check_arena == "on")
+    except ArenaUnavailable:
+        return None
+    first = environment.rank - environment.local_rank
+    there = {*(SERVER_0 + server for server in here), *range(first, first + environment.local_world_size)}
+    # What an earlier process in this one's place has lent may still be read: who came after it lends nothing.
+    return Lender(arena, there, lends=environment.incarnation == 0)
+
+
+class Lender:
+    """What one process has lent, and what it has borrowed.
+
+    Args:
+        arena: The memory; this process lends from its own region.
+        there: The processes that see it, by number.
+        lends: It may lend; else it only borrows.
+
+    Attributes:
+        lent: How many arrays have been lent.
+    """
+
+    def __init__(self, arena: Arena, there: set[int], *, lends: bool = True) -> None:
+        self.lent = 0
+        self._arena = arena
+        self._there = there
+        self._lends = lends
+        self._out: collections.deque[tuple[int, NDArray[np.uint8], int]] = collections.deque()  # to whom, block, offset
+        self._spare: dict[int, list[NDArray[np.uint8]]] = {}
+        self._spare_nbytes = 0
+
+    def lend(self, number: int, frames: Sequence[Any]) -> list[tuple[int, int, int]]:
+        """Copy the long ones of some buffers to where a process can read them.
+
+        Returns:
+            For each of these its index, where it is and how long it is. The others are to be sent.
+        """
+        if not self._lends or number not in self._there:
+            return []
+        found: list[tuple[int, int, int]] = []
+        for index, frame in enumerate(frames):
+            view = memoryview(frame)
+            if index and view.nbytes >= LEND_NBYTES_MIN:
+                if not found:
+                    self._take_back()
+                block = self._block(view.nbytes)
+                if block is None:
+                    break
+                offset = self._arena.locate(block)
+                assert offset is not None
+                block[_WORD_NBYTES:] = np.frombuffer(view, np.uint8)
+                self._arena.words[offset // 8] = _LENT
+                self._out.append((number, block, offset))
+                found.append((index, offset, view.nbytes))
+        self.lent += len(found)
+        return found
+
+    def borrow(self, offset: int, nbytes: int) -> memoryview:
+        """Return what lies there, to be read; it is given back with the last view of it.
+
+        Raises:
+            ValueError: It is outside the memory.
+        """
+        if offset < 0 or offset % 64 or nbytes < 0 or offset + _WORD_NBYTES + nbytes > self._arena.arena_bytes:
+            raise ValueError(f"no array of {nbytes} bytes can be at {offset}")
+        array: Any = np.asarray(_Borrowed(self._arena, offset, nbytes))
+        return memoryview(array)
+
+    def forget(self, number: int) -> None:
+        """Take back what a process had borrowed that has ended."""
+        if is_server(number) or number in self._there:
+            for to, _, offset in self._out:
+                if to == number:
+                    self._arena.words[offset // 8] = 0
+
+    def close(self) -> None:
+        """Let go of the memory; what is still read stays."""
+        self._out.clear()
+        self._spare.clear()
+        self._arena.close()
+
+    def _block(self, nbytes: int) -> NDArray[np.uint8] | None:
+        spare = self._spare.get(nbytes)
+        if spare:
+            self._spare_nbytes -= nbytes
+            return spare.pop()
+        try:
+            return self._arena.empty(_WORD_NBYTES + nbytes, np.uint8)
+        except ArenaFull:
+            self._spare.clear()
+            self._spare_nbytes = 0
+            return None
+
+    def _take_back(self) -> None:
+        """Keep blocks that nobody reads any more for arrays of the same size; beyond a limit they are freed."""
+        words = self._arena.words
+        for _ in range(len(self._out)):
+            entry = self._out.popleft()
+            _, block, offset = entry
+            nbytes = len(block) - _WORD_NBYTES
+            if words[offset // 8] == _LENT:
+                self._out.append(entry)
+            elif self._spare_nbytes + nbytes <= _SPARE_NBYTES_MAX:
+                self._spare_nbytes += nbytes
+                self._spare.setdefault(nbytes, []).append(block)
+
+
+class _Borrowed:
+    """The owner of a borrowed array's memory, at the end of the chain of bases."""
+
+    __slots__ = ("__array_interface__", "_ground", "_offset", "_words")
+
+    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+        self._ground = arena.ground  # the mapping lives as long as this
+        self._words = arena.words
+        self._offset = offset
+        self.__array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset + _WORD_NBYTES, True), "version": 3,
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        with contextlib.suppress(ValueError):  # the arena has been closed: nobody lends from it any more
+            self._words[self._offset // 8] = 0

@@ -1,0 +1,178 @@
+"""A server: a process that holds variables for the workers, and runs nothing of theirs but registered update rules.
+
+It is started as `begin.py syncvar.serving.process server 1 train.py`; the script is named so that what stands beside it can be
+imported, and is not run. It ends when it is told to, after all workers have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from syncvar import bootstrap
+from syncvar.config import RuntimeConfig
+from syncvar.env import RankEnvironment
+from syncvar.errors import ConfigError, WireError
+from syncvar.roles import SERVER_0, is_server, mirrors_of, process_name, server_hosts
+from syncvar.servers import Server, frames_of, message_of
+from syncvar.serving.directory import Directory, keys_of
+from syncvar.serving.lending import lender_of
+from syncvar.serving.links import Links
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, MutableMapping
+
+    from syncvar.servers import Outgoing, Party
+    from syncvar.serving.directory import Change
+    from syncvar.serving.links import Came
+
+__all__ = ["Serving", "main", "number_of", "party_of"]
+
+_AT_ONCE = 64  # messages of one socket before the others are looked at
+_PAUSE_S = 1.0
+_SAID_MAX = 5
+
+
+def main() -> None:
+    """Serve, in a fresh process."""
+    arguments = sys.argv[1:]  # "server", its number, and what the workers run
+    if len(arguments) < 2 or arguments[0] != "server":
+        raise SystemExit("a server is started by syncvar-launch --servers N")
+    if arguments[2:]:
+        bootstrap.add_folder(arguments[2:])
+    bootstrap.work(_serve)
+
+
+def _serve(_arguments: list[str]) -> None:
+    environment = RankEnvironment.from_mapping(os.environ)
+    if environment is None or environment.role != "server":
+        raise ConfigError("SYNCVAR_ROLE is not server: a server is started by syncvar-launch --servers N")
+    config = RuntimeConfig.from_mapping(os.environ).consistent()
+    with contextlib.closing(Serving(environment, config, os.environ)) as serving:
+        signal.signal(signal.SIGTERM, lambda *_: serving.end())
+        serving.run()
+
+
+def party_of(number: int) -> Party:
+    """Return how messages name a process.
+
+    Example:
+        >>> party_of(3), party_of(SERVER_0 + 1)
+        (('worker', 3), ('server', 1))
+    """
+    return ("server", number - SERVER_0) if is_server(number) else ("worker", number)
+
+
+def number_of(party: Party) -> int:
+    """Return the number of a process that messages name; the inverse of `party_of`."""
+    return party[1] + (SERVER_0 if party[0] == "server" else 0)
+
+
+class Serving:
+    """The loop of a server.
+
+    Args:
+        environment: Which one.
+        config: Deadlines and limits.
+        environ: `os.environ`, from which the job's secret is taken.
+    """
+
+    def __init__(self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]) -> None:
+        self._config = config
+        self._index = environment.rank
+        hosts = server_hosts(environment.servers, environment.host_count)
+        mirrors = [mirrors_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
+        self.server = Server(environment.rank, environment.world_size, mirrors)
+        self._incarnations: dict[int, int] = {}
+        self._said = 0
+        self._is_over = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context: zmq.Context[Any] = zmq.Context()
+        keys = keys_of(environment, config, environ)
+        self._lender = lender_of(environment, config)
+        self._directory = Directory(self._context, environment, config, keys)
+        self.links = Links(self._context, environment, config, keys, self._lender)
+        try:
+            self.links.listen()
+            self._directory.serve(self.links.address, self.links.outside)
+        except BaseException:
+            self.close()
+            raise
+
+    def end(self) -> None:
+        """Let `run` return; from a signal handler."""
+        self._is_over = True
+        os.eventfd_write(self._wake, 1)
+
+    def run(self) -> None:
+        """Serve until `end` is called."""
+        while not self._is_over:
+            poller = zmq.Poller()
+            sockets = self.links.sockets()
+            for one in (*sockets, self._directory.socket, self._wake):
+                poller.register(one, zmq.POLLIN)
+            wait_s = min(_PAUSE_S, max(0.0, self.server.wake_at() - time.monotonic()))
+            ready = dict(poller.poll(int(wait_s * 1000) + 1))
+            if self._directory.socket in ready:
+                for change in self._directory.changes():
+                    self._take_in(change)
+            for socket in self.links.sockets():
+                if socket in ready:
+                    self._receive(socket)
+            self._send(self.server.wake(time.monotonic()))
+
+    def close(self) -> None:
+        """Close everything; what was sent is flushed."""
+        self.links.close(self._config.shutdown_timeout_s)
+        self._directory.close()
+        self._context.term()
+        if self._lender is not None:
+            self._lender.close()
+        os.close(self._wake)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, socket: Any) -> None:
+        for _ in range(_AT_ONCE):
+            came = self.links.receive(socket)
+            if came is None:
+                return
+            self._handle(came)
+
+    def _handle(self, came: Came) -> None:
+        sender = party_of(came.number)
+        try:
+            message, arrays = message_of(came.frames)
+            made = self.server.handle(sender, message, arrays, time.monotonic())
+        except WireError as error:
+            self.links.refused += 1
+            if self._said < _SAID_MAX:  # who sends more of these has been told of
+                self._said += 1
+                sys.stderr.write(f"a message of {process_name(came.number)} was refused: {error}\n")
+            return
+        self._send(made, sender, came.answers)
+
+    def _send(self, made: Iterable[Outgoing], sender: Party | None = None, answers: bytes = b"") -> None:
+        for one in made:
+            route = answers if one.target == sender and answers else None
+            self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)
+
+    def _take_in(self, change: Change) -> None:
+        number, now = change.number, time.monotonic()
+        if change.kind == "begins":
+            self._incarnations[number] = change.incarnation
+        elif change.kind == "serves":
+            if number != SERVER_0 + self._index:
+                self.links.connect(number - SERVER_0, self._directory.addresses[number - SERVER_0])
+        else:
+            self.links.forget(number)
+            if is_server(number):
+                self._send(self.server.server_lost(number - SERVER_0, now))
+            else:
+                self._send(self.server.worker_lost(number, self._incarnations.get(number, 0), now))

@@ -1,0 +1,254 @@
+"""Links between workers and servers, and arrays that are lent on one host, in one process."""
+
+import gc
+import os
+import tempfile
+import time
+
+import numpy as np
+import pytest
+import zmq
+from harness import start_the_collector_of_pyzmq
+
+from syncvar.arena.creating import create
+from syncvar.arena.mapping import Arena
+from syncvar.config import RuntimeConfig
+from syncvar.env import RankEnvironment
+from syncvar.roles import SERVER_0
+from syncvar.serving.lending import LEND_NBYTES_MIN, Lender
+from syncvar.serving.links import Links
+
+start_the_collector_of_pyzmq()
+
+MIB = 1 << 20
+CONFIG = RuntimeConfig()
+
+
+def environment(folder, *, role="worker", rank=0, job="job", generation=0, incarnation=0):
+    return RankEnvironment(
+        rank=rank, world_size=2, local_rank=0 if role == "server" else rank, local_world_size=2, host_index=0, host_count=1,
+        generation=generation, rendezvous=f"ipc://{folder}/store", job_id=job, role=role, servers=2, incarnation=incarnation,
+    )  # fmt: skip
+
+
+def taken(links, count=1, limit_s=10.0):
+    """Return so many messages that come on any socket."""
+    found, until = [], time.monotonic() + limit_s
+    while len(found) < count:
+        assert time.monotonic() < until, f"{len(found)} of {count} messages came"
+        for socket in links.sockets():
+            socket.poll(10)
+            came = links.receive(socket)
+            if came is not None:
+                found.append(came)
+    return found
+
+
+class Place:
+    """Servers and workers of one process, each with its own links."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.context = zmq.Context()
+        self.made = []
+
+    def links(self, lender=None, **who):
+        one = Links(self.context, environment(self.folder, **who), CONFIG, None, lender)
+        self.made.append(one)
+        if who.get("role") == "server":
+            one.listen()
+        return one
+
+    def close(self):
+        for one in self.made:
+            one.close(0.0)
+        self.context.term()
+
+
+@pytest.fixture
+def place(runtime_folder):
+    one = Place(runtime_folder)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def runtime_folder():
+    with tempfile.TemporaryDirectory(prefix="sv-") as made:
+        yield made
+
+
+def test_a_message_comes_whole_and_is_answered(place):
+    server, worker = place.links(role="server", rank=1), place.links(rank=1)
+    worker.connect(1, server.address)
+    long = os.urandom(MIB)
+    assert worker.send(SERVER_0 + 1, [b"head", b"", long])
+    (came,) = taken(server)
+    assert (came.number, came.incarnation, [bytes(one) for one in came.frames]) == (1, 0, [b"head", b"", long])
+    assert server.send(1, [b"answer"])
+    (answer,) = taken(worker)
+    assert (answer.number, [bytes(one) for one in answer.frames]) == (SERVER_0 + 1, [b"answer"])
+
+
+def test_servers_speak_with_each_other(place):
+    first, second = (place.links(role="server", rank=rank) for rank in range(2))
+    first.connect(1, second.address)
+    second.connect(0, first.address)
+    assert first.send(SERVER_0 + 1, [b"copy"])
+    (came,) = taken(second)
+    assert came.number == SERVER_0
+    assert second.send(SERVER_0, [b"copied"])
+    (answer,) = taken(first)
+    assert (answer.number, bytes(answer.frames[0])) == (SERVER_0 + 1, b"copied")
+
+
+@pytest.mark.parametrize("who", [{"job": "other"}, {"generation": 1}, {"rank": 7}])
+def test_who_is_of_another_job_or_start_is_not_heard(place, who):
+    server, stranger, worker = place.links(role="server"), place.links(**who), place.links()
+    stranger.connect(0, server.address)
+    stranger.send(SERVER_0, [b"strange"])
+    until = time.monotonic() + 10
+    while not server.refused and time.monotonic() < until:
+        server.sockets()[0].poll(10)
+        assert server.receive(server.sockets()[0]) is None
+    assert server.refused == 1
+    worker.connect(0, server.address)
+    worker.send(SERVER_0, [b"mine"])
+    assert bytes(taken(server)[0].frames[0]) == b"mine"
+
+
+def test_of_two_incarnations_the_later_one_is_answered_and_the_other_can_be_told(place):
+    server, before, after = place.links(role="server"), place.links(), place.links(incarnation=1)
+    for one in (before, after):
+        one.connect(0, server.address)
+    before.send(SERVER_0, [b"a"])
+    (early,) = taken(server)
+    after.send(SERVER_0, [b"b"])
+    taken(server)
+    before.send(SERVER_0, [b"late"])
+    (late,) = taken(server)
+    assert late.incarnation == 0
+    assert server.send(0, [b"for the later one"])
+    assert server.send(0, [b"refused"], late.answers)
+    assert bytes(taken(after)[0].frames[0]) == b"for the later one"
+    assert bytes(taken(before)[0].frames[0]) == b"refused"
+    assert early.answers == late.answers
+
+
+def test_what_is_sent_to_nobody_is_lost_and_says_so(place):
+    server, worker = place.links(role="server"), place.links()
+    assert not server.send(0, [b"x"])
+    assert not worker.send(SERVER_0 + 1, [b"x"])
+    worker.connect(0, server.address)
+    worker.forget(SERVER_0)
+    assert not worker.send(SERVER_0, [b"x"])
+
+
+def test_something_else_than_a_message_is_dropped(place):
+    server, worker = place.links(role="server"), place.links()
+    worker.connect(0, server.address)
+    dealer = worker.sockets()[0]
+    for parts in ([b""], [b"\xc1", b"x"], [b"\x93\x91\x93\x00\x00\x10\x00\xc3", b"x"], [b"\x01", b"x"]):
+        dealer.send_multipart(parts)
+    worker.send(SERVER_0, [b"whole"])
+    assert bytes(taken(server)[0].frames[0]) == b"whole"
+    assert server.refused == 4
+
+
+# Lending.
+
+
+@pytest.fixture
+def arenas():
+    made, _ = create(64 * MIB, 2, 2, 0)
+    both = [Arena.attach(os.dup(made.fd), place) for place in range(2)]
+    made.close()
+    yield both
+    for one in both:
+        one.close()
+
+
+@pytest.fixture
+def lenders(arenas):
+    both = [Lender(arena, {0, SERVER_0}) for arena in arenas]
+    yield both
+    for one in both:
+        one.close()
+
+
+def lent(lender, array, number=0):
+    ((index, offset, nbytes),) = lender.lend(number, [b"head", array])
+    assert index == 1
+    return offset, nbytes
+
+
+def test_what_is_lent_is_read_where_it_lies_and_cannot_be_written(lenders):
+    server, worker = lenders
+    array = np.arange(MIB, dtype=np.float32)
+    seen = np.frombuffer(worker.borrow(*lent(server, array)), np.float32)
+    array[:] = 0
+    assert np.array_equal(seen, np.arange(MIB, dtype=np.float32))
+    assert not seen.flags.writeable
+
+
+def test_a_block_is_used_again_when_the_last_view_of_it_is_gone_and_not_before(lenders):
+    server, worker = lenders
+    array = np.ones(LEND_NBYTES_MIN, np.uint8)
+    first, nbytes = lent(server, array)
+    view = np.frombuffer(worker.borrow(first, nbytes), np.uint8)[10:20]
+    second, _ = lent(server, array * 2)
+    assert second != first
+    assert view.tolist() == [1] * 10
+    del view
+    gc.collect()
+    third, _ = lent(server, array * 3)
+    assert third == first
+
+
+def test_what_a_process_that_has_ended_had_borrowed_comes_back(lenders):
+    server, _ = lenders
+    array = np.ones(LEND_NBYTES_MIN, np.uint8)
+    first, _ = lent(server, array)
+    server.forget(0)
+    assert lent(server, array)[0] == first
+
+
+def test_short_arrays_and_those_for_other_hosts_are_not_lent(lenders):
+    server, _ = lenders
+    long, short = np.ones(LEND_NBYTES_MIN, np.uint8), np.ones(LEND_NBYTES_MIN - 1, np.uint8)
+    assert server.lend(0, [b"head", short]) == []
+    assert server.lend(1, [b"head", long]) == []
+    assert server.lend(0, [long, short]) == []  # the first part is no array
+    assert Lender(server._arena, {0}, lends=False).lend(0, [b"head", long]) == []
+
+
+def test_arrays_are_lent_to_who_has_said_that_it_sees_them(place, lenders):
+    server, worker, blind = place.links(lenders[0], role="server"), place.links(lenders[1]), place.links(rank=1)
+    array = np.arange(MIB, dtype=np.uint8)
+    for one, seen in ((worker, [0, 1]), (blind, [0, 0])):
+        one.connect(0, server.address)
+        for count in seen:
+            before = lenders[0].lent, lenders[1].lent
+            one.send(SERVER_0, [b"head", array])
+            (came,) = taken(server)
+            assert np.array_equal(np.frombuffer(came.frames[1], np.uint8), array)
+            assert lenders[1].lent - before[1] == count  # the first time it does not know whether the server sees it
+            server.send(came.number, [b"head", array], came.answers)
+            (answer,) = taken(one)
+            assert np.array_equal(np.frombuffer(answer.frames[1], np.uint8), array)
+            assert lenders[0].lent - before[0] == (one is worker)
+            del came, answer
+
+
+def test_what_has_no_room_is_left_to_be_sent(lenders):
+    server, _ = lenders
+    array = np.ones(9 * MIB, np.uint8)
+    found = server.lend(0, [b"head", *[array] * 8])
+    assert 0 < len(found) < 8
+    assert [index for index, _, _ in found] == list(range(1, len(found) + 1))
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-64, 1), (1, 1), (0, 64 * MIB), (64 * MIB, 0), (0, -1)])
+def test_what_lies_outside_is_not_borrowed(lenders, offset, nbytes):
+    with pytest.raises(ValueError, match="no array of"):
+        lenders[1].borrow(offset, nbytes)

@@ -1,0 +1,51 @@
+"""What programs of the tests do with servers, below variables: they make, push and pull arrays by name."""
+
+import os
+
+import numpy as np
+
+from syncvar.config import RuntimeConfig
+from syncvar.env import RankEnvironment
+from syncvar.roles import SERVER_0
+from syncvar.servers.client import Part
+from syncvar.serving.edge import Edge
+
+ME = RankEnvironment.from_mapping(os.environ)
+
+
+def edge():
+    return Edge(ME, RuntimeConfig.from_mapping(os.environ).consistent(), os.environ)
+
+
+def create(key, value, staleness=None):
+    whole = list(value.shape)
+    operation = {
+        "do": "create", "key": key, "shape": whole, "dtype": value.dtype.name, "aggregation": "SUM", "whole": whole, "start": 0, "value": 0,
+        "staleness": staleness,
+    }  # fmt: skip
+    return Part([operation], (value,))
+
+
+def push(key, value):
+    return Part([{"do": "push", "key": key, "how": "assign_add", "value": 0, "rows": None}], (value,))
+
+
+def pull(key):
+    return Part([{"do": "pull", "key": key, "rows": None}])
+
+
+def made(way, servers, value, key="v"):
+    """Make an array on each server; whoever comes first does."""
+    way.wait(way.request({server: create(key, value) for server in servers}), "making")
+
+
+def pulled(way, servers, key="v"):
+    ticket = way.wait(way.request({server: pull(key) for server in servers}), "a pull", 60.0)
+    return [np.array(ticket.array(server, 0)) for server in servers]
+
+
+def pushed(way, servers, value, key="v"):
+    return way.request({server: push(key, value) for server in servers})
+
+
+__all__ = ["ME", "SERVER_0", "create", "edge", "made", "pull", "pulled", "push", "pushed"]

@@ -1,0 +1,186 @@
+"""Jobs with servers: how they are started, named, lost, replaced and ended, and that what was pushed is there once."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from launching import await_true
+
+HERE = Path(__file__).parent
+ENV = {"PYTHONPATH": str(HERE)}
+
+# Each worker pushes 1 in each of `STEPS` steps. The servers know how far a worker has come: its steps are counted there too.
+STEPS = 60
+SCRIPT = f"""
+import os, time
+import numpy as np
+import probe
+from served import *
+from syncvar.servers.client import Part
+
+way, servers = edge(), range(ME.servers)
+made(way, servers, np.zeros(1000, np.int64))
+first = way.wait(way.request({{0: Part([{{"do": "where"}}])}}), "where", 20.0).results[0][0]["clock"]
+probe.note("joined", first=first, incarnation=ME.incarnation)
+one = np.ones(1000, np.int64)
+for step in range(first, {STEPS}):
+    tick = {{"do": "tick", "clock": step + 1}}
+    try:
+        ask = {{server: push("v", one) for server in servers}}
+        for part in ask.values():
+            part.operations.append(tick)
+        way.wait(way.request(ask), "a push", 20.0)
+    except Exception as error:
+        probe.raised(error)
+        raise
+    if step == {STEPS // 2} and not ME.incarnation:
+        probe.note("half")
+        probe.gate("on")
+way.wait(way.request({{server: Part([{{"do": "leave"}}]) for server in servers}}), "leaving", 20.0)
+until = time.monotonic() + 20
+while (sums := [int(one[0]) for one in pulled(way, servers)]) != [{STEPS} * ME.world_size] * len(servers):
+    assert time.monotonic() < until, sums
+    time.sleep(0.01)
+probe.note("sums", sums=[sorted(set(map(int, one))) for one in pulled(way, servers)])
+way.close()
+"""
+
+
+def servers_of(job):
+    """Return server -> process id, by the command lines of the launcher's children."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            words = (status.parent / "cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if parent == job.process.pid and b"server" in words:
+            found[int(words[words.index(b"server") + 1])] = int(status.parent.name)
+    return found
+
+
+def check_sums(job, workers=2, servers=2):
+    assert [event["sums"] for event in job.events("sums")] == [[[STEPS * workers]] * servers] * workers, job
+
+
+def start(launch, *options, script=SCRIPT, env=None, **keywords):
+    return launch(script, options=("--servers", "2", *options), env={**ENV, **(env or {})}, **keywords)
+
+
+def test_servers_hold_what_workers_push_and_end_when_these_have_ended(launch, tmp_path):
+    job = start(launch, "--events", str(tmp_path / "events"))
+    job.await_events("half", 2)
+    found = servers_of(job)
+    assert sorted(found) == [0, 1]
+    job.open_gate("on")
+    assert job.wait() == 0, job
+    check_sums(job)
+    assert job.err == ""
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    begun = {event["server"]: event["pid"] for event in events if event["event"] == "server_start"}
+    assert begun == found
+    assert [event["exit_code"] for event in events if event["event"] == "server_end"] == [0, 0]
+
+
+def test_a_server_that_is_lost_without_a_copy_ends_the_job_and_is_named(launch):
+    job = start(launch)
+    job.await_events("half", 2)
+    os.kill(servers_of(job)[1], signal.SIGKILL)
+    job.open_gate("on")
+    assert job.wait() == 137, job
+    first = job.report.splitlines()[0]
+    assert first.startswith("syncvar: server 1 on "), job
+    assert "was killed by signal 9 (SIGKILL)" in first, job
+    for event in job.events("raised"):
+        assert event["error"] == "PeerLost", job
+        assert event["text"].startswith("server 1 was lost: signal 9"), job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_with_a_copy_is_replaced_and_nothing_is_lost(launch, number):
+    job = start(launch, "--server-replicas", "1")
+    job.await_events("half", 2)
+    os.kill(servers_of(job)[1], number)
+    job.open_gate("on")
+    assert job.wait() == 0, job
+    check_sums(job)
+    assert "server 1 on" in job.err, job
+    assert "server 0 has copies of its variables and takes its place" in job.err, job
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_started_again_alone_and_goes_on(launch):
+    job = start(launch, "--max-restarts", "1", "--server-replicas", "1", workers=3)
+    job.await_events("half", 3)
+    job.kill_rank(1)
+    job.open_gate("on")
+    assert job.wait() == 0, job
+    check_sums(job, workers=3)
+    joined = job.events("joined", rank=1)
+    assert [event["incarnation"] for event in joined] == [0, 1], job
+    assert joined[1]["first"] >= STEPS // 2, job
+    assert "started again alone (1): signal 9" in job.err, job
+
+
+@pytest.mark.slow
+def test_servers_over_hosts_are_placed_in_turns_and_reached_by_protected_links(launch):
+    for encryption in ("required", "control-only"):
+        job = start(launch, "--fake-hosts", "2", "--server-replicas", "1", "--encryption", encryption)
+        job.await_events("half", 2)
+        assert sorted(servers_of(job)) == [0, 1]
+        job.open_gate("on")
+        assert job.wait() == 0, job
+        check_sums(job)
+
+
+@pytest.mark.slow
+def test_what_a_server_prints_has_its_name_before_it(launch, tmp_path):
+    job = start(launch, "--log-dir", "logs")
+    job.await_events("half", 2)
+    pid = servers_of(job)[1]
+    os.kill(pid, signal.SIGABRT)  # its fault handler writes where it stands
+    job.open_gate("on")
+    assert job.wait() == 134, job
+    assert "Fatal Python error: Aborted" in job.lines("server 1", job.err), job
+    assert "Fatal Python error: Aborted" in (job.folder / "logs" / "server-1.err").read_text()
+
+
+@pytest.mark.slow
+def test_a_server_takes_no_part_in_calls_of_ranks_and_signals_for_ranks_pass_it_by(launch):
+    script = """
+    import os, signal
+    import probe, syncvar as sv
+    signal.signal(signal.SIGUSR1, lambda *_: probe.open_gate("on"))
+    assert sv.world_size() == 2 and sv.all_reduce(1) == 2
+    probe.note("half")
+    probe.gate("on")
+    """
+    job = start(launch, script=script)
+    job.await_events("half", 2)
+    job.send(signal.SIGUSR1)
+    assert job.wait() == 0, job
+
+
+def test_dry_run_shows_servers(launch):
+    job = start(launch, "--server-replicas", "1", "--dry-run", script="")
+    assert job.wait() == 0
+    lines = job.out.splitlines()
+    table = lines.index(next(line for line in lines if line.startswith("server ")))
+    assert [line.split() for line in lines[table : table + 3]] == [
+        ["server", "host", "copies", "on"], ["0", os.uname().nodename, "1"], ["1", os.uname().nodename, "0"],
+    ]  # fmt: skip
+    assert "syncvar.serving.process server 0" in job.out
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_leaves_no_server(launch):
+    job = start(launch)
+    job.await_events("half", 2)
+    found = servers_of(job)
+    job.process.kill()
+    job.process.wait(10)
+    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()), 10.0, "the end of the servers")
