@@ -36,6 +36,27 @@ def test_both_runners_give_the_same_bytes(launch, workers, sizes):
     assert all(rank["native"] > 100 for rank in seen["c"]), f"nothing has been compared: {seen}"
 
 
+MEANS = """
+import numpy as np, syncvar as sv
+from probe import note, raised
+
+for _ in range(4):  # prepared, and float64 as well by the time it is combined
+    sv.all_reduce(np.arange(5, dtype=np.uint64), "mean")
+try:
+    sv.all_reduce(np.arange(5, dtype=np.uint64 if sv.rank() else np.float64), "mean")
+except sv.MismatchError as error:
+    raised(error)
+assert sv.all_reduce(1) == 2
+"""
+
+
+@pytest.mark.needs_kernel
+def test_a_mean_of_floats_is_not_taken_for_one_of_integers(launch):
+    job = launch(MEANS, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait(30) == 0, str(job)
+    assert [sorted(event["table"]) for event in job.events("raised")] == [["0", "1"]] * 2, str(job)
+
+
 INTERRUPTED = """
 import signal
 import numpy as np, syncvar as sv
