@@ -49,7 +49,7 @@ class _Ended(Exception):
 class _Launch:
     """Ranks that wait for orders."""
 
-    def __init__(self, replicas, folder, case_s, transport):
+    def __init__(self, replicas, folder, case_s, transport, start):
         self.replicas, self.folder, self.case_s = replicas, folder, case_s
         self.lines, self.buffers = {}, {}
         path = os.path.join(folder, "s")
@@ -60,17 +60,16 @@ class _Launch:
         self.listener.bind(path)
         self.listener.listen(replicas)
         hosts = ["--fake-hosts", "2"] if transport == "hosts" else []
-        line = [
-            sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--no-timestamps", "--start-method", "fork", *hosts,
-            str(_REPLICA), path, folder,
-        ]  # fmt: skip
+        line = [sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--no-timestamps", "--start-method", "fork", *hosts]
         environment = os.environ | {
             "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(0.75 * case_s),
             "PYTHONDONTWRITEBYTECODE": "1",
             "SYNCVAR_TRANSPORT": "auto" if transport == "hosts" else transport,
         }
+        if start is not None:
+            line, environment = start(replicas, folder, environment)
         self.process = subprocess.Popen(
-            line,
+            [*line, str(_REPLICA), path, folder],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
@@ -150,7 +149,7 @@ class _Launch:
         self.log.close()
 
 
-def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="auto"):
+def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="auto", start=None):
     """Run cases, all of the same number of replicas, over real processes; return their outcomes by id.
 
     Args:
@@ -159,6 +158,8 @@ def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="au
         launches: A list that gets one entry for each launch: the id of the first case.
         sabotage: To test the conductor: id of a case -> (rank, "hang" or "exit").
         transport: "auto": what this host offers, an arena; "zmq": links; "hosts": two hosts, each with an arena.
+        start: Given the number of ranks, a folder and an environment, returns what starts them instead of syncvar-launch, as a
+            command line, and its environment.
     """
     outcomes = {}
     left = list(cases)
@@ -167,16 +168,16 @@ def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="au
         while left:
             if launches is not None:
                 launches.append(left[0]["id"])
-            _conduct_launch(left, outcomes, folder, case_s, sabotage or {}, transport)
+            _conduct_launch(left, outcomes, folder, case_s, sabotage or {}, transport, start)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return outcomes
 
 
-def _conduct_launch(left, outcomes, folder, case_s, sabotage, transport):
+def _conduct_launch(left, outcomes, folder, case_s, sabotage, transport, start):
     """Run cases from the front of `left` until none is left or the launch cannot go on."""
     try:
-        launch = _Launch(left[0]["replicas"], folder, case_s, transport)
+        launch = _Launch(left[0]["replicas"], folder, case_s, transport, start)
     except _Ended as error:
         case = left.pop(0)
         outcomes[case["id"]] = Outcome(case, [f"no launch: {error}"])
