@@ -44,7 +44,7 @@ from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
 from syncvar.arena.reaching import Reach, Spot
 from syncvar.arena.waiting import holding_waiter, waiter
 from syncvar.errors import ArenaFull, InternalError
-from syncvar.kernel import ChannelState, slot_call
+from syncvar.kernel import ChannelState, bind, slot_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +78,8 @@ CHECK, PHASE, DONE = 1, 3, 4  # the checks of both sides, the phase, and the las
 _SOURCE, TARGET, _GROUP, _SMALL, _SEGMENTS, _CLOSED = 8, 10, 12, 13, 14, 15
 _LOOKS_ALONE, _LOOKS_SHARED = 400, 8  # of the C runner: about 15 us with a core for each rank; then it yields, or Python goes on
 _PROCESS, _ADDRESS, _NUMBER = 1, 2, 3  # of the table: where others can try to read this process's memory
+_RUNNER = 4  # of the table: 1 where programs run in C
+NATIVE_RANKS_MAX = 64
 MASK = (1 << 64) - 1
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
 
@@ -116,6 +118,7 @@ class Channels:
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
         self.shares_cores = arena.local_world_size > arena.usable_cores
         arena.populate(self._table * 8, PAGE_BYTES)
+        self.words[self._table + _RUNNER] = self.is_native  # before any entry is seen
         if reaches:
             self._spot = Spot()
             self._spot.give_leave()
@@ -133,6 +136,10 @@ class Channels:
             made.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER]) for rank, table in enumerate(tables)
         )
         return made if found else None
+
+    def are_native(self, regions: Sequence[int]) -> bool:
+        """Return whether programs run in C on all ranks whose entries are there."""
+        return all(self.words[self.arena.table(region) // 8 + _RUNNER] for region in regions)
 
     def serves(self, members: Sequence[int]) -> bool:
         """Return whether all ranks of a group share this arena."""
@@ -234,8 +241,8 @@ class Channel(ChannelState):
     """
 
     __slots__ = (
-        "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "arena", "entry", "group", "hold", "is_open",
-        "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
+        "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "are_native", "arena", "entry", "group", "hold",
+        "is_native", "is_open", "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
     )  # fmt: skip
 
     def __init__(
@@ -259,6 +266,8 @@ class Channel(ChannelState):
         self.tail = 0  # the side on which a segment was published last
         self.queue: deque[Any] = deque()  # started calls, oldest first
         self.is_open = self.size == 1
+        self.is_native = False  # programs run in C here
+        self.are_native = False  # and on all ranks of the group
         self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
         self.reach: Reach | None = None  # where the memory of all of them can be read
         self._kept: list[Any] = []
@@ -282,6 +291,8 @@ class Channel(ChannelState):
         if not missing:
             self.others = tuple(self._entries[(self.rank + distance) % self.size] for distance in range(1, self.size))
             self.reach = self._channels.reach(self.regions)
+            self.is_native = self._channels.is_native and self._bind()
+            self.are_native = self.size <= NATIVE_RANKS_MAX and self._channels.are_native(self.regions)
             self.is_open = True
         return tuple(missing)
 
@@ -389,20 +400,21 @@ class Channel(ChannelState):
         """Keep arrays alive as long as the channel: a call has failed in which others may still read them."""
         self._kept.append(arrays)
 
-    def slot_call(self, **parts: Any) -> Any:
-        """Return the C runner of a call through small slots, or None where Python has to run it; see `kernel.slot_call`."""
-        if not self._channels.is_native:
-            return None
+    def _bind(self) -> bool:
+        """Tell the C runner where the words of all ranks are; returns whether it takes so many."""
         tables = [self.arena.table(region) // 8 for region in self.regions]
         own = tables.pop(self.rank)
         is_one_process = any(self.words[table + _PROCESS] == self.words[own + _PROCESS] != 0 for table in tables)
         shares_cores = self._channels.shares_cores
-        return slot_call(
-            memory=self.arena.memory, channel=self, queue=self.queue, entry=self.entry, others=self.others,
-            fields=(CHECK, PHASE, DONE, _SOURCE, TARGET, ABORT), slots=tuple(self.words[entry + _SMALL] for entry in self._entries),
-            side_bytes=SMALL_BYTES, rank=self.rank, shares_cores=shares_cores and not is_one_process,
-            looks=0 if is_one_process else _LOOKS_SHARED if shares_cores else _LOOKS_ALONE, **parts,
+        return bind(
+            self, self.arena.memory, self.entry, (CHECK, PHASE, DONE, _SOURCE, TARGET, ABORT, _SEGMENTS), self.others,
+            tuple(self.words[entry + _SMALL] for entry in self._entries), (SMALL_BYTES, SEGMENT_BYTES, self._part_bytes), self.rank,
+            shares_cores and not is_one_process, 0 if is_one_process else _LOOKS_SHARED if shares_cores else _LOOKS_ALONE,
         )  # fmt: skip
+
+    def slot_call(self, **parts: Any) -> Any:
+        """Return the C runner of a call through small slots, or None where Python has to run it; see `kernel.slot_call`."""
+        return slot_call(channel=self, queue=self.queue, **parts) if self.is_native else None
 
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
         """Return the small slots of all ranks, in their order, as published in this call."""
@@ -452,16 +464,19 @@ class Channel(ChannelState):
         key = (rank, number, count, dtype, start)
         found = self._views.get(key)
         if found is None:
-            base = self._segments[rank]
-            if not base:
-                base = self._segments[rank] = self.words[self._entries[rank] + _SEGMENTS]
-                if not base:
-                    raise InternalError(f"rank {rank} of the group has taken no memory for segments, and one is to be looked at")
-            place = number * SEGMENT_BYTES if number < 2 else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
-            offset = base + place + start * dtype.itemsize
-            found = self._seen(key, offset, count, dtype)
+            found = self._seen(key, self.segment_offset(rank, number) + start * dtype.itemsize, count, dtype)
         view: NDArray[Any] = found
         return view
+
+    def segment_offset(self, rank: int, number: int) -> int:
+        """Return where a rank's segment begins in the arena, see `segment`."""
+        base = self._segments[rank]
+        if not base:
+            base = self._segments[rank] = self.words[self._entries[rank] + _SEGMENTS]
+            if not base:
+                raise InternalError(f"rank {rank} of the group has taken no memory for segments, and one is to be looked at")
+        place = number * SEGMENT_BYTES if number < 2 else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
+        return int(base + place)
 
     def resident(self, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a flat view of an array anywhere in the arena."""

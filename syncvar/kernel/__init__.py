@@ -18,9 +18,13 @@ import numpy as np
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
-__all__ = ["ChannelState", "Copied", "Tally", "Watch", "entrance", "remember", "slot_call", "told", "which", "why_not_native", "write"]
+__all__ = [
+    "ChannelState", "Copied", "Tally", "Watch", "bind", "entrance", "program", "remember", "run", "slot_call", "told", "which",
+    "why_not_native", "write",
+]  # fmt: skip
 
 _native: ModuleType | None
 _missing: str
@@ -139,6 +143,41 @@ def told(wanted: str) -> str:
     if wanted == "python":
         return "prepared calls run in Python: kernel = python asks for it"
     return "prepared calls run in C" if not _missing else f"prepared calls run in Python: {_missing}"
+
+
+def bind(channel: Any, *places: Any) -> bool:
+    """Tell the C runner where the words of a channel's ranks are; returns False where it does not take so many ranks."""
+    if _native is None:
+        return False
+    try:
+        channel.bind(*places)
+    except ValueError:
+        return False
+    return True
+
+
+def program(*parts: Any) -> Any:
+    """Return a program for the C runner, or None where it takes no such program; see `programs.c`."""
+    if _native is None:
+        return None
+    try:
+        return _native.Program(*parts)
+    except ValueError:  # a dtype or an op without a loop of its own
+        return None
+
+
+def run(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool) -> Iterator[int]:
+    """Run a program in C; yields what the others have to reach.
+
+    Args:
+        made: What `program` has returned.
+        channel: This rank's end of the group's channels.
+        arrays: The memories that are arrays; anything for the others.
+        offsets: Where the others lie in the arena, in bytes; -1 for arrays.
+        keeps_lock: Python's lock is kept.
+    """
+    found: Iterator[int] = _native.Run(made, channel, arrays, offsets, keeps_lock)  # type: ignore[union-attr]
+    return found
 
 
 def slot_call(**parts: Any) -> Any:

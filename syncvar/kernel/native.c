@@ -7,34 +7,14 @@
  *
  * The interpreter's lock is kept: a call takes about a microsecond. What does not come soon goes on in Python.
  */
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <sched.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include <structmember.h>
-#include <time.h>
-
-#if defined(__x86_64__)
-#define RELAX() __builtin_ia32_pause()
-#else
-#define RELAX() ((void)0)
-#endif
+#include "native.h"
 
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
-#define BLOCK 8192      /* bytes that are combined at a time: all terms of a block stay in the first cache */
-#define RANKS_MAX 64
-#define LEVELS 6 /* of a tree over RANKS_MAX ranks */
-#define SPREAD 0x9E3779B97F4A7C15ull
 
-/* -- what a channel knows of its own progress: the attributes that both runners read and write --------------------- */
+#define LONG_PATIENCE_NS 1000000 /* the same of long vectors, without Python's lock */
+#define LOOKS_AGAIN 8            /* between two times that it gives way */
 
-typedef struct {
-    PyObject_HEAD long long side, last, phase, tail;
-    char is_settled;
-} ChannelState;
+/* -- what a channel knows ------------------------------------------------------------------------------------------ */
 
 static PyMemberDef channel_state_members[] = {
     {"side", T_LONGLONG, offsetof(ChannelState, side), 0, NULL},
@@ -46,16 +26,134 @@ static PyMemberDef channel_state_members[] = {
 };
 
 /* Give back the memory of an object, and what it has held of its type. */
-static void release_object(PyObject *self) {
+void release_object(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
 }
 
+int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Return whether a rank has published a word, or, with a negative need, minus the phase of the call published last. */
+static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long need) {
+    if (need > 0) return seen(channel, other) >= (uint64_t)need;
+    return seen(channel, other + channel->phase_at) >= (uint64_t)-need ||
+           (seen(channel, other) >= (uint64_t)channel->last + 2 &&
+            seen(channel, other + channel->done_at) >= (uint64_t)-need);
+}
+
+/* Wait a short while until all others have published what is needed. */
+int have_come(const ChannelState *channel, long long need, int64_t patience_ns) {
+    int64_t until = 0;
+    for (int other = 0; other < channel->size - 1; other++) {
+        const Py_ssize_t place = channel->others[other];
+        int looks = 0;
+        while (!is_at(channel, place, need)) {
+            if (++looks <= channel->looks) {
+                RELAX();
+                continue;
+            }
+            if (seen(channel, channel->abort_at)) return 0;
+            const int64_t now = now_ns();
+            if (until == 0) until = now + patience_ns;
+            if (now >= until) return 0;
+            looks = channel->looks - LOOKS_AGAIN;
+            if (patience_ns > YIELD_NS || channel->shares_cores) sched_yield();
+        }
+    }
+    return 1;
+}
+
+/* Read a tuple of numbers; returns how many, or -1. */
+Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most) {
+    const Py_ssize_t count = PyTuple_Size(given);
+    if (count < 0 || count > most) {
+        if (count >= 0) PyErr_Format(PyExc_ValueError, "at most %zd numbers", most);
+        return -1;
+    }
+    for (Py_ssize_t place = 0; place < count; place++) {
+        into[place] = PyLong_AsSsize_t(PyTuple_GetItem(given, place));
+        if (into[place] == -1 && PyErr_Occurred()) return -1;
+    }
+    return count;
+}
+
+int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
+    return start >= 0 && nbytes >= 0 && nbytes <= whole && start <= whole - nbytes;
+}
+
+/* Learn where the words of all ranks are: bind(memory, entry, fields, others, slots, side_bytes, rank, shares_cores,
+ * looks). */
+static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
+    ChannelState *self = (ChannelState *)object;
+    PyObject *memory, *fields, *others, *slots, *sizes;
+    Py_ssize_t places[7], lengths[3];
+    if (self->is_bound) {
+        PyErr_SetString(PyExc_ValueError, "a channel is bound once");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(
+            arguments, "OnOOOOiii", &memory, &self->entry, &fields, &others, &slots, &sizes, &self->rank,
+            &self->shares_cores, &self->looks
+        ) ||
+        read_numbers(fields, places, 7) != 7 || read_numbers(sizes, lengths, 3) != 3)
+        return NULL;
+    self->segments_at = places[6];
+    self->side_bytes = lengths[0];
+    self->segment_bytes = lengths[1];
+    self->part_bytes = lengths[2];
+    self->check_at = places[0];
+    self->phase_at = places[1];
+    self->done_at = places[2];
+    self->source_at = places[3];
+    self->target_at = places[4];
+    self->abort_at = places[5];
+    self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
+    if (PyErr_Occurred()) return NULL;
+    int good = self->size >= 2 && self->rank >= 0 && self->rank < self->size &&
+               read_numbers(others, self->others, RANKS_MAX) == self->size - 1;
+    if (!good || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a channel of 2 to 64 ranks");
+        return NULL;
+    }
+    const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len;
+    good = is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
+    for (int field = 0; field < 5; field++) good = good && is_within(8 * places[field], 16, entry_bytes);
+    good = good && is_within(8 * self->segments_at, 8, entry_bytes);
+    for (int other = 0; other < self->size - 1; other++)
+        good = good && is_within(8 * self->others[other], entry_bytes, arena);
+    for (int rank = 0; rank < self->size; rank++)
+        good = good && is_within(self->slots[rank], 2 * self->side_bytes, arena);
+    if (!good) {
+        PyBuffer_Release(&self->memory);
+        PyErr_SetString(PyExc_ValueError, "a channel would use memory outside the arena");
+        return NULL;
+    }
+    self->words = self->memory.buf;
+    self->is_bound = 1;
+    Py_RETURN_NONE;
+}
+
+static void channel_state_dealloc(PyObject *object) {
+    ChannelState *self = (ChannelState *)object;
+    if (self->is_bound) PyBuffer_Release(&self->memory);
+    release_object(object);
+}
+
+static PyMethodDef channel_state_methods[] = {
+    {"bind", channel_state_bind, METH_VARARGS, "Learn where the words of all ranks are, for the C runner."},
+    {NULL},
+};
+
 static PyType_Slot channel_state_slots[] = {
     {Py_tp_members, channel_state_members},
-    {Py_tp_dealloc, release_object},
+    {Py_tp_methods, channel_state_methods},
+    {Py_tp_dealloc, channel_state_dealloc},
     {Py_tp_doc, "What a rank has published last in a group, and whether everyone has reached it."},
     {0, NULL},
 };
@@ -66,8 +164,6 @@ static PyType_Spec channel_state_spec = {
 };
 
 /* -- NumPy's inner loops ------------------------------------------------------------------------------------------- */
-
-typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
 
 /* The beginning of NumPy's PyUFuncObject, which its C interface has kept since version 1. */
 typedef struct {
@@ -80,14 +176,8 @@ typedef struct {
     const char *types;
 } Ufunc;
 
-typedef struct {
-    Loop loop;
-    void *data;
-    PyObject *owner; /* the ufunc, alive as long as its loop is used */
-} Step;
-
 /* Find the loop of a ufunc that takes two operands of a type to a result of the same type. */
-static int find_loop(PyObject *ufunc, int number, Step *found) {
+int find_loop(PyObject *ufunc, int number, Step *found) {
     const Ufunc *head = (const Ufunc *)ufunc;
     for (int place = 0; place < head->ntypes; place++) {
         const char *types = head->types + 3 * place;
@@ -102,35 +192,9 @@ static int find_loop(PyObject *ufunc, int number, Step *found) {
     return 0;
 }
 
-static void combine(
-    const Step *step, const char *left, const char *right, intptr_t right_step, char *out, intptr_t count,
-    intptr_t width
-) {
-    char *arrays[3] = {(char *)left, (char *)right, out};
-    const intptr_t steps[3] = {width, right_step, width};
-    step->loop(arrays, &count, steps, step->data);
-}
-
-/* -- arrays -------------------------------------------------------------------------------------------------------- */
-
-/* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1. */
-typedef struct {
-    PyObject_HEAD char *data;
-    int ndim;
-    intptr_t *shape;
-    intptr_t *strides;
-    PyObject *base;
-    PyObject *dtype;
-    int flags;
-} Array;
-
-#define IN_ONE_PIECE 0x0001
-#define ALIGNED 0x0100
-#define WRITEABLE 0x0400
-
-#define NDIM_MAX 64
-
 struct Entrance;
+
+PyTypeObject *channel_state_type;
 
 /* -- a prepared call ----------------------------------------------------------------------------------------------- */
 
@@ -139,19 +203,18 @@ typedef struct {
     Py_ssize_t from, to, nbytes, rank; /* whose slot it comes from; -1 for what this rank brings */
 } Copy;
 
-/* The shape that an array has to have. */
+#define PATTERNS 4
+
+/* What is done with long vectors that lie in some way. */
 typedef struct {
-    PyObject *dtype;
-    int ndim;
-    intptr_t shape[NDIM_MAX];
-    Py_ssize_t nbytes;
-} Form;
+    uint64_t sources;        /* ranks whose vector lies in the arena, as bits */
+    int into_all, by_owners; /* all targets lie there; a target is its source */
+    int last_side;           /* of the cells, see program.py; -1 where none is written */
+    Program *program;
+} Known;
 
 typedef struct {
-    PyObject_HEAD Py_buffer memory;
-    int has_memory;
-    uint64_t *words;
-    ChannelState *channel;
+    PyObject_HEAD ChannelState *channel;
     PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *make_arguments, *plain, *later,
         *hand_over, *interrupt, *saying, *shortcuts;
     struct Entrance *entrance; /* where it is remembered, if anywhere */
@@ -159,16 +222,16 @@ typedef struct {
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
     int put_count, take_count, term_count;
     uint64_t digest, detail;
-    Py_ssize_t entry, check_at, phase_at, done_at, source_at, target_at, abort_at;
-    Py_ssize_t others[RANKS_MAX];
-    Py_ssize_t slots[RANKS_MAX];
-    Py_ssize_t side_bytes, width;
-    int size, rank, shares_cores, looks, tells;
-    Step fold, divide, apply;
-    char divisor[16];
+    int tells;
+    Arithmetic how;
+    Step apply;
+    Known known[PATTERNS]; /* of a long vector: what is done, by where the vectors lie; the first one brings all of them
+                            */
+    int is_long;
+    PyObject *crowd; /* knows whether Python's lock has to be kept */
 } SlotCall;
 
-static PyObject *name_is_quiet, *name_locked, *name_next_call, *name_acquire, *name_release;
+static PyObject *name_is_quiet, *name_locked, *name_next_call, *name_acquire, *name_release, *name_is_alert;
 
 static int is_fitting(const SlotCall *self, const Form *form, PyObject *value, int flags) {
     if ((PyObject *)Py_TYPE(value) != self->array_type) return 0;
@@ -182,86 +245,36 @@ static int is_fitting(const SlotCall *self, const Form *form, PyObject *value, i
 /* Return whether a result may be written while parts of what is brought are still to be read. */
 static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
     const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
-    int is_all_put_before = self->take_count == 0;
+    if (self->is_long && brought == made) return 1;
+    int is_all_put_before = self->take_count == 0 && !self->is_long;
     for (int term = 0; term < self->term_count; term++)
         is_all_put_before = is_all_put_before && self->terms[term].rank >= 0;
     return is_all_put_before || (x == out && self->term_count == 0) || brought + self->brought.nbytes <= made ||
            made + self->made.nbytes <= brought;
 }
 
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static inline uint64_t seen(const SlotCall *self, Py_ssize_t place) {
-    return __atomic_load_n(self->words + place, __ATOMIC_ACQUIRE);
-}
-
-static inline void store(SlotCall *self, Py_ssize_t place, uint64_t value) {
-    __atomic_store_n(self->words + place, value, __ATOMIC_RELEASE);
-}
-
-/* Wait a short while until all others have published this word. */
-static int have_come(const SlotCall *self, uint64_t target) {
-    int64_t until = 0;
-    for (int other = 0; other < self->size - 1; other++) {
-        const Py_ssize_t place = self->others[other];
-        int looks = 0;
-        while (seen(self, place) < target) {
-            if (++looks <= self->looks) {
-                RELAX();
-                continue;
-            }
-            if (!self->shares_cores || seen(self, self->abort_at)) return 0;
-            const int64_t now = now_ns();
-            if (until == 0) until = now + YIELD_NS;
-            if (now >= until) return 0;
-            looks = 0;
-            sched_yield();
-        }
-    }
-    return 1;
-}
-
-/* Combine terms [low, high) of a block by the tree over ranks: T(low, high) = T(low, middle) + T(middle, high). */
-static void
-combine_tree(const SlotCall *self, const char **terms, int low, int high, char *out, char *scratch, intptr_t count) {
-    int half = 1;
-    while (2 * half < high - low) half *= 2;
-    const int middle = low + half;
-    const char *left = terms[low], *right = terms[middle];
-    if (middle - low > 1) {
-        combine_tree(self, terms, low, middle, out, scratch, count);
-        left = out;
-    }
-    if (high - middle > 1) {
-        combine_tree(self, terms, middle, high, scratch, scratch + BLOCK, count);
-        right = scratch;
-    }
-    combine(&self->fold, left, right, self->width, out, count, self->width);
-}
-
 static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *brought) {
     return copy->rank < 0 ? brought + copy->from
-                          : (const char *)self->words + self->slots[copy->rank] + side * self->side_bytes + copy->from;
+                          : (const char *)self->channel->words + self->channel->slots[copy->rank] +
+                                side * self->channel->side_bytes + copy->from;
 }
 
-/* Combine the terms, block by block, into the result. */
+/* Combine the terms into the result, or apply the combination to it. */
 static void combine_terms(const SlotCall *self, int side, const char *brought, char *out) {
-    _Alignas(64) char scratch[(LEVELS + 1) * BLOCK];
     const char *terms[RANKS_MAX];
+    for (int term = 0; term < self->term_count; term++) terms[term] = place_in(self, &self->terms[term], side, brought);
+    if (self->apply.loop == NULL) {
+        fold_terms(&self->how, terms, self->term_count, out, self->made.nbytes);
+        return;
+    }
+    _Alignas(64) char made[BLOCK];
     for (Py_ssize_t start = 0; start < self->made.nbytes; start += BLOCK) {
-        intptr_t count = (self->made.nbytes - start) / self->width;
-        if (count > BLOCK / self->width) count = BLOCK / self->width;
-        for (int term = 0; term < self->term_count; term++)
-            terms[term] = place_in(self, &self->terms[term], side, brought) + start;
-        char *made = self->apply.loop == NULL ? out + start : scratch + LEVELS * BLOCK;
-        combine_tree(self, terms, 0, self->term_count, made, scratch, count);
-        if (self->divide.loop != NULL) combine(&self->divide, made, self->divisor, 0, made, count, self->width);
-        if (self->apply.loop != NULL)
-            combine(&self->apply, out + start, made, self->width, out + start, count, self->width);
+        const Py_ssize_t left = self->made.nbytes - start, nbytes = left < BLOCK ? left : BLOCK;
+        fold_terms(&self->how, terms, self->term_count, made, nbytes);
+        combine(
+            &self->apply, out + start, made, self->how.width, out + start, nbytes / self->how.width, self->how.width
+        );
+        for (int term = 0; term < self->term_count; term++) terms[term] += BLOCK;
     }
 }
 
@@ -285,18 +298,29 @@ static int is_true(PyObject *owner, PyObject *name) {
     return value == Py_True;
 }
 
+/* Let other threads into the group's calls again. */
+static void release(const SlotCall *self) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *released = PyObject_CallMethodObjArgs(self->busy, name_release, NULL);
+    if (released == NULL) PyErr_Clear();
+    Py_XDECREF(released);
+    PyErr_Restore(type, error, trace);
+}
+
 /* Let Python go on with a call that has been published: it waits longer, and knows what else there is.
  *
  * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
  * take part in, wherever a signal may have struck. */
-static PyObject *go_on(
+static PyObject *hand_on(
     SlotCall *self, PyObject *number, PyObject *begin, PyObject *x, PyObject *out, PyObject *made, PyObject *said,
-    PyObject *timeout
+    PyObject *timeout, PyObject *run
 ) {
     PyObject *taken =
-        PyObject_CallMethodObjArgs(self->busy, name_acquire, Py_False, NULL); /* free: nobody else has run since */
+        self->is_long ? Py_NewRef(Py_None) : PyObject_CallMethodObjArgs(self->busy, name_acquire, Py_False, NULL);
     PyObject *told =
-        taken == NULL ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, NULL);
+        taken == NULL ? NULL
+                      : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, run, self, NULL);
     PyObject *result = NULL;
     if (told == NULL) {
         PyObject *type, *error, *trace;
@@ -313,15 +337,8 @@ static PyObject *go_on(
             PyObject_CallFunctionObjArgs(self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, timeout, NULL);
     }
     Py_XDECREF(told);
-    if (taken != NULL) {
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        PyObject *released = PyObject_CallMethodObjArgs(self->busy, name_release, NULL);
-        if (released == NULL) PyErr_Clear();
-        Py_XDECREF(released);
-        Py_DECREF(taken);
-        PyErr_Restore(type, error, trace);
-    }
+    if (taken != NULL && !self->is_long) release(self);
+    Py_XDECREF(taken);
     return result;
 }
 
@@ -356,10 +373,110 @@ static int may_begin(const SlotCall *self) {
     return locked == Py_False;
 }
 
-static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout) {
+/* Publish phase 0 of a call, on the side that has been chosen. */
+static void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source, uint64_t target) {
     ChannelState *channel = self->channel;
-    PyObject *told = NULL, *made = NULL, *number = NULL, *begin = NULL, *following = NULL, *result = NULL;
-    uint64_t digest = self->digest;
+    const int side = (int)channel->side;
+    store(channel, channel->entry + channel->check_at + side, check);
+    if (self->tells ||
+        self->is_long) { /* what differs may be the detail alone: then the others need to know the call itself */
+        store(channel, channel->entry + channel->source_at + side, source);
+        store(channel, channel->entry + channel->target_at + side, target);
+    }
+    channel->last = (call << 1) + 2;
+    if (channel->phase || channel->words[channel->entry + channel->done_at]) {
+        store(channel, channel->entry + channel->done_at, (uint64_t)channel->phase);
+        channel->phase = 0;
+        store(channel, channel->entry + channel->phase_at, 0);
+    }
+    store(channel, channel->entry, (uint64_t)channel->last | (uint64_t)side);
+}
+
+/* Wait for phase 0 of the others; return whether they have said the same. Who has not been given up a call says it on
+ * the same side. */
+static int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
+    const ChannelState *channel = self->channel;
+    int agree = have_come(channel, channel->last, patience_ns);
+    for (int other = 0; agree && other < channel->size - 1; other++)
+        agree = seen(channel, channel->others[other] + channel->check_at + (int)channel->side) == check;
+    return agree;
+}
+
+/* Make a call through the small slots; return whether all has been done. */
+static int run_small(SlotCall *self, long long call, uint64_t digest, const char *x, char *made) {
+    ChannelState *channel = self->channel;
+    const int side = (int)(channel->side ^= 1);
+    char *own = (char *)channel->words + channel->slots[channel->rank] + side * channel->side_bytes;
+    for (int put = 0; put < self->put_count; put++)
+        memcpy(own + self->puts[put].to, x + self->puts[put].from, self->puts[put].nbytes);
+    const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
+    publish_call(self, call, check, plain, 0);
+    if (!all_agree(self, check, channel->shares_cores ? YIELD_NS : 0)) return 0;
+    finish(self, side, x, made);
+    return 1;
+}
+
+/* Return where memory lies in the arena, or 0. */
+static uint64_t offset_of(const ChannelState *channel, const char *memory) {
+    const char *start = channel->memory.buf;
+    return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
+}
+
+/* Find what is done with vectors that lie as all ranks have told; NULL where that is not known yet. */
+static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t *targets) {
+    const ChannelState *channel = self->channel;
+    const int side = (int)channel->side;
+    uint64_t bits = 0;
+    int into_all = 1, by_owners = 0;
+    for (int distance = 0; distance < channel->size; distance++) {
+        const int rank = (channel->rank + distance) % channel->size;
+        const Py_ssize_t entry = distance ? channel->others[distance - 1] : channel->entry;
+        sources[rank] = seen(channel, entry + channel->source_at + side);
+        targets[rank] = seen(channel, entry + channel->target_at + side);
+        bits |= (uint64_t)(sources[rank] > 1) << rank;
+        into_all = into_all && targets[rank] != 0;
+        by_owners = by_owners || (sources[rank] > 1 && sources[rank] >> 1 == targets[rank]);
+    }
+    for (int pattern = 0; pattern < PATTERNS; pattern++) {
+        const Known *known = &self->known[pattern];
+        if (known->program != NULL && known->sources == bits && known->into_all == into_all &&
+            known->by_owners == by_owners)
+            return known;
+    }
+    return NULL;
+}
+
+enum { DONE, UNKNOWN, WAITING };
+
+/* Make a call with a long vector, without Python's lock: DONE; or UNKNOWN, where phase 0 has been published and Python
+ * has to go on; or WAITING, where the run has to go on later. */
+static int run_long(SlotCall *self, Run *run, long long call, uint64_t digest, uint64_t source, char *x, char *made) {
+    ChannelState *channel = self->channel;
+    uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
+    const uint64_t check = digest + (uint64_t)call * SPREAD;
+    channel->side ^= 1;
+    if (source < 2) {
+        advance_run(run, run->program->opening);
+        channel->tail = (long long)(source & 1);
+    }
+    publish_call(self, call, check, source, offset_of(channel, made));
+    if (!all_agree(self, check, LONG_PATIENCE_NS)) return UNKNOWN;
+    const Known *known = find_known(self, sources, targets);
+    if (known == NULL) return UNKNOWN;
+    run->program = known->program; /* both are kept by this call; whose reference it is, is put right afterwards */
+    if (!bind_vector(run, x, self->brought.nbytes, made, self->made.nbytes, sources, targets)) return UNKNOWN;
+    if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
+    run->place = known->program->opening;
+    return advance_run(run, known->program->length) ? WAITING : DONE;
+}
+
+PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout) {
+    SlotCall *self = (SlotCall *)object;
+    ChannelState *channel = self->channel;
+    PyObject *told = NULL, *made = NULL, *number = NULL, *begin = NULL, *following = NULL, *result = NULL,
+             *taken = NULL;
+    Run *run = NULL;
+    uint64_t digest = self->digest, source = 0;
 
     if (!is_fitting(self, &self->brought, x, IN_ONE_PIECE | ALIGNED)) goto unusual;
     if (out != Py_None && !is_fitting(self, &self->made, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
@@ -373,8 +490,23 @@ static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject 
     if (told == NULL) goto done;
     made = out == Py_None ? PyObject_Call(self->make, self->make_arguments, NULL) : Py_NewRef(out);
     if (made == NULL) goto done;
+    char *const brought = ((Array *)x)->data, *const target = ((Array *)made)->data;
+    if (self->is_long) {
+        if (is_true(self->crowd, name_is_alert)) goto unusual;
+        source = offset_of(channel, brought) << 1 | (uint64_t)(channel->tail ^ 1);
+        uint64_t own[RANKS_MAX] = {0};
+        own[channel->rank] = source;
+        run = new_run(self->known[0].program, channel, Py_None, 0);
+        if (run == NULL) goto done;
+        if (!bind_vector(run, brought, self->brought.nbytes, target, self->made.nbytes, own, NULL)) goto unusual;
+    }
     /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
     if (!may_begin(self)) goto unusual;
+    if (self->is_long) {
+        taken = PyObject_CallMethodObjArgs(self->busy, name_acquire, Py_False, NULL);
+        if (taken == NULL) goto done;
+        if (taken != Py_True) goto unusual;
+    }
     number = PyObject_GetAttr(self->communicator, name_next_call);
     if (number == NULL) goto done;
     const long long call = PyLong_AsLongLong(number);
@@ -384,45 +516,54 @@ static PyObject *run_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject 
         goto done;
 
     /* From here to the end of the wait nothing can fail: others take part in the call now. */
-    const int side = (int)(channel->side ^= 1);
-    char *own = (char *)self->words + self->slots[self->rank] + side * self->side_bytes;
-    for (int put = 0; put < self->put_count; put++)
-        memcpy(own + self->puts[put].to, ((Array *)x)->data + self->puts[put].from, self->puts[put].nbytes);
-    const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
-    store(self, self->entry + self->check_at + side, check);
-    if (self->tells) { /* what differs may be the detail alone: then the others need to know the call itself */
-        store(self, self->entry + self->source_at + side, plain);
-        store(self, self->entry + self->target_at + side, 0);
-    }
-    const uint64_t target = ((uint64_t)call << 1) + 2;
-    channel->last = (long long)target;
-    if (channel->phase || self->words[self->entry + self->done_at]) {
-        store(self, self->entry + self->done_at, (uint64_t)channel->phase);
-        channel->phase = 0;
-        store(self, self->entry + self->phase_at, 0);
-    }
-    store(self, self->entry, target | (uint64_t)side);
-    int agree = have_come(self, target);
-    for (int other = 0; agree && other < self->size - 1; other++)
-        agree = seen(self, self->others[other] + self->check_at + side) ==
-                check; /* who has not been given up a call has it on this side */
-    if (!agree) {
-        result = go_on(self, number, begin, x, out, made, said, timeout);
+    int state;
+    if (self->is_long) {
+        Program *const first = run->program;
+        Py_BEGIN_ALLOW_THREADS state = run_long(self, run, call, digest, source, brought, target);
+        Py_END_ALLOW_THREADS Py_INCREF((PyObject *)run->program);
+        Py_DECREF((PyObject *)first);
     } else {
-        finish(self, side, ((Array *)x)->data, ((Array *)made)->data);
-        if (record(self, told, number, begin) == 0) result = Py_NewRef(made);
+        state = run_small(self, call, digest, brought, target) ? DONE : UNKNOWN;
     }
+    if (state != DONE)
+        result =
+            hand_on(self, number, begin, x, out, made, said, timeout, state == WAITING ? (PyObject *)run : Py_None);
+    else if (record(self, told, number, begin) == 0)
+        result = Py_NewRef(made);
 done:
+    if (taken == Py_True) release(self);
+    Py_XDECREF(taken);
     Py_XDECREF(told);
     Py_XDECREF(made);
     Py_XDECREF(number);
     Py_XDECREF(begin);
     Py_XDECREF(following);
+    Py_XDECREF((PyObject *)run);
     return result;
 
 unusual:
     result = PyObject_CallFunctionObjArgs(self->plain, x, out, said, timeout, NULL);
     goto done;
+}
+
+/* Learn what is done with long vectors that lie in some way: learn(sources, into_all, by_owners, last_side, program);
+ * the first time, where all are brought. */
+static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
+    SlotCall *self = (SlotCall *)object;
+    Known found = {0};
+    unsigned long long sources;
+    if (!PyArg_ParseTuple(
+            arguments, "KppiO!", &sources, &found.into_all, &found.by_owners, &found.last_side, program_type,
+            &found.program
+        ))
+        return NULL;
+    found.sources = sources;
+    int pattern = 0;
+    while (pattern < PATTERNS - 1 && self->known[pattern].program != NULL) pattern++;
+    if (self->known[pattern].program != NULL) Py_RETURN_NONE; /* so many ways do */
+    Py_INCREF((PyObject *)found.program);
+    self->known[pattern] = found;
+    Py_RETURN_NONE;
 }
 
 static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
@@ -433,7 +574,7 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
     }
     PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
              *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
-    return run_slots((SlotCall *)object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
+    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
 }
 
 /* -- making one ---------------------------------------------------------------------------------------------------- */
@@ -459,24 +600,26 @@ static PyObject **references(PyObject *object, int place) {
         &self->interrupt,
         &self->saying,
         &self->shortcuts,
-        &self->fold.owner,
-        &self->divide.owner,
+        &self->how.fold.owner,
+        &self->how.divide.owner,
         &self->apply.owner,
+        &self->crowd,
+        (PyObject **)&self->known[0].program,
+        (PyObject **)&self->known[1].program,
+        (PyObject **)&self->known[2].program,
+        (PyObject **)&self->known[3].program,
     };
     return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
 }
 
-/* Visit, or let go of, all that an object holds, as the collector of garbage asks for. */
-typedef PyObject **(*References)(PyObject *object, int place);
-
-static int visit_all(PyObject *object, References references_of, visitproc visit, void *arg) {
+int visit_all(PyObject *object, References references_of, visitproc visit, void *arg) {
     PyObject **found;
     Py_VISIT(Py_TYPE(object));
     for (int place = 0; (found = references_of(object, place)) != NULL; place++) Py_VISIT(*found);
     return 0;
 }
 
-static void clear_all(PyObject *object, References references_of) {
+void clear_all(PyObject *object, References references_of) {
     PyObject **found;
     for (int place = 0; (found = references_of(object, place)) != NULL; place++) Py_CLEAR(*found);
 }
@@ -494,25 +637,9 @@ static int slot_call_clear(PyObject *object) {
 }
 
 static void slot_call_dealloc(PyObject *object) {
-    SlotCall *self = (SlotCall *)object;
     PyObject_GC_UnTrack(object);
     slot_call_clear(object);
-    if (self->has_memory) PyBuffer_Release(&self->memory);
     release_object(object);
-}
-
-/* Read a tuple of numbers; returns how many, or -1. */
-static Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most) {
-    const Py_ssize_t count = PyTuple_Size(given);
-    if (count < 0 || count > most) {
-        if (count >= 0) PyErr_Format(PyExc_ValueError, "at most %zd numbers", most);
-        return -1;
-    }
-    for (Py_ssize_t place = 0; place < count; place++) {
-        into[place] = PyLong_AsSsize_t(PyTuple_GetItem(given, place));
-        if (into[place] == -1 && PyErr_Occurred()) return -1;
-    }
-    return count;
 }
 
 /* Read tuples (from, to, nbytes, rank); returns how many, or -1. */
@@ -532,7 +659,7 @@ static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
 }
 
 /* Read (dtype, shape). */
-static int read_form(PyObject *given, Form *form) {
+int read_form(PyObject *given, Form *form) {
     PyObject *dtype, *shape;
     Py_ssize_t lengths[NDIM_MAX];
     if (!PyArg_ParseTuple(given, "OO", &dtype, &shape)) return 0;
@@ -549,28 +676,17 @@ static int read_form(PyObject *given, Form *form) {
     return 1;
 }
 
-static int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
-    return start >= 0 && nbytes >= 0 && nbytes <= whole && start <= whole - nbytes;
-}
-
-/* Look whether all that a call can touch lies in the arena and in its arrays: nothing is compared later. */
+/* Look whether all that a call can touch lies in the slots and in its arrays: nothing is compared later. */
 static int check_places(const SlotCall *self) {
-    const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len, brought = self->brought.nbytes,
-                     made = self->made.nbytes;
-    const Py_ssize_t fields[] = {self->check_at, self->phase_at, self->done_at, self->source_at, self->target_at};
-    int good = is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
-    for (int field = 0; field < 5; field++) good = good && is_within(8 * fields[field], 16, entry_bytes);
-    for (int other = 0; other < self->size - 1; other++)
-        good = good && is_within(8 * self->others[other], entry_bytes, arena);
-    for (int rank = 0; rank < self->size; rank++)
-        good = good && is_within(self->slots[rank], 2 * self->side_bytes, arena);
+    const Py_ssize_t slot = self->channel->side_bytes, brought = self->brought.nbytes, made = self->made.nbytes;
+    int good = 1;
     for (int put = 0; put < self->put_count; put++)
         good = good && is_within(self->puts[put].from, self->puts[put].nbytes, brought) &&
-               is_within(self->puts[put].to, self->puts[put].nbytes, self->side_bytes);
+               is_within(self->puts[put].to, self->puts[put].nbytes, slot);
     for (int take = 0; take < self->take_count + self->term_count; take++) {
         const Copy *copy = take < self->take_count ? &self->takes[take] : &self->terms[take - self->take_count];
-        good = good && copy->rank < self->size &&
-               is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : self->side_bytes);
+        good = good && copy->rank < self->channel->size &&
+               is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : slot);
         good = good && is_within(copy->to, copy->nbytes, made) && (take < self->take_count || copy->nbytes == made);
     }
     if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside its arrays or the arena");
@@ -579,29 +695,27 @@ static int check_places(const SlotCall *self) {
 
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {
-        "memory",  "channel", "engine", "communicator", "busy",      "queue",      "add",    "told",         "digest",
-        "detail",  "entry",   "fields", "others",       "slots",     "side_bytes", "rank",   "shares_cores", "looks",
-        "tells",   "brought", "made",   "puts",         "takes",     "terms",      "fold",   "divide",       "apply",
-        "divisor", "make",    "plain",  "later",        "hand_over", "interrupt",  "saying", NULL,
+        "channel", "engine",  "communicator", "busy",  "queue",     "add",       "told",   "digest", "detail",
+        "tells",   "brought", "made",         "puts",  "takes",     "terms",     "fold",   "divide", "apply",
+        "divisor", "make",    "plain",        "later", "hand_over", "interrupt", "saying", "crowd",  NULL,
     };
-    PyObject *memory, *channel, *engine, *communicator, *busy, *queue, *add, *told, *fields, *others, *slots, *brought,
-        *made, *puts, *takes, *terms;
-    PyObject *fold, *divide, *apply, *make, *plain, *later, *hand_over, *interrupt, *saying;
+    PyObject *channel, *engine, *communicator, *busy, *queue, *add, *told, *brought, *made, *puts, *takes, *terms;
+    PyObject *fold, *divide, *apply, *make, *plain, *later, *hand_over, *interrupt, *saying, *crowd;
     const char *divisor;
-    Py_ssize_t divisor_bytes, entry, side_bytes, places[6];
+    Py_ssize_t divisor_bytes;
     unsigned long long digest, detail;
-    int rank, shares_cores, looks, tells;
+    int tells;
     if (!PyArg_ParseTupleAndKeywords(
-            arguments, keywords, "$OOOOOOOOKKnOOOnipipOOOOOOOOy#OOOOOO:SlotCall", names, &memory, &channel, &engine,
-            &communicator, &busy, &queue, &add, &told, &digest, &detail, &entry, &fields, &others, &slots, &side_bytes,
-            &rank, &shares_cores, &looks, &tells, &brought, &made, &puts, &takes, &terms, &fold, &divide, &apply,
-            &divisor, &divisor_bytes, &make, &plain, &later, &hand_over, &interrupt, &saying
+            arguments, keywords, "$O!OOOOOOKKpOOOOOOOOy#OOOOOOO:SlotCall", names, channel_state_type, &channel, &engine,
+            &communicator, &busy, &queue, &add, &told, &digest, &detail, &tells, &brought, &made, &puts, &takes, &terms,
+            &fold, &divide, &apply, &divisor, &divisor_bytes, &make, &plain, &later, &hand_over, &interrupt, &saying,
+            &crowd
         ))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     SlotCall *self = (SlotCall *)allocate(type, 0);
     if (self == NULL) return NULL;
-    PyObject *numpy = NULL, *number = NULL, *itemsize = NULL;
+    PyObject *numpy = NULL, *itemsize = NULL;
     self->channel = (ChannelState *)Py_NewRef(channel);
     self->engine = Py_NewRef(engine);
     self->communicator = Py_NewRef(communicator);
@@ -617,45 +731,23 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->saying = Py_NewRef(saying);
     self->digest = digest;
     self->detail = detail;
-    self->entry = entry;
-    self->side_bytes = side_bytes;
-    self->rank = rank;
-    self->shares_cores = shares_cores;
-    self->looks = looks;
     self->tells = tells;
-    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
-    self->has_memory = 1;
-    self->words = self->memory.buf;
-    if (read_numbers(fields, places, 6) != 6) goto wrong;
-    self->check_at = places[0];
-    self->phase_at = places[1];
-    self->done_at = places[2];
-    self->source_at = places[3];
-    self->target_at = places[4];
-    self->abort_at = places[5];
-    self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
-    if (self->size < 2 || read_numbers(others, self->others, RANKS_MAX) != self->size - 1 || rank < 0 ||
-        rank >= self->size)
-        goto wrong;
+    self->is_long = crowd != Py_None;
+    self->crowd = Py_NewRef(crowd);
+    if (!self->channel->is_bound) goto wrong;
     if (!read_form(brought, &self->brought) || !read_form(made, &self->made)) goto failed;
     self->put_count = read_copies(puts, self->puts, RANKS_MAX);
     self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
     self->term_count = read_copies(terms, self->terms, RANKS_MAX);
     if (self->put_count < 0 || self->take_count < 0 || self->term_count < 0) goto failed;
     itemsize = PyObject_GetAttrString(self->made.dtype, "itemsize");
-    number = PyObject_GetAttrString(self->made.dtype, "num");
-    if (itemsize == NULL || number == NULL) goto failed;
-    self->width = PyLong_AsSsize_t(itemsize);
-    const int kind = (int)PyLong_AsLong(number);
+    if (itemsize == NULL) goto failed;
+    self->how.width = PyLong_AsSsize_t(itemsize);
     if (fold != Py_None) {
-        if (self->width < 1 || BLOCK % self->width != 0 || self->term_count != self->size ||
-            !find_loop(fold, kind, &self->fold))
+        if (self->term_count != self->channel->size ||
+            !has_arithmetic(&self->how, self->made.dtype, fold, divide, divisor, divisor_bytes))
             goto wrong;
-        if (divide != Py_None && (divisor_bytes != self->width || divisor_bytes > (Py_ssize_t)sizeof self->divisor ||
-                                  !find_loop(divide, kind, &self->divide)))
-            goto wrong;
-        if (apply != Py_None && !find_loop(apply, kind, &self->apply)) goto wrong;
-        if (divide != Py_None) memcpy(self->divisor, divisor, divisor_bytes);
+        if (apply != Py_None && !find_loop(apply, number_of(self->made.dtype), &self->apply)) goto wrong;
     } else if (self->term_count || divide != Py_None || apply != Py_None) {
         goto wrong;
     }
@@ -668,17 +760,20 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     if (self->make_arguments == NULL) goto failed;
     Py_DECREF(numpy);
     Py_DECREF(itemsize);
-    Py_DECREF(number);
     return (PyObject *)self;
 wrong:
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this call cannot be prepared here");
 failed:
     Py_XDECREF(numpy);
     Py_XDECREF(itemsize);
-    Py_XDECREF(number);
     Py_DECREF(self);
     return NULL;
 }
+
+static PyMethodDef slot_call_methods[] = {
+    {"learn", slot_call_learn, METH_VARARGS, "Learn what is done with long vectors that lie in some way."},
+    {NULL},
+};
 
 static PyType_Slot slot_call_slots[] = {
     {Py_tp_new, slot_call_new},
@@ -686,6 +781,7 @@ static PyType_Slot slot_call_slots[] = {
     {Py_tp_dealloc, slot_call_dealloc},
     {Py_tp_traverse, slot_call_traverse},
     {Py_tp_clear, slot_call_clear},
+    {Py_tp_methods, slot_call_methods},
     {Py_tp_doc, "A prepared call whose data go through the small slots of a channel: call(x, out, said, timeout)."},
     {0, NULL},
 };
@@ -732,7 +828,7 @@ typedef struct Entrance {
     Remembered calls[REMEMBERED];
 } Entrance;
 
-static PyTypeObject *slot_call_type;
+PyTypeObject *slot_call_type;
 static PyObject *name_default, *name_is_bound, *name_shortcuts, *name_world, *name_out, *name_timeout;
 
 static unsigned place_of(PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
@@ -803,7 +899,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
         if (found->call != NULL && found->op == op && is_fitting(found->call, &found->call->brought, array, 0) &&
             is_current(self, found->call)) {
             SlotCall *call = (SlotCall *)Py_NewRef((PyObject *)found->call);
-            result = run_slots(call, array, out, Py_None, timeout);
+            result = run_slots((PyObject *)call, array, out, Py_None, timeout);
             Py_DECREF(call);
             if (result == Py_None) Py_CLEAR(result); /* nothing has been done */
             if (result != NULL && given == 0) {      /* who brings nothing gets nothing */
@@ -930,287 +1026,6 @@ static PyType_Spec entrance_spec = {
     "syncvar.kernel.native.Entrance", sizeof(Entrance), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entrance_slots,
 };
 
-/* -- prepared writes of variables ---------------------------------------------------------------------------------- */
-
-/* What is counted of a variable; see syncvar/variables/prepared.py for this and what follows. */
-typedef struct {
-    PyObject_HEAD long long writes, collectives, added, steps;
-} Tally;
-
-static PyMemberDef tally_members[] = {
-    {"writes", T_LONGLONG, offsetof(Tally, writes), 0, NULL},
-    {"collectives", T_LONGLONG, offsetof(Tally, collectives), 0, NULL},
-    {"added", T_LONGLONG, offsetof(Tally, added), 0, NULL},
-    {"steps", T_LONGLONG, offsetof(Tally, steps), 0, NULL},
-    {NULL},
-};
-
-static PyType_Slot tally_slots[] = {
-    {Py_tp_members, tally_members}, {Py_tp_dealloc, release_object}, {Py_tp_doc, "What is counted of a variable."}, {0, NULL}
-};
-
-static PyType_Spec tally_spec = {
-    "syncvar.kernel.native.Tally", sizeof(Tally), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, tally_slots,
-};
-
-/* Whether writes have to be counted, and up to which number they pass unseen. */
-typedef struct {
-    PyObject_HEAD long long until;
-    char is_free;
-} Watch;
-
-static PyMemberDef watch_members[] = {
-    {"until", T_LONGLONG, offsetof(Watch, until), 0, NULL},
-    {"is_free", T_BOOL, offsetof(Watch, is_free), 0, NULL},
-    {NULL},
-};
-
-static PyType_Slot watch_slots[] = {
-    {Py_tp_members, watch_members}, {Py_tp_dealloc, release_object}, {Py_tp_doc, "When writes are looked at."}, {0, NULL}
-};
-
-static PyType_Spec watch_spec = {
-    "syncvar.kernel.native.Watch", sizeof(Watch), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, watch_slots,
-};
-
-/* Whether a call of all replicas writes a copy, and how often it has gone to other memory. */
-typedef struct {
-    PyObject_HEAD long long moves;
-    char is_being_written;
-} Copied;
-
-static PyMemberDef copied_members[] = {
-    {"moves", T_LONGLONG, offsetof(Copied, moves), 0, NULL},
-    {"is_being_written", T_BOOL, offsetof(Copied, is_being_written), 0, NULL},
-    {NULL},
-};
-
-static PyType_Slot copied_slots[] = {
-    {Py_tp_members, copied_members}, {Py_tp_dealloc, release_object}, {Py_tp_doc, "What is going on with a copy."}, {0, NULL}
-};
-
-static PyType_Spec copied_spec = {
-    "syncvar.kernel.native.Copied", sizeof(Copied), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, copied_slots,
-};
-
-typedef struct {
-    PyObject_HEAD PyObject *call, *plain, *places, *owner, *communicator, *channel, *replica, *array_type;
-    Copied *storage;
-    Tally *tally;
-    Watch *watch; /* NULL where nothing is compared */
-    Form form;
-    int is_default, is_increment;
-    /* Of the storage, as long as it has not moved: it holds these. */
-    long long moves;
-    PyObject *array, *ground, *beneath;
-    long long references;
-} Write;
-
-enum { UNDONE, DONE, DECIDE };
-#define WRITES_PER_DECISION 64
-
-static PyObject *name_stack, *name_channel, *name_array, *name_ground, *name_beneath, *name_references;
-
-static int has_form(const Write *self, PyObject *value) {
-    if ((PyObject *)Py_TYPE(value) != self->array_type) return 0;
-    const Array *array = (const Array *)value;
-    return array->dtype == self->form.dtype && array->ndim == self->form.ndim &&
-           memcmp(array->shape, self->form.shape, self->form.ndim * sizeof(intptr_t)) == 0;
-}
-
-/* Return whether each replica writes its own values where the thread is; says whether it is outside every scope. */
-static int is_in_place(const Write *self, int *is_outside) {
-    PyObject *stack = PyObject_GetAttr(self->places, name_stack);
-    if (stack == NULL) return 0;
-    const Py_ssize_t depth = PyList_Size(stack);
-    PyObject *place = depth > 0 ? PyList_GetItem(stack, depth - 1) : NULL;
-    *is_outside = depth == 0;
-    const int good = place == NULL ? depth == 0 && self->is_default
-                                   : PyTuple_GetItem(place, 0) == self->owner && PyTuple_GetItem(place, 1) == self->replica;
-    Py_DECREF(stack);
-    return good;
-}
-
-static int has_channel(const Write *self) {
-    PyObject *channel = PyObject_GetAttr(self->communicator, name_channel);
-    Py_XDECREF(channel); /* what is compared is an address */
-    return channel == self->channel;
-}
-
-/* Learn where the copy lies; only as long as the storage has not moved what it refers to is alive. */
-static int find_copy(Write *self) {
-    PyObject *storage = (PyObject *)self->storage, *array = PyObject_GetAttr(storage, name_array),
-             *ground = PyObject_GetAttr(storage, name_ground), *beneath = PyObject_GetAttr(storage, name_beneath),
-             *references = PyObject_GetAttr(storage, name_references);
-    self->references = references == NULL ? -1 : PyLong_AsLongLong(references);
-    self->array = array;
-    self->ground = ground;
-    self->beneath = beneath;
-    self->moves = self->storage->moves;
-    const int good = array != NULL && ground != NULL && beneath != NULL && self->references >= 0;
-    if (!good) self->moves = -1;
-    Py_XDECREF(array);
-    Py_XDECREF(ground);
-    Py_XDECREF(beneath);
-    Py_XDECREF(references);
-    return good;
-}
-
-/* Return whether a view of the copy is alive, as Storage.is_exposed, which counts a reference of its own to each. */
-static int is_exposed(const Write *self) {
-    const long long count = (long long)(uint32_t)Py_REFCNT(self->ground) + (uint32_t)Py_REFCNT(self->beneath);
-    return count + 2 > self->references;
-}
-
-/* Make a prepared call that applies its result to the copy. */
-static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
-    if (Py_TYPE(call) == slot_call_type) return run_slots((SlotCall *)call, x, array, Py_None, timeout);
-    return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);
-}
-
-static PyObject *write_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
-    Write *self = (Write *)object;
-    int is_outside = 0, done = UNDONE;
-    PyObject *x = PyTuple_Size(arguments) == 1 ? PyTuple_GetItem(arguments, 0) : NULL, *timeout = NULL;
-    if (x == NULL || keywords != NULL || !has_form(self, x)) goto plain;
-    if (!is_in_place(self, &is_outside) || !has_channel(self)) goto plain;
-    const int is_counted = self->watch != NULL && !self->watch->is_free;
-    if (is_counted && self->tally->steps >= self->watch->until) goto plain;
-    if (self->moves != self->storage->moves && !find_copy(self)) goto plain;
-    timeout = PyObject_GetAttr(self->owner, name_timeout);
-    if (timeout == NULL || is_exposed(self)) goto plain;
-    PyObject *array = Py_NewRef(self->array);
-    self->tally->steps += is_counted;
-    self->storage->is_being_written = 1;
-    PyObject *result = run_prepared(self->call, x, array, timeout);
-    self->storage->is_being_written = 0;
-    Py_DECREF(array);
-    Py_DECREF(timeout);
-    if (result == NULL) return NULL;
-    if (result == Py_None) {
-        self->tally->steps -= is_counted;
-    } else {
-        self->tally->writes++;
-        self->tally->collectives++;
-        done = DONE;
-        if (self->is_increment && ++self->tally->added % WRITES_PER_DECISION == 0 && is_outside) done = DECIDE;
-    }
-    Py_DECREF(result);
-    return PyLong_FromLong(done);
-plain:
-    Py_XDECREF(timeout);
-    PyErr_Clear(); /* Python will say what is wrong */
-    return PyObject_Call(self->plain, arguments, keywords);
-}
-
-static PyObject **write_references(PyObject *object, int place) {
-    Write *self = (Write *)object;
-    PyObject **all[] = {
-        &self->call,
-        &self->plain,
-        &self->places,
-        &self->owner,
-        &self->communicator,
-        &self->channel,
-        &self->replica,
-        &self->array_type,
-        (PyObject **)&self->storage,
-        (PyObject **)&self->tally,
-        (PyObject **)&self->watch,
-        &self->form.dtype,
-    };
-    return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
-}
-
-static int write_traverse(PyObject *object, visitproc visit, void *arg) {
-    return visit_all(object, write_references, visit, arg);
-}
-
-static int write_clear(PyObject *object) {
-    clear_all(object, write_references);
-    return 0;
-}
-
-static void write_dealloc(PyObject *object) {
-    PyObject_GC_UnTrack(object);
-    write_clear(object);
-    release_object(object);
-}
-
-static PyTypeObject *tally_type, *watch_type, *copied_type;
-
-static PyObject *write_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *call, *plain, *places, *owner, *communicator, *channel, *replica, *array_type, *storage, *tally, *watch, *form;
-    int is_default, is_increment;
-    if (keywords != NULL || !PyArg_ParseTuple(
-                                arguments, "OOOOOOOOO!O!OOpp", &call, &plain, &places, &owner, &communicator, &channel,
-                                &replica, &array_type, copied_type, &storage, tally_type, &tally, &watch, &form,
-                                &is_default, &is_increment
-                            ))
-        return NULL;
-    if (watch != Py_None && !PyObject_TypeCheck(watch, watch_type)) {
-        PyErr_SetString(PyExc_TypeError, "a write is looked at by a Watch, or None");
-        return NULL;
-    }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Write *self = (Write *)allocate(type, 0);
-    if (self == NULL) return NULL;
-    self->call = Py_NewRef(call);
-    self->plain = Py_NewRef(plain);
-    self->places = Py_NewRef(places);
-    self->owner = Py_NewRef(owner);
-    self->communicator = Py_NewRef(communicator);
-    self->channel = Py_NewRef(channel);
-    self->replica = Py_NewRef(replica);
-    self->array_type = Py_NewRef(array_type);
-    self->storage = (Copied *)Py_NewRef(storage);
-    self->tally = (Tally *)Py_NewRef(tally);
-    self->watch = watch == Py_None ? NULL : (Watch *)Py_NewRef(watch);
-    self->is_default = is_default;
-    self->is_increment = is_increment;
-    self->moves = -1;
-    if (!read_form(form, &self->form)) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    return (PyObject *)self;
-}
-
-static PyType_Slot write_slots[] = {
-    {Py_tp_new, write_new},
-    {Py_tp_call, write_call},
-    {Py_tp_dealloc, write_dealloc},
-    {Py_tp_traverse, write_traverse},
-    {Py_tp_clear, write_clear},
-    {Py_tp_doc, "A prepared write of a variable: write(x) says what has been done."},
-    {0, NULL},
-};
-
-static PyType_Spec write_spec = {
-    "syncvar.kernel.native.Write", sizeof(Write), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, write_slots,
-};
-
-static PyTypeObject *added_type(PyObject *module, PyType_Spec *spec, const char *name) {
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    if (type == NULL || PyModule_AddObjectRef(module, name, type) < 0) return NULL;
-    return (PyTypeObject *)type; /* kept for ever */
-}
-
-/* Add what prepared writes are made of. */
-static int add_writes(PyObject *module) {
-    name_stack = PyUnicode_InternFromString("stack");
-    name_channel = PyUnicode_InternFromString("channel");
-    name_array = PyUnicode_InternFromString("array");
-    name_ground = PyUnicode_InternFromString("_ground");
-    name_beneath = PyUnicode_InternFromString("_beneath");
-    name_references = PyUnicode_InternFromString("_references");
-    if (!name_stack || !name_channel || !name_array || !name_ground || !name_beneath || !name_references) return -1;
-    tally_type = added_type(module, &tally_spec, "Tally");
-    watch_type = added_type(module, &watch_spec, "Watch");
-    copied_type = added_type(module, &copied_spec, "Copied");
-    return tally_type && watch_type && copied_type && added_type(module, &write_spec, "Write") ? 0 : -1;
-}
-
 /* -- what the module tells of itself ------------------------------------------------------------------------------- */
 
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
@@ -1251,9 +1066,11 @@ static PyMethodDef functions[] = {
     {NULL},
 };
 
-static int add_type(PyObject *module, PyType_Spec *spec, const char *name) {
+/* Add a type to the module; `kept`, which may be NULL, is where it is kept for this module's own use. */
+int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyTypeObject **kept) {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
     const int done = type == NULL ? -1 : PyModule_AddObjectRef(module, name, type);
+    if (kept != NULL && done == 0) *kept = (PyTypeObject *)Py_NewRef(type);
     Py_XDECREF(type);
     return done;
 }
@@ -1262,6 +1079,7 @@ static int prepare_module(PyObject *module) {
     name_is_quiet = PyUnicode_InternFromString("is_quiet");
     name_locked = PyUnicode_InternFromString("locked");
     name_next_call = PyUnicode_InternFromString("next_call");
+    name_is_alert = PyUnicode_InternFromString("is_alert");
     name_acquire = PyUnicode_InternFromString("acquire");
     name_release = PyUnicode_InternFromString("release");
     name_default = PyUnicode_InternFromString("default");
@@ -1271,13 +1089,14 @@ static int prepare_module(PyObject *module) {
     name_out = PyUnicode_InternFromString("out");
     name_timeout = PyUnicode_InternFromString("timeout");
     if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_out || !name_timeout) return -1;
-    if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release) return -1;
-    if (add_type(module, &channel_state_spec, "ChannelState") < 0 || add_type(module, &entrance_spec, "Entrance") < 0)
+    if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release || !name_is_alert)
         return -1;
-    if (add_type(module, &slot_call_spec, "SlotCall") < 0) return -1;
-    slot_call_type = (PyTypeObject *)PyObject_GetAttrString(module, "SlotCall");
-    if (add_writes(module) < 0) return -1;
-    return slot_call_type == NULL ? -1 : 0;
+    if (add_type(module, &channel_state_spec, "ChannelState", &channel_state_type) < 0) return -1;
+    if (add_type(module, &entrance_spec, "Entrance", NULL) < 0) return -1;
+    if (add_type(module, &slot_call_spec, "SlotCall", &slot_call_type) < 0) return -1;
+    if (add_type(module, &program_spec, "Program", &program_type) < 0) return -1;
+    if (add_type(module, &run_spec, "Run", &run_type) < 0) return -1;
+    return add_writes(module);
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NULL}};

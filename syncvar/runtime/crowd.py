@@ -32,6 +32,7 @@ class Crowd:
 
     def __init__(self) -> None:
         self.usual_threads = 1  # the caller
+        self.is_alert = False  # calls may have to keep the lock
         self._until = 0.0
 
     def is_there(self) -> bool:
@@ -40,12 +41,15 @@ class Crowd:
 
     def holds(self) -> bool:
         """Return whether calls shall keep the lock now."""
-        return self._until != 0.0 and time.perf_counter() < self._until and self.is_there()
+        if self.is_alert and time.perf_counter() >= self._until:
+            self.is_alert = False
+        return self.is_alert and self.is_there()
 
     def note(self, seconds: float, nbytes: int) -> None:
         """Take in how long a call took; a late peer looks the same, but then there is time to lose."""
         if seconds > _SLOW_S + _SLOW_S_PER_BYTE * nbytes and self.is_there():
             self._until = time.perf_counter() + _HOLD_S
+            self.is_alert = True
 
 
 crowd = Crowd()

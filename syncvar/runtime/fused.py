@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
+from syncvar.execution.lower_reduce import owner_bounds
 from syncvar.runtime.phases import agreed
 from syncvar.runtime.shared_reduce import (
     Placed,
     Vector,
-    bounds,
     bring_first,
     combine,
     is_direct,
@@ -207,7 +207,7 @@ def _reduce_alone(
             if placed.sources[rank] is None:
                 bring_first(channel, vector, placed.sides[rank])
             yield channel.publish()  # and the others have taken the results of the vector before
-        yield from reduce_owned(channel, vector, placed)
+        yield from reduce_owned(channel, vector, placed, goes_on=True)
     return [one ^ 1 for one in sides]
 
 
@@ -242,7 +242,7 @@ def _reduce_joined(
     start = segment = 0
     while True:
         stop = min(count, start + per_segment)
-        parts = bounds(stop - start, size)
+        parts = owner_bounds(stop - start, size)
         low, high = parts[rank]
         terms = [
             channel.segment(other, (base + segment) & 1, high - low, dtype, low) for other, base in enumerate(sides)

@@ -106,7 +106,7 @@ def move_shortcut(
         body = None if general is None else partial(general, x, out)
         return _moved_or_else(channel, steps, movement, body, number, digest)
 
-    def later(number: int, begin: int, x: NDArray[Any], out: Any, made: NDArray[Any], _said: None) -> tuple[bool, Any]:
+    def later(number: int, begin: int, x: NDArray[Any], out: Any, made: NDArray[Any], _said: None, _run: None, _native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
         blocks = front(x, made)
         if blocks is None:

@@ -20,28 +20,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
-from syncvar.plans import choose, even_chunks, tree_order
+from syncvar.execution.lower_reduce import Cells, Places, reduce_code
+from syncvar.execution.program import Kind
+from syncvar.kernel import program as native_program
+from syncvar.kernel import run
+from syncvar.plans import choose, tree_order
 from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
 from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
+from syncvar.runtime.interpreter import interpret, opened
 from syncvar.runtime.phases import agreed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.execution.program import Code
     from syncvar.runtime.kernels import Combiner
 
 __all__ = [
-    "OneSegment", "Placed", "Vector", "bounds", "bring_first", "combine", "is_direct", "reduce_one_segment", "reduce_owned",
-    "reduce_shared",
+    "Placed", "Vector", "bring_first", "combine", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
 ]  # fmt: skip
 
 _WIDENED = 32 << 10  # elements that are widened at once
-_COPIES_MAX = 16
 _NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
 _BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
+_NATIVE_BLOCK_BYTES = 32 << 10
+_CELLS, _LAG = 16, 4  # of a segment, where all ranks run programs in C; and how many may wait to be read
+_SUMS_ALL_MAX = 4  # ranks that sum all cells each; of more, each combines its part
+_HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
 
 
 def is_direct(nbytes: int, size: int) -> bool:
@@ -52,12 +60,6 @@ def is_direct(nbytes: int, size: int) -> bool:
 @lru_cache(maxsize=64)
 def _order(size: int) -> tuple[tuple[int, int], ...]:
     return tuple(tree_order(0, size))
-
-
-@lru_cache(maxsize=1024)
-def bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of each rank's part of a segment."""
-    return tuple((chunk.start, chunk.stop) for chunk in even_chunks(count, size))
 
 
 def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False) -> None:
@@ -77,6 +79,32 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *
         else:
             ufunc(values[left], values[right], out=target)
         values[left] = target
+
+
+class Arithmetic(NamedTuple):
+    """What becomes of the terms of ranks.
+
+    Args:
+        ufunc: Combines two operands.
+        wire: dtype of the terms.
+        accumulate: dtype in which they are combined.
+        divisor: What the combination is divided by; 0 for nothing.
+        apply: A target becomes apply(target, combination); None sets it to the combination.
+    """
+
+    ufunc: Combiner
+    wire: np.dtype[Any]
+    accumulate: np.dtype[Any]
+    divisor: int
+    apply: np.ufunc | None
+
+    @property
+    def native(self) -> tuple[Any, ...]:
+        """The same for `kernel.program`."""
+        half = 0 if self.wire == self.accumulate else _HALVES.get(self.wire.name, -1)
+        divide = np.divide if self.divisor else None
+        divisor = np.asarray(self.divisor, self.accumulate).tobytes() if self.divisor else b""
+        return self.wire.itemsize, self.accumulate, half, self.ufunc, divide, divisor, self.apply
 
 
 class Vector(NamedTuple):
@@ -107,6 +135,44 @@ class Vector(NamedTuple):
     def wire(self) -> np.dtype[Any]:
         """The dtype of what the others see."""
         return self.x.dtype if self.is_widened else self.accumulate
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What becomes of the terms."""
+        return Arithmetic(self.ufunc, self.wire, self.accumulate, self.divisor, self.apply)
+
+    @property
+    def suits_native(self) -> bool:
+        """Whether the C runner takes it; the same on all ranks that make the same call."""
+        wire = self.wire
+        return self.x.dtype == wire and self.out.dtype == wire and _suits_native(self.arithmetic)
+
+    def folder(self) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
+        """Return what combines terms into an array, and divides."""
+        hold = crowd.holds()
+        if self.is_widened:
+            return lambda terms, made: _combine_widened(terms, self.ufunc, made, self.accumulate, self.divisor, hold=hold)
+
+        def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
+            combine(terms, self.ufunc, made, hold=hold)
+            if self.divisor:
+                np.divide(made, self.divisor, out=made)
+
+        return fold
+
+    def storer(self, copy: Any) -> Callable[[NDArray[Any], NDArray[Any]], None]:
+        """Return what stores a combination in a target."""
+        apply = self.apply
+
+        def store(target: NDArray[Any], value: NDArray[Any]) -> None:
+            if apply is not None:
+                apply(target, value, out=target, casting="same_kind")
+            elif target.dtype == value.dtype:
+                copy(target, value)
+            else:
+                target[...] = value
+
+        return store
 
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
         """Return the words by which this rank tells where `x` and `out` lie; what has to be brought comes on this side.
@@ -180,7 +246,7 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         side = channel.next_parity()
         bring_first(channel, vector, side)
         yield channel.publish()
-        yield from reduce_owned(channel, vector, Placed.nowhere(size, side))
+        yield from reduce_owned(channel, vector, Placed.nowhere(size, side), goes_on=True)
         return
     call, check = opening
     if is_direct(vector.x.size * vector.accumulate.itemsize, size):
@@ -195,186 +261,139 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
     yield from reduce_owned(channel, vector, Placed.from_words(*channel.arrays()))
 
 
-class OneSegment:
-    """Views for vectors that are one segment long and travel as they are, made once.
-
-    Args:
-        channel: This rank's; all ranks have their segments.
-        count: Elements.
-        dtype: Theirs, also of the combination.
-    """
-
-    __slots__ = ("_copies", "brings", "made", "own", "takes", "terms")
-
-    def __init__(self, channel: Channel, count: int, dtype: np.dtype[Any]) -> None:
-        rank, segment = channel.rank, channel.segment
-        parts = bounds(count, channel.size)
-        low, high = parts[rank]
-        others = [(other, part) for other, part in enumerate(parts) if other != rank]
-        self.own = slice(low, high)
-        self.made = segment(rank, 2, high - low, dtype)
-        stretches = [one for one in ((0, low), (high, count)) if one[1] > one[0]]
-        self.brings = [
-            [(segment(rank, side, stop - start, dtype, start), slice(start, stop)) for start, stop in stretches]
-            for side in (0, 1)
-        ]
-        self.terms = [(other, [segment(other, side, high - low, dtype, low) for side in (0, 1)]) for other, _ in others]
-        self.takes = [(segment(other, 2, stop - start, dtype), slice(start, stop)) for other, (start, stop) in others]
-        self._copies: dict[tuple[int, ...], list[list[NDArray[Any]]]] = {}
-
-    def copies(self, channel: Channel, vector: Vector, places: Sequence[int]) -> list[list[NDArray[Any]]]:
-        """Return, block by block, this rank's part of the vectors that lie at some places of the arena."""
-        key = tuple(places)
-        found = self._copies.get(key)
-        if found is None:
-            if len(self._copies) >= _COPIES_MAX:
-                self._copies.clear()
-            wholes = [channel.resident(place, vector.x.size, vector.accumulate)[self.own] for place in places]
-            per_block = _BLOCK_BYTES // vector.accumulate.itemsize
-            found = [
-                [whole[start : start + per_block] for whole in wholes] for start in range(0, wholes[0].size, per_block)
-            ]
-            if not channel.arena.is_checked:
-                self._copies[key] = found
-        return found
+def reduce_published(channel: Channel, check: int, vector: Vector, native: Any) -> Iterator[int]:
+    """Go on with a call that the C runner has published; teach it what is done with vectors that lie as these do."""
+    yield from agreed(channel, check, channel.last)
+    placed = Placed.from_words(*channel.arrays())
+    teach(channel, vector, _places(placed), native)
+    yield from reduce_owned(channel, vector, placed)
 
 
-def reduce_one_segment(
-    channel: Channel, opening: tuple[int, int], vector: Vector, views: OneSegment
-) -> Iterator[int]:
-    """Do what `reduce_shared` does, for vectors for which the views were made."""
-    x, out, apply = vector.x, vector.out, vector.apply
-    side = channel.tail ^ 1
-    source, target = vector.told(channel, side)
-    if source >> 1 == _NOWHERE:
-        for view, cut in views.brings[side]:
-            np.copyto(view, x[cut])
-    call, check = opening
-    yield from agreed(channel, check, channel.begin(call, check, source, target))
-    sources, targets = channel.arrays()
-    if max(sources) > 1 or all(targets):  # else all is brought, as everything is made ready for
-        placed = Placed.from_words(sources, targets)
-        places = placed.targets_in_arena
-        if places is None or placed.sources != placed.targets or apply is not None:
-            yield from reduce_owned(channel, vector, placed)
-            return
-        for parts in views.copies(channel, vector, places):
-            _combined(vector, parts, parts[0], hold=False)
-            for part in parts[1:]:
-                np.copyto(part, parts[0])
-        yield channel.publish()
-        return
-    own, made = views.own, views.made
-    terms = [sides[sources[other]] for other, sides in views.terms]
-    terms.insert(channel.rank, x[own])
-    _combined(vector, terms, made, hold=False)
-    _store(out[own], made, apply, np.copyto)
-    yield channel.publish()
-    for view, cut in views.takes:
-        _store(out[cut], view, apply, np.copyto)
+def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None:
+    """Tell the C runner of a call what is done with vectors that lie in some way."""
+    code = _code(channel, vector, places)
+    sources = sum(1 << rank for rank in places.sources)
+    native.learn(sources, places.into_all, places.by_owners, -1 if code.last_side is None else code.last_side, _native(code, vector))
 
 
 def bring_first(channel: Channel, vector: Vector, side: int) -> None:
-    """Put the first segment of a vector where the others see it."""
-    wire = vector.wire
-    copy = copy_holding if crowd.holds() else np.copyto
-    _bring(channel, vector.x, 0, min(vector.x.size, SEGMENT_BYTES // wire.itemsize), side, wire, copy)
+    """Put the first cells of a vector where the others see them."""
+    code = _code(channel, vector, _NOWHERE_ELSE)
+    opened(code.opening, _memories(channel, vector, code, {channel.rank: side}, None), _copier())
+    if code.opening:
+        channel.tail = side
 
 
-def reduce_owned(channel: Channel, vector: Vector, placed: Placed) -> Iterator[int]:
-    """Combine a vector, each rank its part of it, when all ranks know where the arrays of all lie.
+def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: bool = False) -> Iterator[int]:
+    """Combine a vector, when all ranks know where the arrays of all lie.
 
     Args:
         channel: This rank's.
         vector: What is combined.
-        placed: Where they lie; the first segment of what has to be brought has been published.
+        placed: Where they lie; the first cells of what has to be brought have been published.
+        goes_on: More of the call follows.
 
     Yields:
         What the others have to reach.
     """
-    places, goals = placed.sources_in_arena, placed.targets_in_arena
-    if places is None or goals is None:
-        yield from _by_segments(channel, vector, placed)
+    code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
+    if code.last_side is not None:
+        channel.tail = placed.sides[channel.rank] ^ code.last_side
+    if channel.is_native and vector.suits_native:
+        yield from run(_native(code, vector), channel, *_offsets(channel, vector, code, placed), keeps_lock=crowd.holds())
         return
-    sources = [channel.resident(place, vector.x.size, vector.wire) for place in places]
-    low, high = bounds(vector.x.size, channel.size)[channel.rank]
-    _into_all(channel, vector, goals, [source[low:high] for source in sources], low)
-    yield channel.publish()
+    memories = _memories(channel, vector, code, dict(enumerate(placed.sides)), placed)
+    copy = _copier()
+    yield from interpret(channel, code.steps, memories, copy, vector.storer(copy), vector.folder())
 
 
-def _by_segments(channel: Channel, vector: Vector, placed: Placed) -> Iterator[int]:
-    x, out = vector.x, vector.out
-    rank, size = channel.rank, channel.size
-    count, wire = x.size, vector.wire
-    hold = crowd.holds()
-    copy = copy_holding if hold else np.copyto
-    goals = placed.targets_in_arena
-    per_segment = SEGMENT_BYTES // wire.itemsize
-    segment = 0
-    start = 0
-    while True:
-        stop = min(count, start + per_segment)
-        parts = bounds(stop - start, size)
-        low, high = parts[rank]
-        terms = []
-        for other, place in enumerate(placed.sources):
-            if other == rank and x.dtype == wire:
-                terms.append(x[start + low : start + high])
-            elif place is not None:
-                terms.append(channel.resident(place, count, wire)[start + low : start + high])
-            else:
-                terms.append(channel.segment(other, (placed.sides[other] + segment) & 1, high - low, wire, low))
-        if goals is not None:
-            _into_all(channel, vector, goals, terms, start + low)
+_NOWHERE_ELSE = Places()
+
+
+def _places(placed: Placed) -> Places:
+    sources = frozenset(rank for rank, place in enumerate(placed.sources) if place is not None)
+    in_place = any(source is not None and source == target for source, target in zip(placed.sources, placed.targets, strict=True))
+    return Places(sources, into_all=placed.targets_in_arena is not None, by_owners=in_place)
+
+
+def _code(channel: Channel, vector: Vector, places: Places) -> Code:
+    wire = vector.wire
+    places = places._replace(converts=vector.x.dtype != wire, makes_first=vector.apply is not None or vector.out.dtype != wire)
+    if channel.are_native and vector.suits_native:
+        cells, block = Cells(SEGMENT_BYTES // _CELLS // wire.itemsize, _LAG, channel.size <= _SUMS_ALL_MAX), _NATIVE_BLOCK_BYTES
+    else:
+        cells, block = Cells(SEGMENT_BYTES // wire.itemsize), _BLOCK_BYTES
+    return reduce_code(channel.rank, channel.size, vector.x.size, cells, places, block // wire.itemsize)
+
+
+def _native(code: Code, vector: Vector) -> Any:
+    """Return a program for the C runner."""
+    how = vector.arithmetic
+    found = code.natives.get(how)
+    if found is None:
+        found = code.natives[how] = native_program(*code.numbers(), code.names, code.sizes, *how.native)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _suits_native(how: Arithmetic) -> bool:
+    return native_program(b"", 0, (), (), *how.native) is not None
+
+
+def _offsets(channel: Channel, vector: Vector, code: Code, placed: Placed) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return the memories of a program for the C runner: arrays, and places in the arena."""
+    arrays: list[Any] = []
+    offsets: list[int] = []
+    for (kind, rank, place), count in zip(code.memories, code.sizes, strict=True):
+        array, offset = None, -1
+        if kind == Kind.SOURCE:
+            array = vector.x
+        elif kind == Kind.TARGET:
+            array = vector.out
+        elif kind == Kind.SCRATCH:
+            array = np.empty(count, vector.accumulate)
+        elif kind == Kind.CELLS:
+            offset = channel.segment_offset(rank, placed.sides[rank] ^ place)
+        elif kind == Kind.MADE:
+            offset = channel.segment_offset(rank, 2 + place)
         else:
-            made = channel.segment(rank, 2 + (segment & 1), high - low, wire)
-            _combined(vector, terms, made, hold=hold)
-            _store(out[start + low : start + high], made, vector.apply, copy)
-        if stop < count and placed.sources[rank] is None:
-            _bring(channel, x, stop, min(count, stop + per_segment), (placed.sides[rank] + segment + 1) & 1, wire, copy)
-        yield channel.publish()
-        if goals is None:
-            for distance in range(1, size):
-                other = (rank + distance) % size
-                low, high = parts[other]
-                taken = channel.segment(other, 2 + (segment & 1), high - low, wire)
-                _store(out[start + low : start + high], taken, vector.apply, copy)
-        if stop >= count:
-            return
-        start = stop
-        segment += 1
+            offset = (placed.sources if kind == Kind.LYING else placed.targets)[rank] or _NOWHERE
+        arrays.append(array)
+        offsets.append(offset)
+    return tuple(arrays), tuple(offsets)
 
 
-def _into_all(channel: Channel, vector: Vector, places: Sequence[int], terms: list[NDArray[Any]], low: int) -> None:
-    """Combine terms, and store the result from element `low` on into all ranks' targets, by blocks that stay in the caches."""
-    hold, rank, count = crowd.holds(), channel.rank, vector.x.size
-    copy = copy_holding if hold else np.copyto
-    high = low + terms[0].size
-    targets = [channel.resident(place, count, vector.out.dtype)[low:high] for place in places]
-    per_block = _BLOCK_BYTES // vector.accumulate.itemsize
-    is_straight = vector.apply is None and vector.out.dtype == vector.wire
-    room = np.empty(0 if is_straight else min(per_block, high - low), vector.accumulate)
-    for start in range(0, high - low, per_block):
-        stop = min(high - low, start + per_block)
-        goals = [target[start:stop] for target in targets]
-        made = goals[0] if is_straight else room[: stop - start]  # no term but the first lies where this one goes
-        _combined(vector, [term[start:stop] for term in terms], made, hold=hold)
-        if vector.apply is None and not is_straight:
-            _store(goals[rank], made, None, copy)
-            made = goals[rank]
-        for goal in goals:
-            if goal is not made:
-                _store(goal, made, vector.apply, copy)
+def _memories(
+    channel: Channel, vector: Vector, code: Code, sides: Mapping[int, int], placed: Placed | None
+) -> list[NDArray[Any]]:
+    """Return the memories of a program, each at least as long as it is used."""
+    wire = vector.wire
+    found: list[NDArray[Any]] = []
+    for (kind, rank, place), count in zip(code.memories, code.sizes, strict=True):
+        if kind == Kind.SOURCE:
+            found.append(vector.x)
+        elif kind == Kind.TARGET:
+            found.append(vector.out)
+        elif kind == Kind.SCRATCH:
+            found.append(np.empty(count, vector.accumulate))
+        elif kind == Kind.CELLS:
+            found.append(channel.segment(rank, sides[rank] ^ place, count, wire) if rank in sides else _NONE)
+        elif kind == Kind.MADE:
+            found.append(channel.segment(rank, 2 + place, count, wire) if placed else _NONE)
+        elif placed is None:
+            found.append(_NONE)
+        elif kind == Kind.LYING:
+            found.append(channel.resident(placed.sources[rank] or _NOWHERE, vector.x.size, wire))
+        else:
+            found.append(channel.resident(placed.targets[rank] or _NOWHERE, vector.x.size, vector.out.dtype))
+    return found
 
 
-def _combined(vector: Vector, terms: list[NDArray[Any]], made: NDArray[Any], *, hold: bool) -> None:
-    """Combine terms into an array, and divide."""
-    if vector.is_widened:
-        _combine_widened(terms, vector.ufunc, made, vector.accumulate, vector.divisor, hold=hold)
-        return
-    combine(terms, vector.ufunc, made, hold=hold)
-    if vector.divisor:
-        np.divide(made, vector.divisor, out=made)
+_NONE: NDArray[Any] = np.empty(0, np.uint8)  # of a memory that is not used yet
+
+
+def _copier() -> Any:
+    return copy_holding if crowd.holds() else np.copyto
 
 
 def _combine_widened(
@@ -414,26 +433,4 @@ def _small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterat
     combine(channel.smalls_now(count, dtype), vector.ufunc, made)
     if vector.divisor:
         np.divide(made, vector.divisor, out=made)
-    _store(vector.out, made, vector.apply, np.copyto)
-
-
-def _bring(
-    channel: Channel, x: NDArray[Any], start: int, stop: int, side: int, dtype: np.dtype[Any], copy: Any
-) -> None:
-    """Copy a segment of `x` to where the others see it; the own part only where it has to change its dtype."""
-    low, high = bounds(stop - start, channel.size)[channel.rank]
-    if x.dtype != dtype:
-        low = high = 0
-    if low:
-        copy(channel.segment(channel.rank, side, low, dtype), x[start : start + low])
-    if high < stop - start:
-        copy(channel.segment(channel.rank, side, stop - start - high, dtype, high), x[start + high : stop])
-
-
-def _store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None, copy: Any) -> None:
-    if apply is not None:
-        apply(target, value, out=target, casting="same_kind")
-    elif target.dtype == value.dtype:
-        copy(target, value)
-    else:
-        target[...] = value
+    vector.storer(np.copyto)(vector.out, made)

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SEGMENT_BYTES, SPREAD
+from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
+from syncvar.execution.lower_reduce import Places
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import quiet, quiet_caller, reduction
 from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
-from syncvar.runtime.shared_reduce import OneSegment, Vector, is_direct, reduce_one_segment, reduce_shared
+from syncvar.runtime.shared_reduce import Vector, is_direct, reduce_published, reduce_shared, teach
 from syncvar.runtime.timeouts import checked_timeout
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ class Ground(NamedTuple):
 
         Args:
             plain: Runs it in Python; takes every call that is unusual, before anything has been changed.
-            later: Of (number, begin, x, out, where the result goes, said): goes on with a call that has been published; returns (True, result), or
-                (False, steps) where the engine has to go on.
+            later: Of (number, begin, x, out, where the result goes, said, run, the C runner): goes on with a call that has been published, and
+                whose run, if it is not None, has begun; returns (True, result), or (False, steps) where the engine has to go on.
             divisor: What a mean is divided by, as an array of no dimensions.
             fold: The ufunc by which terms are combined; None where nothing is.
             apply: The result becomes apply(out, combination).
@@ -141,7 +142,10 @@ class Ground(NamedTuple):
         """  # fmt: skip
 
         def hand_over(number: int, begin: int, steps: Any, said: Said | None, timeout: float | None) -> Any:
-            return self.saying(said).go_on(number, begin, steps, self.channel.last, timeout=timeout)
+            made = self.saying(said).go_on(number, begin, steps, self.channel.last, timeout=timeout)
+            if copies.get("crowd") is not None:
+                crowd.note((monotonic_ns() - begin) / 1e9, self.told.nbytes)
+            return made
 
         def interrupt(number: int, begin: int, error: BaseException, said: Said | None) -> None:
             self.saying(said).interrupt(number, begin, error)
@@ -150,7 +154,8 @@ class Ground(NamedTuple):
             engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             digest=self.told.fingerprint, detail=detail, tells=tells, fold=fold,
             divide=None if divisor is None else np.divide, divisor=b"" if divisor is None else divisor.tobytes(), apply=apply,
-            make=np.empty, plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told, **copies,
+            make=np.empty, plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
+            **{"crowd": None, "puts": (), "takes": (), "terms": (), **copies},
         )  # fmt: skip
         return made
 
@@ -257,7 +262,7 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             steps = rest(check, target, out)
             return ground.saying(said).go_on(number, begin, steps, target, timeout=timeout)  # type: ignore[no-any-return]
 
-    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None) -> tuple[bool, Any]:
+    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, _native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
         side, target = channel.side, channel.last
         check = words[entry + CHECK + side]
@@ -315,14 +320,11 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
     digest, add = told.fingerprint, engine.recorder.add
     divisor = channel.size if how.is_mean else 0
-    count, is_flat = prod(shape), len(shape) == 1
-    is_one_segment = count * accumulate.itemsize <= SEGMENT_BYTES and how.source == accumulate.name
-    views: OneSegment | None = None  # made when all ranks are known to have their segments
+    is_flat = len(shape) == 1
 
     def call(
         x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
     ) -> NDArray[Any] | None:
-        nonlocal views
         if queue or not (engine.is_quiet and channel.is_settled):
             return None
         if out is None:
@@ -356,10 +358,7 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             vector = Vector(flat, flat_out, ufunc, accumulate, divisor, apply)
             hold = crowd.holds()
             wait = channel.hold if hold else channel.wait
-            if views is None or hold:
-                steps = reduce_shared(channel, (number, check), vector)
-            else:
-                steps = reduce_one_segment(channel, (number, check), vector, views)
+            steps = reduce_shared(channel, (number, check), vector)
             limit = (number << 1) + 4
             try:
                 with quiet():  # what overflows is infinite, on all ranks
@@ -368,8 +367,6 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
                             break
                     else:
                         add((told if said is None else ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
-                        if views is None and is_one_segment:
-                            views = OneSegment(channel, count, accumulate)
                         return made
             except BaseException as error:
                 ground.saying(said).interrupt(number, begin, error)
@@ -378,7 +375,23 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             crowd.note((monotonic_ns() - begin) / 1e9, made.nbytes)
             return made
 
-    return call
+    def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
+        """Go on with what the C runner has published, or begun."""
+        if run is not None:
+            return False, _then(run, made)
+        vector = Vector(x.reshape(-1), made.reshape(-1), ufunc, accumulate, divisor, apply)
+        check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
+        return False, _then(reduce_published(channel, check, vector, native), made)
+
+    like = np.empty(shape, kind)
+    vector = Vector(like.reshape(-1), like.reshape(-1), ufunc, accumulate, divisor, apply)
+    if how.source != kind.name or not channel.are_native or not vector.suits_native:
+        return call
+    native = ground.natively(call, later, brought=(kind, shape), made=(kind, shape), crowd=crowd)
+    if native is None:
+        return call
+    teach(channel, vector, Places(), native)
+    return native
 
 
 def _then(steps: Any, made: NDArray[Any]) -> Generator[int, None, NDArray[Any]]:

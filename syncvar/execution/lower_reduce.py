@@ -1,0 +1,225 @@
+"""Reductions of long arrays as programs: everybody sums all, or each rank its part of every segment.
+
+* **all sum** (few ranks): each rank puts its cells and combines the cells of all; what it brings itself is read where it
+  lies. No cell goes through the arena twice.
+* **owners** (many ranks): the vector is cut into segments, and of each segment rank r combines part r for everybody; what
+  it has combined the others take from there.
+* **into all**: where the targets of all ranks lie in the arena, an owner writes what it has combined into all of them.
+
+Cells are written in two sides in turn, `lag` of them in each: a rank may be up to `lag` cells ahead of the others before
+it has to wait. In turn t of a program phase t has been published, so that waiting for phase t - lag + 1 of the others
+says both: cell t has been put by all, and the cell that turn t + lag will write over has been read by all.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from syncvar.execution.program import (
+    Await,
+    Code,
+    Copy,
+    Fold,
+    Instruction,
+    Kind,
+    Memory,
+    Program,
+    Publish,
+    Stretch,
+    assemble,
+)
+from syncvar.plans import even_chunks
+
+__all__ = ["Cells", "Places", "lower_reduce", "owner_bounds", "reduce_code"]
+
+_SOURCE, _TARGET, _SCRATCH = Memory(Kind.SOURCE), Memory(Kind.TARGET), Memory(Kind.SCRATCH)
+
+
+class Cells(NamedTuple):
+    """How a group cuts long vectors; the same on all ranks.
+
+    Args:
+        elements: Of a cell.
+        lag: Cells on each side.
+        sums_all: Everybody sums all.
+    """
+
+    elements: int
+    lag: int = 1
+    sums_all: bool = False
+
+
+class Places(NamedTuple):
+    """Where the vectors of a call lie.
+
+    Args:
+        sources: Ranks whose vector lies where the others read it.
+        into_all: The targets of all ranks lie where the others write them.
+        converts: This rank's vector has another dtype than what it puts.
+        by_owners: A vector that others read is its own target: what one rank sums, nobody else may read.
+        goes_on: More of the call follows, which may write all cells: none is unread at the end.
+        makes_first: What is combined cannot be made in a target: it is converted, or applied to what the target holds.
+    """
+
+    sources: frozenset[int] = frozenset()
+    into_all: bool = False
+    converts: bool = False
+    by_owners: bool = False
+    goes_on: bool = False
+    makes_first: bool = False
+
+
+@lru_cache(maxsize=1024)
+def owner_bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each rank's part of a segment."""
+    return tuple((chunk.start, chunk.stop) for chunk in even_chunks(count, size))
+
+
+@lru_cache(maxsize=256)
+def reduce_code(rank: int, size: int, count: int, cells: Cells, places: Places, block: int) -> Code:
+    """Return what `lower_reduce` does, made ready for a runner."""
+    return assemble(lower_reduce(rank, size, count, cells, places, block))
+
+
+def lower_reduce(rank: int, size: int, count: int, cells: Cells, places: Places, block: int) -> Program:
+    """Return a rank's program of an all-reduce.
+
+    Args:
+        rank: In the group.
+        size: Of the group.
+        count: Elements of the vector; at least 1.
+        cells: How it is cut.
+        places: Where the vectors lie.
+        block: Elements that are combined at once where the targets lie in the arena.
+
+    Example:
+        >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), Places(), 8)
+        >>> len(program.opening), [type(step).__name__ for step in program.steps]
+        (1, ['Copy', 'Fold', 'Publish', 'Await', 'Fold'])
+    """
+    return _Lowering(rank, size, count, cells, places, block).program()
+
+
+class _Lowering:
+    def __init__(self, rank: int, size: int, count: int, cells: Cells, places: Places, block: int) -> None:
+        self.rank, self.size, self.count, self.cells, self.places, self.block = rank, size, count, cells, places, block
+        self.turns = -(-count // cells.elements)
+        self.puts = rank not in places.sources
+        self.steps: list[Instruction] = []
+        self.sums_all = cells.sums_all and not places.into_all and not places.by_owners
+
+    def program(self) -> Program:
+        if self.places.into_all and len(self.places.sources) == self.size:
+            low, high = owner_bounds(self.count, self.size)[self.rank]
+            self._into_all(low, [Stretch(Memory(Kind.LYING, rank), low, high - low) for rank in range(self.size)])
+            return Program((), (*self.steps, Publish(), Await()), None)
+        opening = tuple(copy for turn in range(min(self.cells.lag, self.turns)) for copy in self._put(turn))
+        if self.sums_all:
+            self._all_sum()
+        else:
+            self._owners()
+        last = ((self.turns - 1) // self.cells.lag) & 1 if self.puts else None
+        return Program(opening, tuple(self.steps), last)
+
+    def _length(self, turn: int) -> int:
+        return min(self.cells.elements, self.count - turn * self.cells.elements)
+
+    def _in_cells(self, rank: int, turn: int, low: int, high: int) -> Stretch:
+        """Return where others find the elements [low, high) of a rank's segment of a turn."""
+        segment = turn * self.cells.elements
+        if rank == self.rank and not self.places.converts:
+            return Stretch(_SOURCE, segment + low, high - low)
+        if rank in self.places.sources:
+            return Stretch(Memory(Kind.LYING, rank), segment + low, high - low)
+        return self._cell(rank, turn, low, high)
+
+    def _cell(self, rank: int, turn: int, low: int, high: int) -> Stretch:
+        elements, lag, _ = self.cells
+        return Stretch(Memory(Kind.CELLS, rank, (turn // lag) & 1), turn % lag * elements + low, high - low)
+
+    def _put(self, turn: int) -> list[Copy]:
+        """Return what puts this rank's cell of a turn; of what it combines itself, only what has to be converted."""
+        if not self.puts or turn >= self.turns:
+            return []
+        length, start = self._length(turn), turn * self.cells.elements
+        low, high = (0, 0) if self.sums_all or self.places.converts else owner_bounds(length, self.size)[self.rank]
+        return [
+            Copy(Stretch(_SOURCE, start + first, last - first), self._cell(self.rank, turn, first, last))
+            for first, last in ((0, low), (high, length)) if last > first
+        ]  # fmt: skip
+
+    def _all_sum(self) -> None:
+        lag, turns, sources = self.cells.lag, self.turns, self.places.sources
+        # When the others have read so many, none but cells of the last side may be unread.
+        heard = (turns - 1) // lag * lag if len(sources) < self.size else 0
+        for turn in range(turns):
+            if heard and turn >= lag:
+                self.steps.append(Await(min(turn, heard) - (turn - lag + 1)))
+            self.steps += self._put(turn + lag)
+            length = self._length(turn)
+            terms = tuple(self._in_cells(rank, turn, 0, length) for rank in range(self.size))
+            target = Stretch(_TARGET, turn * self.cells.elements, length)
+            made = Stretch(_SCRATCH, 0, length) if self.places.makes_first else target
+            self.steps.append(Fold(terms, made))
+            if made is not target:
+                self.steps.append(Copy(made, target))
+            if turn < heard:
+                self.steps.append(Publish())
+        if sources or self.places.goes_on:  # they must stay until everyone has read them
+            self.steps += [Publish(), Await()]
+        elif heard > max(0, turns - lag):
+            self.steps.append(Await())
+
+    def _owners(self) -> None:
+        lag, turns, into_all = self.cells.lag, self.turns, self.places.into_all
+        for turn in range(turns + (0 if into_all else lag)):
+            published = min(turn, turns)
+            if turn >= lag:
+                self.steps.append(Await(published - (turn - lag + 1)))
+            self.steps += self._put(turn + lag)
+            if turn < turns:
+                self._own_part(turn)
+            if not into_all and 0 <= turn - lag < turns:
+                self._take(turn - lag)
+            if turn < turns:
+                self.steps.append(Publish())
+        if into_all:
+            self.steps.append(Await())
+
+    def _own_part(self, turn: int) -> None:
+        low, high = owner_bounds(self._length(turn), self.size)[self.rank]
+        start = turn * self.cells.elements + low
+        terms = [self._in_cells(rank, turn, low, high) for rank in range(self.size)]
+        if self.places.into_all:
+            self._into_all(start, terms)
+        elif high > low:
+            made = self._made(self.rank, turn, high - low)
+            self.steps += [Fold(tuple(terms), made), Copy(made, Stretch(_TARGET, start, high - low))]
+
+    def _made(self, rank: int, turn: int, count: int) -> Stretch:
+        lag = self.cells.lag
+        part = owner_bounds(self.cells.elements, self.size)[0][1]  # the longest
+        return Stretch(Memory(Kind.MADE, rank, (turn // lag) & 1), turn % lag * part, count)
+
+    def _take(self, turn: int) -> None:
+        """Take what the others have combined."""
+        parts = owner_bounds(self._length(turn), self.size)
+        for distance in range(1, self.size):
+            other = (self.rank + distance) % self.size
+            low, high = parts[other]
+            if high > low:
+                target = Stretch(_TARGET, turn * self.cells.elements + low, high - low)
+                self.steps.append(Copy(self._made(other, turn, high - low), target))
+
+    def _into_all(self, start: int, terms: list[Stretch]) -> None:
+        """Combine terms, and store the result from an element on into the targets of all, by blocks that stay in the caches."""
+        count = terms[0].length
+        goals = [Memory(Kind.GOAL, rank) for rank in range(self.size)]
+        for low in range(0, count, self.block):
+            high = min(count, low + self.block)
+            parts = tuple(term.cut(low, high) for term in terms)
+            targets = [Stretch(goal, start + low, high - low) for goal in goals]
+            made = Stretch(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
+            self.steps.append(Fold(parts, made))  # no term but the first lies where this one goes
+            self.steps += [Copy(made, target) for target in targets if target is not made]

@@ -1,0 +1,209 @@
+"""Programs: what a rank does in one call in shared memory, as data.
+
+A **program** is a tuple of instructions over named **memories**: arrays that this rank brings, arrays of its result, slots
+and cells that ranks write for each other, arrays of other ranks that lie where they can be read. It says nothing of
+addresses: these are looked up when the call is made, so one program serves every call of its kind.
+
+Before a program begins all ranks have said that they make the same call (phase 0), and this rank's first cells have been
+put, published with it. What follows is made of four instructions:
+
+* `Copy` brings a stretch of one memory to another,
+* `Fold` combines stretches in the order of ranks, by the tree of `syncvar.plans.tree_order`,
+* `Publish` tells the others that all before it is done,
+* `Await` waits until the others have published as much.
+
+What is copied to a result (`TARGET`, `GOAL`) is **stored**: converted to the array's dtype, or applied to what it holds.
+
+A rank that waits for the publication p of the others knows that they have done all before it, nothing more: it is on the
+lowering to see that a stretch is read after it was written, and written again after everyone has read it. The tests run
+the programs of all ranks on symbols, in every order that the waits allow, to prove it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+__all__ = [
+    "AWAIT", "COPY", "FOLD", "PUBLISH", "STORE", "Await", "Code", "Copy", "Fold", "Instruction", "Kind", "Memory", "Program", "Publish",
+    "Stretch", "assemble", "extents",
+]  # fmt: skip
+
+
+class Kind(IntEnum):
+    """What a memory is."""
+
+    SOURCE = 0  # an array that this rank brings
+    TARGET = 1  # an array of its result
+    SCRATCH = 2  # of this rank alone
+    SLOT = 3  # a rank's small slot, on the side of this call
+    CELLS = 4  # a rank's cells: place 0 on the side of its phase 0, place 1 on the other
+    MADE = 5  # what a rank has combined for the others, two halves
+    LYING = 6  # where a rank's array lies that it would have to put otherwise
+    GOAL = 7  # where a rank's result lies, for others to write to
+
+
+class Memory(NamedTuple):
+    """One memory of a program.
+
+    Args:
+        kind: What it is.
+        rank: Whose, in the group; this rank's own are its own.
+        place: Which of several.
+    """
+
+    kind: Kind
+    rank: int = -1
+    place: int = 0
+
+
+class Stretch(NamedTuple):
+    """Some elements of a memory.
+
+    Args:
+        memory: Which.
+        start: First element.
+        length: Elements.
+    """
+
+    memory: Memory
+    start: int
+    length: int
+
+    def cut(self, low: int, high: int) -> Stretch:
+        """Return the elements [low, high) of this stretch."""
+        return Stretch(self.memory, self.start + low, high - low)
+
+
+class Copy(NamedTuple):
+    """target = source, of the same length."""
+
+    source: Stretch
+    target: Stretch
+
+
+class Fold(NamedTuple):
+    """target = the combination of the terms, in their order, all of the same length."""
+
+    terms: tuple[Stretch, ...]
+    target: Stretch
+
+
+class Publish(NamedTuple):
+    """The next phase of the call is published."""
+
+
+class Await(NamedTuple):
+    """Wait until all others have published what this rank published `back` publications ago (0: its last one)."""
+
+    back: int = 0
+
+
+Instruction = Copy | Fold | Publish | Await
+
+
+class Program(NamedTuple):
+    """What a rank does in a call.
+
+    Args:
+        opening: Copies that are made before phase 0 is published.
+        steps: What follows when all ranks have said the same.
+        last_side: Which side of its cells is written last: 0 that of phase 0, 1 the other; None where no cell is.
+    """
+
+    opening: tuple[Copy, ...]
+    steps: tuple[Instruction, ...]
+    last_side: int | None = None
+
+
+def extents(program: Program) -> dict[Memory, int]:
+    """Return of how many elements each memory has to be at least.
+
+    Example:
+        >>> x, slot = Memory(Kind.SOURCE), Memory(Kind.SLOT, 1)
+        >>> extents(Program((Copy(Stretch(x, 2, 3), Stretch(slot, 0, 3)),), ()))[x]
+        5
+    """
+    found: dict[Memory, int] = {}
+    for step in (*program.opening, *program.steps):
+        stretches: tuple[Stretch, ...] = ()
+        if isinstance(step, Copy):
+            stretches = step
+        elif isinstance(step, Fold):
+            stretches = (*step.terms, step.target)
+        for memory, start, length in stretches:
+            found[memory] = max(found.get(memory, 0), start + length)
+    return found
+
+
+class Code:
+    """A program made ready for a runner: memories are numbers, instructions are tuples of numbers.
+
+    Args:
+        memories: By their numbers.
+        sizes: Of how many elements each has to be at least.
+        opening: As of the program; (COPY, source, first, target, first, length).
+        steps: (COPY or STORE, source, first, target, first, length), (FOLD, ((term, first), ...), target, first, length),
+            (PUBLISH,) and (AWAIT, back).
+        last_side: As of the program.
+    """
+
+    __slots__ = ("last_side", "memories", "natives", "opening", "sizes", "steps")
+
+    def __init__(
+        self,
+        memories: tuple[Memory, ...],
+        sizes: tuple[int, ...],
+        opening: tuple[tuple[int, ...], ...],
+        steps: tuple[tuple[Any, ...], ...],
+        last_side: int | None,
+    ) -> None:
+        self.memories, self.sizes, self.opening, self.steps, self.last_side = memories, sizes, opening, steps, last_side
+        self.natives: dict[Any, Any] = {}  # the same for the C runner, by what becomes of terms
+
+    def numbers(self) -> tuple[bytes, int]:
+        """Return opening and steps as 64-bit numbers, one after the other, for the C runner, and how many are of the opening."""
+        found = array("q")
+        for copied in self.opening:
+            found.extend(copied)
+        opening = len(found)
+        for step in self.steps:
+            if step[0] == FOLD:
+                _, terms, target, first, length = step
+                found.extend((FOLD, target, first, length, len(terms), *(number for term in terms for number in term)))
+            else:
+                found.extend(step)
+        return found.tobytes(), opening
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """Kind, rank and place of all memories, one after the other, for the C runner."""
+        return tuple(int(number) for memory in self.memories for number in memory)
+
+
+COPY, STORE, FOLD, PUBLISH, AWAIT = range(5)
+
+
+def assemble(program: Program) -> Code:
+    """Make a program ready for a runner."""
+    sizes = extents(program)
+    numbers = {memory: number for number, memory in enumerate(sizes)}
+
+    def copied(step: Copy) -> tuple[int, ...]:
+        source, target = step
+        kind = STORE if target.memory.kind in (Kind.TARGET, Kind.GOAL) else COPY
+        return (kind, numbers[source.memory], source.start, numbers[target.memory], target.start, source.length)
+
+    steps: list[tuple[Any, ...]] = []
+    for step in program.steps:
+        if isinstance(step, Copy):
+            steps.append(copied(step))
+        elif isinstance(step, Fold):
+            terms = tuple((numbers[term.memory], term.start) for term in step.terms)
+            steps.append((FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length))
+        elif isinstance(step, Publish):
+            steps.append((PUBLISH,))
+        else:
+            steps.append((AWAIT, step.back))
+    return Code(tuple(sizes), tuple(sizes.values()), tuple(map(copied, program.opening)), tuple(steps), program.last_side)
