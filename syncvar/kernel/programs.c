@@ -38,8 +38,8 @@ static inline float widened(uint16_t half) {
 static inline uint16_t rounded(float value) {
     const uint32_t bits = as_bits(value), sign = bits & 0x80000000u, size = bits ^ sign;
     uint32_t made;
-    if (size > (255u << 23))
-        made = 0x7e00 | ((size >> 13) & 0x3ff); /* NaN, a quiet one */
+    if (size > (255u << 23)) /* NaN, of the same kind where it was a half */
+        made = 0x7c00 | (((size >> 13) & 0x3ff) ? ((size >> 13) & 0x3ff) : 1);
     else if (size >= (143u << 23))
         made = 0x7c00;
     else if (size < (113u << 23))
@@ -58,19 +58,29 @@ static void round_plainly(const float *wide, uint16_t *out, Py_ssize_t count) {
 }
 
 #if defined(__x86_64__)
+/* These two make signalling NaN quiet, which NumPy does not: where there is any NaN they leave all to the plain ones.
+ */
 __attribute__((target("avx,f16c"))) static void widen_by_eight(const uint16_t *halves, float *out, Py_ssize_t count) {
+    __m256 odd = _mm256_setzero_ps();
     Py_ssize_t place = 0;
-    for (; place + 8 <= count; place += 8)
-        _mm256_storeu_ps(out + place, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + place))));
+    for (; place + 8 <= count; place += 8) {
+        const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + place)));
+        odd = _mm256_or_ps(odd, _mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
+        _mm256_storeu_ps(out + place, wide);
+    }
+    if (_mm256_movemask_ps(odd)) place = 0;
     widen_plainly(halves + place, out + place, count - place);
 }
 
 __attribute__((target("avx,f16c"))) static void round_by_eight(const float *wide, uint16_t *out, Py_ssize_t count) {
+    __m256 odd = _mm256_setzero_ps();
     Py_ssize_t place = 0;
-    for (; place + 8 <= count; place += 8)
-        _mm_storeu_si128(
-            (__m128i *)(out + place), _mm256_cvtps_ph(_mm256_loadu_ps(wide + place), _MM_FROUND_TO_NEAREST_INT)
-        );
+    for (; place + 8 <= count; place += 8) {
+        const __m256 values = _mm256_loadu_ps(wide + place);
+        odd = _mm256_or_ps(odd, _mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+        _mm_storeu_si128((__m128i *)(out + place), _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+    }
+    if (_mm256_movemask_ps(odd)) place = 0;
     round_plainly(wide + place, out + place, count - place);
 }
 

@@ -25,7 +25,7 @@ def told(launch, runner, workers, sizes):
 @pytest.mark.needs_kernel
 @pytest.mark.parametrize(
     ("workers", "sizes"),
-    [(2, "few"), pytest.param(2, "many", marks=pytest.mark.slow), pytest.param(3, "many", marks=pytest.mark.slow), pytest.param(5, "many", marks=pytest.mark.slow)],
+    [(2, "few"), *(pytest.param(workers, sizes, marks=pytest.mark.slow) for workers in (2, 3, 5) for sizes in ("many", "long"))],
 )
 @pytest.mark.timeout(600)
 def test_both_runners_give_the_same_bytes(launch, workers, sizes):
@@ -33,7 +33,7 @@ def test_both_runners_give_the_same_bytes(launch, workers, sizes):
     assert len({rank["digest"] for ranks in seen.values() for rank in ranks}) == 1, seen
     assert {rank["calls"] for ranks in seen.values() for rank in ranks} == {seen["c"][0]["calls"]}
     assert {rank["native"] for rank in seen["python"]} == {0}
-    assert all(rank["native"] > 100 for rank in seen["c"]), f"nothing has been compared: {seen}"
+    assert all(rank["native"] > 40 for rank in seen["c"]), f"nothing has been compared: {seen}"
 
 
 MEANS = """
@@ -180,4 +180,4 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
     assert job.wait(500) == 0, str(job)
     seen = [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
     assert len({rank["digest"] for rank in seen}) == 1, seen
-    assert all(rank["native"] > 100 for rank in seen)
+    assert all(rank["native"] > 40 for rank in seen)
