@@ -29,12 +29,15 @@ _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose cal
 _ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
 
 
-class _Passed(NamedTuple):
-    """A block of calls that this rank ended after call `last`."""
+class _Passed:
+    """A block of calls that this rank ended after call `last`; it grows by the blocks after it in which no call is made."""
 
-    members: tuple[int, ...]
-    last: int
-    epoch_end: int
+    __slots__ = ("epoch_end", "last", "members")
+
+    def __init__(self, members: tuple[int, ...], last: int, epoch_end: int) -> None:
+        self.members = members
+        self.last = last
+        self.epoch_end = epoch_end
 
 
 class Overtaken(NamedTuple):
@@ -160,36 +163,52 @@ class CallBook:
 
     # -- blocks of calls ------------------------------------------------------------------------------------------
 
-    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int, table: dict[int, str]) -> bool:
-        """Note that this rank ends a block of calls after `last`; the next block is announced after this.
+    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int, reason: str = "", rank: int = 0) -> bool:
+        """Note that this rank ends a block of calls after `last`; the next block is announced with this.
 
         When a peer's frame of a later call of the block is seen, the ranks did not make the same calls. Blocks in
         which no call was made are one with those before.
 
         Returns:
             Whether it is known already that a rank is in such a call: the call after the block is refused here then,
-            with `table`, and has to be by all.
+            with what this `rank` has done as its `reason`, and has to be by all.
         """
         with self._lock:
-            blocks = self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
-            if blocks and blocks[-1].epoch_end == last:
-                last = blocks.pop().last
-            if not self._doomed:
-                blocks.append(_Passed(members, last, epoch_end))
-                return False
-            overlapping = [
-                old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
-            ]
-            known = [old for old in overlapping if old["call"] <= last + 1]
-            if not known:
-                # Who left the block later than this rank may still be in one of the calls between.
-                blocks.append(_Passed(members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
-            if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
-                return False
-            following = epoch_end + 1
-            text = "another rank made a call before it that this rank did not make"
-            self._doomed.append({"group": group, "call": following, "last_call": following, "text": text, "table": table, "waits": False})
-            return True
+            blocks = self._passed.get(group)
+            if blocks is None:
+                blocks = self._passed[group] = deque(maxlen=_BLOCKS_MAX)
+            goes_on = blocks and blocks[-1].epoch_end == last
+            if self._doomed:
+                if goes_on:
+                    last = blocks.pop().last
+                is_refused = self._is_refused(blocks, group, members, last, epoch_end, {rank: reason})
+            else:
+                is_refused = False
+                if goes_on:
+                    blocks[-1].epoch_end = epoch_end
+                else:
+                    blocks.append(_Passed(members, last, epoch_end))
+        self._next_call[group] = epoch_end + 1
+        self._has_skipped = True
+        return is_refused
+
+    def _is_refused(
+        self, blocks: deque[_Passed], group: int, members: tuple[int, ...], last: int, epoch_end: int, table: dict[int, str]
+    ) -> bool:
+        """Note a block that ends while there are verdicts; return whether the call after it is refused here."""
+        overlapping = [
+            old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
+        ]
+        known = [old for old in overlapping if old["call"] <= last + 1]
+        if not known:
+            # Who left the block later than this rank may still be in one of the calls between.
+            blocks.append(_Passed(members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
+        if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
+            return False
+        following = epoch_end + 1
+        text = "another rank made a call before it that this rank did not make"
+        self._doomed.append({"group": group, "call": following, "last_call": following, "text": text, "table": table, "waits": False})
+        return True
 
     def overtaken(self, group: int, call: int, active: Iterable[tuple[int, int]]) -> Overtaken | None:
         """Return the block of `call`, if this rank left it without making that call; told once for each block.
@@ -207,7 +226,7 @@ class CallBook:
             blocks.remove(block)
         running = [number for other, number in active if other == group and number > block.epoch_end]
         following = min(running, default=self._next_call.get(group, block.epoch_end + 1))
-        return Overtaken(*block, following)
+        return Overtaken(block.members, block.last, block.epoch_end, following)
 
     # -- calls that cannot succeed --------------------------------------------------------------------------------
 
@@ -220,7 +239,7 @@ class CallBook:
                     place = blocks.index(block)
                     del blocks[place]  # the group knows already, and later calls shall not fail for it
                     if verdict["call"] > block.last + 1:
-                        blocks.insert(place, block._replace(epoch_end=verdict["call"] - 1))
+                        blocks.insert(place, _Passed(block.members, block.last, verdict["call"] - 1))
             # Verdicts on calls that lie behind are of no use any more.
             self._doomed = [old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1]
             self._doomed.append(verdict)

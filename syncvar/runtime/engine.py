@@ -59,6 +59,7 @@ _VERDICT_GRACE_S = 0.03  # what a peer may have been told already
 _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
+_GONE_ON = "has gone on without making a call that another rank made"
 _IDLE_SHARED_S = 0.002  # while started calls go through shared memory, where nothing tells of an arrival
 _LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
 _SLEEP_MIN_S = 0.001  # shorter waits are no business of the transport
@@ -319,15 +320,14 @@ class Engine:
         )
 
     def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int) -> None:
-        """Note that this rank ends a block of calls after `last`; the next block is announced after this.
+        """Note that this rank ends a block of calls after `last`; the next block begins after `epoch_end`.
 
         When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
         well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
-        reason = "has gone on without making a call that another rank made"
-        if self._book.passed_over(group, members, last, epoch_end, {self.rank: reason}):
+        if self._book.passed_over(group, members, last, epoch_end, _GONE_ON, self.rank):
             self.is_quiet = False
-            self.left_run(group, members, epoch_end, epoch_end + 1, reason)
+            self.left_run(group, members, epoch_end, epoch_end + 1, _GONE_ON)
 
     def count(self, group: int, next_call: int) -> None:
         """Note where a group stood whose communicator is gone."""
@@ -652,7 +652,7 @@ class Engine:
         operation = self._active.get((group, block.following))
         if operation is not None:
             place = f"is in {operation.what} (call {block.following}) at {call_site(operation.thread)}"
-        return f"has gone on without making a call that another rank made, and {place}"
+        return f"{_GONE_ON}, and {place}"
 
     def _refuse_following(self, group: int, block: Overtaken, last: int, reason: str) -> None:
         """Let all calls after `last` fail on the other ranks, and here the call after the block.

@@ -520,10 +520,10 @@ class Communicator:
         """
         last = self.next_call - 1
         self._skip()
-        if self.engine is not None and self.size > 1:
-            self.engine.passed_over(self.identity, self.members, last, self.next_call - 1)
-        self._announce()
-        return self.next_call + _EPOCH_CALLS - 1
+        following = self.next_call
+        if self.engine is not None:
+            self.engine.passed_over(self.identity, self.members, last, following - 1)
+        return following + _EPOCH_CALLS - 1
 
     def end_epoch(self, epoch_end: int) -> None:
         """End a block (when `strategy.run` returns), so that all ranks go on at the same number; peers as above."""
@@ -542,8 +542,11 @@ class Communicator:
         self._announce()
 
     def _skip(self) -> None:
-        self._epoch = max(self._epoch + 1, -(-self.next_call // _EPOCH_CALLS))
-        self.next_call = self._epoch * _EPOCH_CALLS
+        epoch = self._epoch + 1
+        if self.next_call > epoch * _EPOCH_CALLS:  # so many calls were made in one block
+            epoch = -(-self.next_call // _EPOCH_CALLS)
+        self._epoch = epoch
+        self.next_call = epoch * _EPOCH_CALLS
 
     def _announce(self) -> None:
         if self.engine is not None:

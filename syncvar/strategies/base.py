@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Strategy", "strategies_of"]
 
+_REPLICA = Context.REPLICA
+
 
 class Strategy(Taught):
     """Replicas in sync: one process each, all members of one group.
@@ -182,12 +184,12 @@ class Strategy(Taught):
             raise ConfigError(f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
-        self._require("run")
+        stack = self._require("run")
         roster = self.roster
         if roster is not None:
             roster.runs += 1  # also of a run that fails: the replicas' numbers stay the same
-        given = [own_part(one) for one in args]
-        named = {name: own_part(one) for name, one in (kwargs or {}).items()}
+        given = [own_part(one) for one in args] if args else ()
+        named = {name: own_part(one) for name, one in kwargs.items()} if kwargs else {}
         queue = self.queue
         aligned = self._aligned()
         refused: SyncvarError | None = None
@@ -199,16 +201,16 @@ class Strategy(Taught):
             queue.begin()
             aligned.append(queue.calls)
         ends = [communicator.begin_epoch() for communicator in aligned]
-        stack = places()
         depth = len(stack)
-        stack.append(Place(self, Context.REPLICA))
+        stack.append(Place(self, _REPLICA))
         try:
             if refused is not None:  # a block of calls has begun: the replicas' numbers stay the same
                 raise refused
             if roster is not None:
                 roster.begin_run(self._check_every)
             result = fn(*given, **named)
-            self._send_queued()
+            if self.queue is not None:
+                self._send_queued()
             if roster is not None:
                 roster.end_run(self._check_every)
         except BaseException as error:
@@ -335,18 +337,19 @@ class Strategy(Taught):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _require(self, what: str) -> None:
-        """Raise UsageError unless `what` may be called here."""
+    def _require(self, what: str) -> list[Place]:
+        """Return this thread's stack of places; raise UsageError unless `what` may be called here."""
         self.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
-        place = current_place()
-        if place is None:
-            return
+        stack = self.places.stack
+        if not stack:
+            return stack
+        place = stack[-1]
         if place.owner is not self:
             raise UsageError(
                 f"strategy.{what} is called under another strategy; leave its scope or run first, or call "
                 f"sv.get_strategy().{what}"
             )
-        if place.context is Context.REPLICA:
+        if place.context is _REPLICA:
             instead = {
                 "run": "call the function directly",
                 "reduce": "write sv.get_replica_context().all_reduce(op, x)",
@@ -355,6 +358,7 @@ class Strategy(Taught):
             raise UsageError(f"strategy.{what} is called inside run; {instead.get(what, 'do it outside')}")
         if place.context is Context.MERGE and what == "run":
             raise UsageError("strategy.run is called inside merge_call; call the function directly")
+        return stack
 
     def _send_queued(self) -> None:
         engine = self._communicator.engine

@@ -106,7 +106,7 @@ class Roster(Watch):
         self.is_free = False  # writes are neither counted nor compared first: in most runs
         self.until = _AT_ONCE  # a variable's write outside runs of a larger number is to be looked at
         self._is_running = False
-        self._looks = False  # at every write: in a run, and where a difference has been told
+        self._looks = False  # at every write outside runs: a difference may have been told
         self._is_paused = False
         self._deferred: list[Variable] = []  # while it is paused
         self._counted: tuple[int, dict[str, int]] = 0, {}  # runs, and increments of each variable, when it was paused
@@ -115,6 +115,7 @@ class Roster(Watch):
         self._lots: dict[int, list[Entry]] = {}  # what is compared together, by the remainder of the number of its runs
         self._lots_are_of = 0  # this check_every; 0 when they have to be made
         self._due: set[int] = set()  # in this run
+        self._next_due = 0  # in no run below this one anything is; 0 where that is not known
         self._outside: list[Entry] = []  # due before this write outside runs
         self._compared: set[int] = set()  # in this run, before a write
         self._config = owner.context.config
@@ -161,7 +162,7 @@ class Roster(Watch):
 
     def look_again(self) -> None:
         """Find out anew what is compared when: there are other variables, or another `check_every`."""
-        self._lots_are_of = 0
+        self._lots_are_of = self._next_due = 0
         self.until = _AT_ONCE
 
     def pinned(self, entry: Entry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
@@ -173,7 +174,7 @@ class Roster(Watch):
 
     def _expect(self, run: int) -> None:
         """Decide at the end of this run at the latest; called before there is one more variable to decide of."""
-        if self._config.auto_replay and self._replay is not None:
+        if (self._config.auto_replay and self._replay is not None) or not (self._config.auto_replay or self.may_defer):
             return
         # A run that a replica has left by an exception ends for the others only, so nothing may change here where there is
         # nothing to decide: a decision that had come due then stays so, until there is another variable.
@@ -183,7 +184,12 @@ class Roster(Watch):
     @property
     def _decides(self) -> bool:
         """Whether there is anything to decide."""
-        return any(entry.is_open for entry in self.entries.values())
+        return self.may_defer and any(entry.is_open for entry in self.entries.values())
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether AUTO lets increments wait at all on this path."""
+        return self._costs.may_pay
 
     @property
     def _costs(self) -> Costs:
@@ -221,21 +227,24 @@ class Roster(Watch):
         for one in self._deferred:
             one.defers(is_deferred=True)
         self._deferred = []
+        self.look_again()
 
     # -- points that all replicas reach ---------------------------------------------------------------------------
 
     def begin_run(self, check_every: int) -> None:
         """Be in a run, which has been counted."""
-        self._is_running = self._looks = True
+        self._is_running = True
+        if self.runs < self._next_due:
+            self.is_free = True
+            return
         self._due = {entry.number for entry in self._due_at(self.runs, check_every)}
-        self.is_free = self._is_paused or not self._due
-        self.until = _AT_ONCE
         self._compared.clear()
+        self.is_free = self._is_paused or not self._due
+        self._next_due = self._next(self.runs, check_every) if not self._due else 0
 
     def leave_run(self) -> None:
         """Be outside runs again."""
         self._is_running, self.is_free = False, self._is_paused
-        self._looks = True
 
     def counts(self, variable: Variable) -> bool:
         """Count a write outside runs (of several variables together by the first); return whether `before_write` has to be called.
@@ -259,10 +268,14 @@ class Roster(Watch):
 
     def _free(self) -> None:
         """Let writes outside runs pass without a look, up to the one before the next comparison."""
-        check_every = self.owner.check_every
-        self._due_at(0, check_every)  # knows the lots
-        steps = [(lot - self.writes - 1) % check_every + 1 for lot, entries in self._lots.items() if entries] if check_every > 0 else []
-        self.until = self.writes + min(steps) - 1 if steps else _NEVER
+        self.until = self._next(self.writes, self.owner.check_every) - 1
+
+    def _next(self, number: int, check_every: int) -> int:
+        """Return the number, after this one, of the run or step in which something is compared."""
+        if check_every <= 0:
+            return _NEVER
+        self._due_at(number, check_every)  # knows the lots
+        return number + min([(lot - number - 1) % check_every + 1 for lot in self._lots], default=_NEVER)
 
     def before_write(self, variables: Iterable[Variable]) -> None:
         """Compare copies, if it is time, before they are written; called by all replicas, for all in one call.
@@ -291,6 +304,7 @@ class Roster(Watch):
         if pairs:
             shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3]) + (", …" if len(pairs) > 3 else "")
             before = f" before {shown} {'are' if len(pairs) > 1 else 'is'} written"
+            self._looks, self.until = True, _AT_ONCE  # unless nothing is told
             compare(self.owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before)
             self._compared.update(entry.number for entry, _ in pairs)
 
@@ -300,9 +314,9 @@ class Roster(Watch):
         Raises:
             MismatchError: Copies of a variable differ.
         """
-        if self._is_paused:
-            return
         run = self.runs
+        if self._is_paused or (run < self._next_due and run < self._decision):
+            return
         point = Point("run", run)
         checked = {entry.number for entry in self._due_at(run, check_every)}
         is_decision = run >= self._decision
@@ -315,7 +329,7 @@ class Roster(Watch):
 
     def after_write(self, variable: Variable, increments: int) -> None:
         """Decide, if it is time, after an increment outside every scope."""
-        if increments % WRITES_PER_DECISION:
+        if increments % WRITES_PER_DECISION or not (self.may_defer or self._config.auto_replay):
             return
         entry = self.entries.get(variable.name)
         if entry is None or self._is_paused or entry.is_pinned:

@@ -12,6 +12,7 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
+from syncvar.variables import pace
 from syncvar.variables import queue as queue_module
 
 
@@ -31,6 +32,13 @@ def ranks(request):
 def one_place(monkeypatch):
     """Threads that share an interpreter are never at one place; who waits for the other is not served before its time."""
     monkeypatch.setattr(queue_module, "_PATIENCE_S", 30.0)
+
+
+@pytest.fixture(autouse=True)
+def waiting_pays(monkeypatch):
+    """Calls in shared memory are as slow as where waiting pays: what AUTO then does is the same on every path."""
+    monkeypatch.setitem(pace.COSTS, ("arena", False), pace.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0))
+    monkeypatch.setitem(pace.COSTS, ("arena", True), pace.Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0))
 
 
 def made(strategy, value=0.0, aggregation="SUM", **options):
@@ -420,3 +428,25 @@ def test_explain_says_why_there_is_nothing_to_decide():
 
     assert run_ranks(2, fn) == [("eager: float32 with aggregation NONE has no increments that could wait", "")] * 2
     assert run_ranks(1, fn) == [("eager: with one replica nothing has to travel", "")]
+
+
+def test_in_shared_memory_nothing_waits_and_nothing_is_decided(monkeypatch):
+    """An increment is sent there in the time that putting one into the queue takes; whoever pins it is obeyed all the same."""
+    monkeypatch.undo()
+    agreed = []
+    monkeypatch.setattr("syncvar.variables.roster.Roster._decide", lambda *_: agreed.append(1))
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        v, w = made(strategy), sv.Variable(0.0, aggregation="SUM")
+        for _ in range(30):
+            strategy.run(write_heavy, args=(v, 1.0))
+        write_heavy(w, 1.0, 200)
+        said = w.explain()
+        w.pin("deferred")
+        write_heavy(w, 1.0, 5)
+        return float(v), v.explain().changes, said.mode, said.changes, said.reason, w.explain().numbers["pending"], float(w)
+
+    why = "eager: in shared memory an increment is sent in less time than it takes to let it wait"
+    assert run_ranks(2, fn, shared=True, timeout_s=60) == [(3600.0, [], "ON_WRITE (eager)", [], why, 5, 410.0)] * 2
+    assert not agreed

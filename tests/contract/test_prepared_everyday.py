@@ -15,7 +15,7 @@ from syncvar.runtime import finite, move_shortcut, shortcut
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Communicator
 from syncvar.testing import run_ranks
-from syncvar.variables import Variable
+from syncvar.variables import Variable, pace
 from syncvar.variables.roster import Roster
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
@@ -288,7 +288,9 @@ def test_a_write_inside_and_outside_of_run_is_one_prepared_call(counted):
     assert everywhere(2, fn, shared=True) == [([17.0] * 3, 0)] * 2
 
 
-def test_auto_decides_at_every_64th_prepared_write_outside_every_scope():
+def test_auto_decides_at_every_64th_prepared_write_outside_every_scope(monkeypatch):
+    monkeypatch.setitem(pace.COSTS, ("arena", False), pace.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0))  # else nothing is decided in the arena
+
     def fn():
         v = sv.Variable(np.zeros(3), aggregation=SUM)
         changed = next((count for count in range(1, 400) if v.assign_add(ONES).explain().reason.startswith("deferred")), 0)

@@ -2,6 +2,8 @@
 
 import json
 
+LINKS = {"SYNCVAR_TRANSPORT": "zmq"}  # in shared memory nothing is decided
+
 SCRIPT = """
 import numpy as np
 import syncvar as sv
@@ -26,7 +28,7 @@ print("changes", [list(change[:3]) for change in changes], v.numpy().tolist(), c
 
 def test_a_launched_job_changes_within_20_steps_and_can_be_replayed(launch, tmp_path):
     path = tmp_path / "auto.jsonl"
-    job = launch(SCRIPT, workers=2, env={"SYNCVAR_AUTO_LOG": str(path), "SYNCVAR_LOG_LEVEL": "info"})
+    job = launch(SCRIPT, workers=2, env={**LINKS, "SYNCVAR_AUTO_LOG": str(path), "SYNCVAR_LOG_LEVEL": "info"})
     assert job.wait(60) == 0, str(job)
     first = [job.lines(rank)[-1] for rank in (0, 1)]
     assert first[0] == first[1]
@@ -37,7 +39,7 @@ def test_a_launched_job_changes_within_20_steps_and_can_be_replayed(launch, tmp_
     assert all(turn < step <= turn + 20 for (step, _), turn in zip(changes, (0, 24, 48), strict=True))
     assert job.err.count("AUTO, run ") == 3
 
-    again = launch(SCRIPT, workers=2, env={"SYNCVAR_AUTO_REPLAY": str(path)})
+    again = launch(SCRIPT, workers=2, env={**LINKS, "SYNCVAR_AUTO_REPLAY": str(path)})
     assert again.wait(60) == 0, str(again)
     assert [again.lines(rank)[-1].rpartition("]")[0] for rank in (0, 1)] == [line.rpartition("]")[0] for line in first]
     assert again.lines(0)[-1].endswith("replayed")

@@ -33,7 +33,7 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
     thread = threading.Thread(target=look)
     thread.start()
     for number in range(1_500):
-        book.passed_over(GROUP, (0, 1), number * BLOCK, number * BLOCK + BLOCK - 1, {})
+        book.passed_over(GROUP, (0, 1), number * BLOCK, number * BLOCK + BLOCK - 1)
     over.set()
     thread.join(20)
     assert not thread.is_alive()
