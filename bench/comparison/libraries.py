@@ -14,11 +14,12 @@ from comparison.processes import run
 __all__ = ["LABELS", "MPI", "NAMES", "PEERS", "Library", "library", "peer_python", "script"]
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
-MPI = ("openmpi", "mpich")
+MPI = ("openmpi", "mpich", "intelmpi")
 PEERS = (*MPI, "torch", "tensorflow")
 NAMES = ("syncvar", *PEERS)
 LABELS = {
-    "syncvar": "syncvar", "openmpi": "Open MPI", "mpich": "MPICH", "torch": "torch gloo", "tensorflow": "TensorFlow",
+    "syncvar": "syncvar", "openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI", "torch": "torch gloo",
+    "tensorflow": "TensorFlow",
 }  # fmt: skip
 PROBE_S = 120.0
 
@@ -56,6 +57,11 @@ class Library:
         return LABELS[self.name]
 
     @property
+    def folder(self) -> Path:
+        """Return the virtual environment that its interpreter belongs to."""
+        return Path(self.python).parents[1]
+
+    @property
     def script(self) -> str:
         """Return the worker script."""
         return script(f"peer_{'mpi' if self.name in MPI else self.name}.py")
@@ -71,6 +77,8 @@ class Library:
                 return ["mpirun.openmpi", *root, *crowded, "-np", str(workers), self.python]
             case "mpich":
                 return ["mpirun.mpich", "-np", str(workers), self.python]
+            case "intelmpi":
+                return [str(self.folder / "bin" / "mpiexec.hydra"), "-n", str(workers), self.python]
             case "tensorflow":
                 return [self.python, script("launch_by_variables.py"), "--workers", str(workers)]
             case _:
@@ -83,6 +91,7 @@ class Library:
         return {
             "torch": {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"},
             "tensorflow": {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads},
+            "intelmpi": {"I_MPI_ROOT": str(self.folder), "LD_LIBRARY_PATH": str(self.folder / "lib"), "I_MPI_FABRICS": "shm"},
         }.get(self.name, {})
 
     def started_as(self, workers: int) -> str:
@@ -90,7 +99,7 @@ class Library:
         settings = [f"{name}={value}" for name, value in self.environment(workers).items()]
         words = ["python" if word == self.python else word for word in self.start(workers)]
         words = [Path(word).name if word.startswith(str(SCRIPTS)) else word for word in words]
-        return " ".join([*settings, *words, Path(self.script).name])
+        return " ".join([*settings, *words, Path(self.script).name]).replace(str(self.folder), "ENV")
 
     def probe(self, script: str | None = None) -> tuple[str | None, str]:
         """Find the library: its versions and "", or None and why it is missing.
@@ -103,11 +112,11 @@ class Library:
         tool = self.start(1)[0]
         if shutil.which(tool) is None:
             return None, f"no {os.path.basename(tool)}, see --setup"
-        done = run([self.python, script or self.script, "--versions"], timeout=PROBE_S)
+        done = run([self.python, script or self.script, "--versions"], timeout=PROBE_S, env=self.environment(1))
         if done.failure:
             return None, done.failure
         versions = json.loads(done.stdout.splitlines()[-1])
-        expected = {"openmpi": "Open MPI", "mpich": "MPICH"}.get(self.name)
+        expected = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel(R) MPI Library"}.get(self.name)
         if expected and expected not in versions:
             return None, f"its mpi4py was built for another MPI: {versions}"
         return ", ".join(f"{name} {version}" for name, version in versions.items()), ""

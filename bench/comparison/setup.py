@@ -1,4 +1,4 @@
-"""Set the peers up: Debian's two MPIs, and one virtual environment for each peer."""
+"""Set the peers up: Debian's two MPIs, Intel's of the package registry, and one virtual environment for each peer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ TOOLS = ("mpirun.openmpi", "mpicc.openmpi", "mpirun.mpich", "mpicc.mpich")
 TRAINING = "training"
 """The environment that has syncvar, as it stands in this checkout, and what it trains with."""
 CHECKOUT = str(Path(__file__).resolve().parents[2])
+FOR_MPI = ["numpy", "ml_dtypes"]
 PYTHON_PACKAGES = {
     "torch": ["torch==2.13.0", "numpy"],
+    "intelmpi": ["mpi4py", "impi-rt", *FOR_MPI],
     "tensorflow": ["tensorflow-cpu", "numpy"],
     TRAINING: ["torch==2.13.0", "numpy", "--editable", f"{CHECKOUT}[examples]"],
 }
-FOR_MPI = ["numpy", "ml_dtypes"]
 OPTIONAL = ("tensorflow",)
 STEP_S = 1800.0
 

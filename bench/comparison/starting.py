@@ -25,7 +25,7 @@ __all__ = ["importing", "launch", "launch_over_hosts"]
 
 WORKERS = 4
 FRESH = "syncvar, --start-method spawn"
-SCRIPTS = {"syncvar": "start_syncvar.py", "openmpi": "start_mpi.py", "mpich": "start_mpi.py", "torch": "start_torch.py"}
+SCRIPTS = {"syncvar": "start_syncvar.py", **dict.fromkeys(MPI, "start_mpi.py"), "torch": "start_torch.py"}
 HOSTS, EACH = 2, 2
 SCRIPTS_OVER_HOSTS = {"syncvar": "start_hosts_syncvar.py", "openmpi": "start_hosts_mpi.py"}
 IMPORTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import mpi4py
@@ -26,9 +27,8 @@ def main() -> None:
     from mpi4py import MPI
 
     if chosen.versions:
-        library = MPI.Get_library_version().splitlines()[0].split(",")[0]
-        name, _, version = " ".join(library.split()).replace(" Version:", "").rpartition(" ")
-        show_versions(**{"mpi4py": mpi4py.__version__, name: version.removeprefix("v")})
+        name, version = re.findall(r"^(.+?)(?: Version:)?\s+v?(\d[\w.]*)", MPI.Get_library_version())[0]
+        show_versions(**{"mpi4py": mpi4py.__version__, name: version})
         return
     comm = MPI.COMM_WORLD
     team = mpi_team(comm, MPI.MAX)

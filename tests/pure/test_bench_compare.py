@@ -193,6 +193,16 @@ def test_plain_variables_are_compared_as_those_in_run(bench):
         assert words(bounds.judge_rows([row(1.2, kind=kind)], "float32")) == ["MISSED"]
 
 
+def test_intel_mpi_is_started_from_its_own_environment(bench, tmp_path):
+    libraries = importlib.import_module("comparison.libraries")
+    one = libraries.library("intelmpi", "", tmp_path)
+    assert one.start(3) == [f"{tmp_path}/intelmpi/bin/mpiexec.hydra", "-n", "3", f"{tmp_path}/intelmpi/bin/python"]
+    assert one.environment(3)["LD_LIBRARY_PATH"] == f"{tmp_path}/intelmpi/lib"
+    told = one.started_as(3)
+    assert told == "I_MPI_ROOT=ENV LD_LIBRARY_PATH=ENV/lib I_MPI_FABRICS=shm ENV/bin/mpiexec.hydra -n 3 python peer_mpi.py"
+    assert one.probe() == (None, "not set up, see --setup")
+
+
 def test_every_part_and_every_kind_is_described(bench):
     text = (BENCH / "README.md").read_text(encoding="utf-8")
     for name in (*bench("compare").PARTS, *bench("comparison.table").KINDS):
