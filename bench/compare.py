@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 SIZES = {"all_reduce": "8,4K,64K,1M,16M,64M"}
 OTHER_SIZES = "64K,1M,16M"
+ALL_OTHER_SIZES = "8,4K,64K,1M,16M"
+CROWDED, CROWDED_SIZES = (8, 16), "8,4K,64K,1M,16M"
+"""Workers on however few cores there are, for --all: the all-reduce of ordinary arrays."""
 LARGEST = {"tensorflow": 1 << 20}
 """Of libraries that would take most of the time of a run; with --sizes they are measured at all of them."""
 SECONDS, ALL_SECONDS = 0.3, 0.15
@@ -127,6 +130,12 @@ def _parts(
             (COMPARISON, lambda workers=workers: _compared(libraries, workers, plan, missing))
             for workers in setting.workers
         ]
+        crowded = Plan((Work("all_reduce", KINDS[0], tuple(_sizes(CROWDED_SIZES))),), chosen.dtype, setting.effort, LARGEST)
+        found += [
+            (COMPARISON, lambda workers=workers: _compared(libraries, workers, crowded, missing))
+            for workers in (CROWDED if chosen.all and not chosen.sizes else ())
+            if workers not in setting.workers
+        ]
     return found + [(name, lambda part=part: part(setting)) for name, part in PARTS.items() if name in chosen.parts]
 
 
@@ -147,7 +156,7 @@ def _plan(chosen: argparse.Namespace, effort: Effort) -> Plan:
     """Return what to measure of each collective: of all but all_reduce one kind, unless --kinds or --all is given."""
     works = []
     for collective in chosen.collective:
-        sizes = chosen.sizes or _sizes("1M" if chosen.busy_thread else SIZES.get(collective, OTHER_SIZES))
+        sizes = chosen.sizes or _sizes("1M" if chosen.busy_thread else SIZES.get(collective, ALL_OTHER_SIZES if chosen.all else OTHER_SIZES))
         kinds = chosen.kinds or (KINDS if collective == "all_reduce" or chosen.all else KINDS[:1])
         works += [Work(collective, kind, tuple(sizes)) for kind in kinds if kind in COLLECTIVES[collective]]
     return Plan(tuple(works), chosen.dtype, effort, {} if chosen.sizes else LARGEST)

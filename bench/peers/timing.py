@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "Case", "Refused", "Team", "arguments", "array_case", "finish", "measure", "measure_all", "show_versions",
+    "Case", "Refused", "Team", "argument_parser", "arguments", "array_case", "finish", "measure", "measure_all", "show_versions",
+    "timed",
 ]  # fmt: skip
 
 MOST_CALLS = 100_000
@@ -83,16 +84,22 @@ def array_case(
     return Case(lambda numbers: np.copyto(x, numbers, casting="unsafe"), call, lambda: result, **more)
 
 
-def arguments(text: str | None) -> argparse.Namespace:
-    """Read the command line of a worker script."""
+def argument_parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what every worker script is told."""
     parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--seconds", type=float, default=0.3, help="time for each call and size")
+    parser.add_argument("--result", help="file for the JSON of rank 0; without it, standard output")
+    return parser
+
+
+def arguments(text: str | None) -> argparse.Namespace:
+    """Read the command line of a worker script of collectives."""
+    parser = argument_parser(text)
     parser.add_argument(
         "--measure", action="append", type=_work, metavar="COLLECTIVE/KIND/SIZES",
         help="calls to measure, sizes in bytes; may be given again [all_reduce/private/8,4096,65536,1048576]",
     )  # fmt: skip
     parser.add_argument("--dtype", default="float32", help="of the elements [float32]")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time for each call and size")
-    parser.add_argument("--result", help="file for the JSON of rank 0; without it, standard output")
     parser.add_argument("--versions", action="store_true", help="print the versions as JSON and end")
     parser.add_argument("--busy-thread", action="store_true", help="keep one Python thread busy (syncvar only)")
     chosen = parser.parse_args()
@@ -151,22 +158,28 @@ def _measure(team: Team, case: Case, values: Values, seconds: float) -> dict[str
     _verify(team, case, values)
     if case.in_place:
         case.fill(0)
+    times = timed(team, case.call, seconds)
+    if values.collective != "broadcast":
+        return times
+    return {name: time if name == "calls" else team.largest(round(time * 1e3)) / 1e3 for name, time in times.items()}
+
+
+def timed(team: Team, call: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """Warm up, then time calls one by one and as a batch; returns as `measure` does, of this rank."""
     calls, took = 1, 0.0
     team.barrier()
     while team.agree(int(took < seconds / 10)):  # warm-up, and how long a warm call takes
         calls *= 2
-        took = _batch(case.call, calls)
+        took = _batch(call, calls)
     wanted = int(seconds / 2 * calls / took)
     calls = team.agree(max(FEWEST_CALLS, min(MOST_CALLS, wanted)))
     team.barrier()
-    single = _one_by_one(case.call, calls)
+    single = _one_by_one(call, calls)
     team.barrier()
-    batch = _batch(case.call, calls)
+    batch = _batch(call, calls)
     team.barrier()
     low, median, high = quantiles(single, n=4, method="inclusive")
     times = {"median_us": median / 1e3, "low_us": low / 1e3, "high_us": high / 1e3, "batch_us": batch / calls * 1e6}
-    if values.collective == "broadcast":
-        times = {name: team.largest(round(time * 1e3)) / 1e3 for name, time in times.items()}
     return {"calls": calls, **times}
 
 

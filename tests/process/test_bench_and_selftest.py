@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -225,13 +226,44 @@ def test_a_wrong_command_line(syncvar, arguments, words):
 def test_what_is_written_every_day_is_measured_and_verified(syncvar, tmp_path):
     """The worker scripts of bench/compare.py: each call is compared with what must come out before it is timed."""
     peers = Path(__file__).resolve().parents[2] / "bench" / "peers"
-    for script, more in (("everyday_syncvar.py", []), ("peer_syncvar.py", ["--measure", "all_reduce/plain variable/8,4096"])):
-        command = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", peers / script, "--seconds", "0.01", *more, "--result", tmp_path / script]
-        env = {**os.environ, "SYNCVAR_LAUNCH_START_METHOD": "fork"}
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env)
+    small = ["--library", "syncvar", "--largest", "8192", "--slices", "1"]
+    for script, more in (("rows_worker.py", small), ("peer_syncvar.py", ["--measure", "all_reduce/plain variable/8,4096"])):
+        command = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", peers / script, "--seconds", "0.003", *more, "--result", tmp_path / script]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == 0, ended.stderr
-    kinds = {row["kind"]: row["median_us"] for row in json.loads((tmp_path / "everyday_syncvar.py").read_text())["results"]}
-    assert len(kinds) == 8
-    assert min(kinds.values()) > 0
+    rows = json.loads((tmp_path / "rows_worker.py").read_text())["results"]
+    expected = runpy.run_path(str(peers / "rows.py"))["ROWS"]
+    assert [(row["row"], row["size"]) for row in rows] == [(row.title, size) for row in expected for size in row.sizes if size <= 8192]
+    assert min(row["us"] for row in rows) > 0
     rows = json.loads((tmp_path / "peer_syncvar.py").read_text())["results"]
     assert [(row["kind"], row["size"]) for row in rows] == [("plain variable", 8), ("plain variable", 4096)]
+
+
+def test_a_row_that_gives_something_wrong_is_not_timed(launch):
+    script = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv.pop(1))
+    import rows_worker, syncvar as sv
+    real = sv.scan
+    sv.scan = lambda x, out: real(x + 1, out=out)
+    sys.argv[1:] = ["--library", "syncvar", "--groups", "moves", "--largest", "8"]
+    rows_worker.main()
+    """
+    job = launch(script, arguments=[str(Path(__file__).resolve().parents[2] / "bench" / "peers")])
+    assert job.wait() == 1, str(job)
+    assert "sv.scan(x, out=out) of 8 bytes is wrong" in job.err, str(job)
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["openmpi", "mpich", "intelmpi", "torch"])
+def test_what_others_write_instead_is_measured_and_verified(tmp_path, peer):
+    """`pytest -m peers` after `python bench/compare.py --setup`, as for test_against_others."""
+    command = [sys.executable, Path(__file__).resolve().parents[2] / "bench" / "compare.py", "--peers", os.environ.get("SYNCVAR_PEERS", ".peers")]
+    command += ["--libraries", f"syncvar,{peer}", "--parts", "everyday", "--workers", "2", "--rounds", "1", "--seconds", "0.003", "--json", tmp_path / "x"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (found,) = json.loads((tmp_path / "x").read_text())["everyday"]
+    assert found["problems"] == {}
+    assert sum("ratio" in row for row in found["rows"]) > 40
