@@ -39,6 +39,9 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
+_FORM = 2  # as in native.c
+
+
 def _differs(native: Any) -> str:
     """Return what the C runner reads otherwise than NumPy says; empty where they agree."""
     left = np.arange(6.0).reshape(2, 3)
@@ -57,6 +60,8 @@ def _differs(native: Any) -> str:
     return ""
 
 
+if _native is not None and getattr(_native, "FORM", 0) != _FORM:
+    _native, _missing = None, "the C kernel is of another version of syncvar: install syncvar again"
 if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
 

@@ -9,6 +9,7 @@
  */
 #include "native.h"
 
+#define FORM 2          /* of what Python and this module tell each other; as in __init__.py */
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
 
 #define LONG_PATIENCE_NS 1000000 /* the same of long vectors, without Python's lock */
@@ -1091,6 +1092,7 @@ static int prepare_module(PyObject *module) {
     if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_out || !name_timeout) return -1;
     if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release || !name_is_alert)
         return -1;
+    if (PyModule_AddIntConstant(module, "FORM", FORM) < 0) return -1;
     if (add_type(module, &channel_state_spec, "ChannelState", &channel_state_type) < 0) return -1;
     if (add_type(module, &entrance_spec, "Entrance", NULL) < 0) return -1;
     if (add_type(module, &slot_call_spec, "SlotCall", &slot_call_type) < 0) return -1;

@@ -1,5 +1,7 @@
 from typing import Any
 
+FORM: int
+
 class ChannelState:
     side: int
     last: int
