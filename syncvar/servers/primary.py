@@ -163,8 +163,9 @@ class Primary:
         if incarnation > worker.incarnation:
             self._fence(rank, incarnation)
         if number > worker.done:
-            if number <= worker.done + 2 * WINDOW:
-                self._of(rank).early[number] = request
+            early = self._of(rank).early
+            if number in early or len(early) < 2 * WINDOW:  # reads do not count as done: numbers may be far from that
+                early[number] = request
             self._advance(rank)
         elif worker.staged is None or number < worker.staged.message["number"]:
             self._answer(request)  # again: the answer was lost
