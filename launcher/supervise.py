@@ -19,6 +19,7 @@ from syncvar.exits import (
     exit_code_of,
     weight_of,
 )
+from syncvar.restarting import HOPELESS_CODES, HOPELESS_ERRORS
 from syncvar.roles import is_server, server_number
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class Supervisor:
         if self._can_do_without(rank):
             return [DoWithout(rank, reason)]
         weight = max(weight_of(error), self._weight_of_end(exit_code))
-        if weight is Weight.OWN and not joined and self._may_restart(rank):
+        if weight is Weight.OWN and not joined and error not in HOPELESS_ERRORS and self._may_restart(rank):
             self._awaited[rank] = now, reason  # its process has not ended yet, see `exited`
             return []
         text = str(record["traceback"])
@@ -250,7 +251,8 @@ class Supervisor:
             reason, code = describe_exit(status), status
         if self._can_do_without(rank):
             return [DoWithout(rank, reason)]
-        if rank in self._awaited or (weight is Weight.OWN and not joined and self._may_restart(rank)):
+        is_hopeless = code in HOPELESS_CODES
+        if rank in self._awaited or (weight is Weight.OWN and not joined and not is_hopeless and self._may_restart(rank)):
             _, why = self._awaited.get(rank, (now, reason))
             self._awaited[rank] = now + self.config.restart_delay_s, why
             return []

@@ -6,7 +6,6 @@ import numpy as np
 
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
-from syncvar.roles import SERVER_0
 from syncvar.servers.client import Part
 from syncvar.serving.edge import Edge
 
@@ -30,6 +29,26 @@ def push(key, value):
     return Part([{"do": "push", "key": key, "how": "assign_add", "value": 0, "rows": None}], (value,))
 
 
+def step(way, servers, value, key="v"):
+    """Push to all servers, and count the step there, in one transaction."""
+    one = np.zeros(ME.world_size, np.int64)
+    one[ME.rank] = 1
+    ask = {}
+    for server in servers:
+        ask[server] = push(key, value)
+        ask[server].operations.append({"do": "push", "key": "steps", "how": "assign_add", "value": 1, "rows": None})
+        ask[server] = Part(ask[server].operations, (value, one))
+    way.wait(way.request(ask), "a step", 60.0)
+
+
+def begun(way, servers, value, key="v"):
+    """Make what is pushed to, unless it is there; return how many steps of this worker have been counted."""
+    made(way, servers, value, key)
+    made(way, servers, np.zeros(ME.world_size, np.int64), "steps")
+    (first,) = {int(one[ME.rank]) for one in pulled(way, servers, "steps")}
+    return first
+
+
 def pull(key):
     return Part([{"do": "pull", "key": key, "rows": None}])
 
@@ -44,8 +63,4 @@ def pulled(way, servers, key="v"):
     return [np.array(ticket.array(server, 0)) for server in servers]
 
 
-def pushed(way, servers, value, key="v"):
-    return way.request({server: push(key, value) for server in servers})
-
-
-__all__ = ["ME", "SERVER_0", "create", "edge", "made", "pull", "pulled", "push", "pushed"]
+__all__ = ["ME", "begun", "edge", "pulled", "step"]

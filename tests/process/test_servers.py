@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import server_faults
 from launching import await_true
 
 HERE = Path(__file__).parent
@@ -18,27 +19,19 @@ import os, time
 import numpy as np
 import probe
 from served import *
-from syncvar.servers.client import Part
 
 way, servers = edge(), range(ME.servers)
-made(way, servers, np.zeros(1000, np.int64))
-first = way.wait(way.request({{0: Part([{{"do": "where"}}])}}), "where", 20.0).results[0][0]["clock"]
+first = begun(way, servers, np.zeros(1000, np.int64))
 probe.note("joined", first=first, incarnation=ME.incarnation)
-one = np.ones(1000, np.int64)
-for step in range(first, {STEPS}):
-    tick = {{"do": "tick", "clock": step + 1}}
+for count in range(first, {STEPS}):
     try:
-        ask = {{server: push("v", one) for server in servers}}
-        for part in ask.values():
-            part.operations.append(tick)
-        way.wait(way.request(ask), "a push", 20.0)
+        step(way, servers, np.ones(1000, np.int64))
     except Exception as error:
         probe.raised(error)
         raise
-    if step == {STEPS // 2} and not ME.incarnation:
+    if count == {STEPS // 2} and not ME.incarnation:
         probe.note("half")
         probe.gate("on")
-way.wait(way.request({{server: Part([{{"do": "leave"}}]) for server in servers}}), "leaving", 20.0)
 until = time.monotonic() + 20
 while (sums := [int(one[0]) for one in pulled(way, servers)]) != [{STEPS} * ME.world_size] * len(servers):
     assert time.monotonic() < until, sums
@@ -122,7 +115,7 @@ def test_a_worker_that_is_killed_is_started_again_alone_and_goes_on(launch):
     check_sums(job, workers=3)
     joined = job.events("joined", rank=1)
     assert [event["incarnation"] for event in joined] == [0, 1], job
-    assert joined[1]["first"] >= STEPS // 2, job
+    assert joined[1]["first"] == STEPS // 2 + 1, job
     assert "started again alone (1): signal 9" in job.err, job
 
 
@@ -184,3 +177,9 @@ def test_a_launcher_that_is_killed_leaves_no_server(launch):
     job.process.kill()
     job.process.wait(10)
     await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()), 10.0, "the end of the servers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_is_killed_at_any_moment_every_push_counts_once(seed, tmp_path):
+    server_faults.run(seed, tmp_path)

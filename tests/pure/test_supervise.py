@@ -498,6 +498,14 @@ def test_servers_stay_while_the_last_worker_is_about_to_be_started_again():
     assert one.exited(0, 0, 3.0, joined=False) == [Terminate((SERVER_0,))]
 
 
+def test_a_worker_whose_failure_would_come_again_is_not_started_again_alone():
+    one = with_servers(((),), restarts=3)
+    (action,) = one.failed(1, {"error": "SyntaxError", "message": "no", "traceback": "", "exit_code": 1}, 1.0, joined=False)
+    assert isinstance(action, Announce)
+    two = with_servers(((),), restarts=3)
+    assert isinstance(two.exited(1, 2, 1.0, joined=False)[0], Announce)  # wrong arguments
+
+
 @pytest.mark.parametrize("why", ["it had joined the others", "there are no servers", "the job is ending"])
 def test_a_worker_is_not_started_again_alone_where_that_does_not_help(why):
     one = Supervisor(2, CONFIG, False, 0.0, mirrors=() if "no servers" in why else ((),), restarts=3)
