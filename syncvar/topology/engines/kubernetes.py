@@ -14,7 +14,8 @@ _SIZE = "SYNCVAR_WORLD_SIZE"
 class IndexedJob(Engine):
     """Pods that know their index. How many they are, and the name of the first, the manifest has to say.
 
-    Of a JobSet with several jobs, its labels say which of them this is, and how many: the manifest makes them variables.
+    Of a JobSet with several jobs, its labels say which of them this is, how many, and how often all were started again: the
+    manifest makes them variables.
     """
 
     name = "an indexed job of Kubernetes"
@@ -48,4 +49,6 @@ class IndexedJob(Engine):
         if rank >= size:
             raise ConfigError(f"{self.rank}={self.environ[self.rank]} is rank {rank}, outside of {_SIZE}={size}: the number of pods of all jobs")
         port = port_of(self.environ.get("MASTER_PORT", str(_PORT)), "MASTER_PORT")
-        return Told(self.source(), rank, size, 0, 1, rank, size, address, port)
+        again = self.environ.get("JOBSET_RESTART_ATTEMPT", "")
+        restarts = whole(self.environ, "JOBSET_RESTART_ATTEMPT") if again else 0
+        return Told(self.source(), rank, size, 0, 1, rank, size, address, port, again, restarts)
