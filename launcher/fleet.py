@@ -22,7 +22,7 @@ from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.fitness import why_unfit
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
-from syncvar_launcher.login import AGENT, local_command, ssh_command, why_failed
+from syncvar_launcher.login import AGENT, agent_words, ssh_command, why_failed
 from syncvar_launcher.messages import checked_list
 from syncvar_launcher.output import escape
 from syncvar_launcher.placement import Room, placed
@@ -32,6 +32,7 @@ from syncvar_launcher.staging import Collection, collected, stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from syncvar_launcher.calling import Calling
     from syncvar_launcher.gathering import Party
     from syncvar_launcher.hostfile import Host
     from syncvar_launcher.options import LaunchOptions
@@ -102,6 +103,7 @@ class Fleet:
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
         self._party: Party | None = None
+        self._calling: Calling | None = None
         self._collection: Collection | None = None
         self.exit_code = exits.RENDEZVOUS
 
@@ -129,6 +131,13 @@ class Fleet:
             self._remotes = self._party.gather()
             self.began = time.monotonic()  # who waits for others to join has not begun
             self._until = self.began + self._options.timeout_s
+        elif self._options.scheduled is not None and self._options.scheduled.starter.joins:
+            from syncvar_launcher.calling import Calling  # likewise
+
+            self._calling = Calling(self._options, self._say, self._ask)
+            self._party = self._calling.party
+            meanwhile()
+            self._remotes = self._party.gather()
         else:
             self._log_in(meanwhile)
             self._check(self._remotes)
@@ -169,6 +178,8 @@ class Fleet:
         self._remotes.clear()
         if self._party is not None:
             self._party.close(self.exit_code)
+        if self._calling is not None:
+            self._calling.close()
 
     def take_said(self) -> list[str]:
         """Return the sentences to show since the last call."""
@@ -176,10 +187,17 @@ class Fleet:
 
     def command(self, host: Host) -> list[str]:
         """Return what leads to the agent of a host."""
-        if self._is_without_ssh(host):
+        joins = self._options.scheduled is not None and self._options.scheduled.starter.joins
+        if self._is_without_ssh(host) and not joins:
             python = host.python or self._options.remote_python
-            return command_of(AGENT) if python is None else local_command(python)
+            return command_of(AGENT) if python is None else agent_words(python)
         options = self._options
+        if options.scheduled is not None and options.scheduled.starter.joins:
+            from syncvar_launcher.calling import join_words  # likewise
+
+            return join_words(options, host, "ADDRESS:PORT", "KEYFILE")
+        if options.scheduled is not None:
+            return options.scheduled.agent_command(host, options.remote_python or sys.executable)
         return ssh_command(options.ssh, host, options.ssh_port, options.remote_python or sys.executable)
 
     def renew(self, left_s: float) -> None:
@@ -241,17 +259,34 @@ class Fleet:
         self._refuse_silent(one for one in self._remotes if not one.facts)
 
     def _is_without_ssh(self, host: Host) -> bool:
-        return not self._options.ssh_always and is_here(host, self._own_interfaces)
+        job = self._options.scheduled
+        return not self._options.ssh_always and (is_here(host, self._own_interfaces) if job is None else host.name == job.here)
+
+    def _is_near(self, one: RemoteHost) -> bool:
+        """Return whether an agent, and so what it listens at, is on this machine."""
+        if self._options.scheduled is not None and self._party is None:  # it does not say from where it was started
+            return self._is_without_ssh(one.host)
+        return one.facts["launcher_at"] in ("", "127.0.0.1", "::1")
+
+    def _environment_for(self, host: Host) -> dict[str, str] | None:
+        """Return the environment of what leads to a host; None for our own."""
+        if self._is_without_ssh(host):
+            return inherited(os.environ, is_clear=True)
+        if self._options.scheduled is None:
+            return None
+        unset = self._options.scheduled.starter.unset
+        return {name: value for name, value in inherited(os.environ, is_clear=False).items() if name not in unset}
 
     def _start(self, host: Host) -> RemoteHost:
         try:
-            environ = inherited(os.environ, is_clear=True) if self._is_without_ssh(host) else None
-            one = RemoteHost(host, started(self.command(host), environ))
+            one = RemoteHost(host, started(self.command(host), self._environment_for(host)))
         except OSError as error:
             if error.errno in OF_LIMITS:
                 count = len(self._options.hosts)
                 raise LimitTooLow(f"a limit of the system is too low to log in to {count} hosts: {error.strerror}") from error
-            raise HostUnreachable(f"{self._options.ssh[0]} cannot be started: {error.strerror}; give --ssh") from error
+            job = self._options.scheduled
+            program = self._options.ssh[0] if job is None else job.starter.program
+            raise HostUnreachable(f"{program} cannot be started: {error.strerror}; give --ssh") from error
         self._ask(one)
         return one
 
@@ -282,7 +317,9 @@ class Fleet:
             return one.words() or one.why_gone or "it does not answer in time"
         if one.why_gone.startswith(NOT_UNDERSTOOD):
             return f"{one.why_gone}; install the same syncvar on all"
-        return why_failed(one.host, one.status() if one.why_gone and not one.is_ended else None, one.words(), python)
+        job = self._options.scheduled
+        program = "ssh" if job is None else "the agent here" if self._is_without_ssh(one.host) else job.starter.program
+        return why_failed(one.host, one.status() if one.why_gone and not one.is_ended else None, one.words(), python, program)
 
     def _refuse(self, reasons: dict[Host, str]) -> None:
         count = len(reasons)
@@ -383,7 +420,7 @@ class Fleet:
         if one.host.addr is not None:
             return [one.host.addr]
         found = [Interface(name, address) for name, address in one.facts["interfaces"]]
-        near = all(each.facts["launcher_at"] in ("", "127.0.0.1", "::1") for each in self._remotes)
+        near = all(map(self._is_near, self._remotes))
         named = one.host.name if any(each.address == one.host.name for each in found) else ""  # without ssh
         reached_at = _for_links(one.facts["reached_at"]) or named or ("127.0.0.1" if near else None)
         return allowed(found, self._options.iface, reached_at)[:_ADDRESSES_MAX]
@@ -391,7 +428,7 @@ class Fleet:
     def _own_candidates(self) -> list[str]:
         seen = list(dict.fromkeys(at for one in self._remotes if (at := _for_links(one.facts["launcher_at"]))))
         found = self._own_interfaces
-        all_here = all(not one.facts["launcher_at"] for one in self._remotes)
+        all_here = all(self._is_near(one) and not one.facts["launcher_at"] for one in self._remotes)
         first = "127.0.0.1" if all_here else None
         if seen and any(one.address == seen[0] for one in found):
             first = seen[0]

@@ -66,12 +66,20 @@ class Party:
         options: What was asked for, with `listen`.
         say: Shows a sentence.
         ask: Asks an agent what its host is.
+        called_by: The command by which the hosts have been told to join; empty where people tell them.
+        why_ended: Returns why hosts will not join; empty while all may.
+
+    Attributes:
+        place: Where the launcher listens, as `--join` takes it.
 
     Raises:
         ConfigError: Nothing can listen there, or the key file cannot be used.
     """
 
-    def __init__(self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None]) -> None:
+    def __init__(
+        self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None], called_by: str = "",
+        why_ended: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
         assert options.listen is not None
         self._options, self._ask = options, ask
         self._say: Callable[[str], None] = lambda sentence: say(escape(sentence))
@@ -80,10 +88,12 @@ class Party:
         self._addresses: dict[str, str] = {}
         self._reasons: list[str] = []
         address, port = listen_address(options.listen)
-        if make_key_file(options.key_file):
+        self._called_by, self._why_ended = called_by, why_ended
+        if make_key_file(options.key_file) and not called_by:
             say(f"made {options.key_file}; copy it to hosts that do not share this folder")
         self._address = address
         self._door = Door(address, port, join_secret(options.key_file), options.host_count or _MOST)
+        self.place = f"{bracketed(address)}:{self._door.port}"
         self._command = join_command(address, self._door.port, options)
 
     def gather(self) -> list[RemoteHost]:
@@ -95,7 +105,8 @@ class Party:
         count = self._options.host_count
         whom = f"{count} host{'s' * (count != 1)}" if count is not None else f"hosts with {self._options.workers} slots together"
         each = "this host" if count == 1 else "each host"
-        self._say(f"waiting for {whom} for up to {self._limit_s:g} s; run on {each}: {self._command}")
+        if not self._called_by:
+            self._say(f"waiting for {whom} for up to {self._limit_s:g} s; run on {each}: {self._command}")
         came = self._await(self._has_enough, self._why_not, whom)
         self._door.fill(len(came))
         self._name(came)
@@ -147,6 +158,8 @@ class Party:
             now = time.monotonic()
             if now >= until:
                 self._give_up(came, whom)
+            if why := self._why_ended():
+                raise HostUnreachable(f"{whom} cannot be used; nothing was started:\n  {why}")
             if now >= beat_at:
                 beat_at = now + _BEAT_S
                 for one in came:
@@ -166,7 +179,8 @@ class Party:
                         self._dismiss(one, why)
                     else:
                         came.append(one)
-                        self._say(f"{_shown(one)} has joined with {self._slots(one)} slot{'s' * (self._slots(one) != 1)}")
+                        if not self._called_by:
+                            self._say(f"{_shown(one)} has joined with {self._slots(one)} slot{'s' * (self._slots(one) != 1)}")
                 elif one in came and one.why_gone:
                     came.remove(one)
                     self._dismiss(one, f"it has left: {one.words() or one.why_gone}")
@@ -229,7 +243,7 @@ class Party:
         return len(came) >= count if count is not None else sum(map(self._slots, came)) >= self._options.workers
 
     def _give_up(self, came: list[RemoteHost], whom: str) -> None:
-        lines = [f"{whom} did not join within {self._limit_s:g} s; nothing was started. Each runs: {self._command}"]
+        lines = [f"{whom} did not join within {self._limit_s:g} s; nothing was started. {f'By {self._called_by} each' if self._called_by else 'Each'} runs: {self._command}"]
         lines += [f"  {_shown(one)}: has joined, with {self._slots(one)} slots" for one in came] or ["  nobody has joined"]
         lines += [f"  {reason}" for reason in dict.fromkeys(self._reasons)]
         raise HostUnreachable("\n".join(map(escape, lines)))

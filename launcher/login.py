@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hostfile import Host
 
-__all__ = ["AGENT", "SSH_OPTIONS", "local_command", "remote_command", "ssh_command", "why_failed"]
+__all__ = ["AGENT", "SSH_OPTIONS", "agent_words", "remote_command", "ssh_command", "why_failed", "words_for"]
 
 AGENT = "syncvar_launcher.hostagent"
 """The module that serves a host."""
@@ -58,12 +58,17 @@ def remote_command(python: str) -> str:
         >>> remote_command("/opt/my env/bin/python")
         "exec '/opt/my env/bin/python' -P -c 'from syncvar.begin import main; main()' syncvar_launcher.hostagent"
     """
-    return "exec " + shlex.join([python, "-P", "-c", _BEGIN, AGENT])
+    return "exec " + shlex.join(agent_words(python))
 
 
-def local_command(python: str) -> list[str]:
-    """Return the command line of an agent on this machine by an interpreter of its own."""
-    return [python, "-P", "-c", _BEGIN, AGENT]
+def agent_words(python: str) -> list[str]:
+    """Return the command line of an agent by an interpreter of its own."""
+    return words_for(python, AGENT)
+
+
+def words_for(python: str, module: str) -> list[str]:
+    """Return the command line of a module of ours by an interpreter of its own."""
+    return [python, "-P", "-c", _BEGIN, module]
 
 
 def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -> list[str]:
@@ -85,28 +90,30 @@ def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -
     return [*ssh, *SSH_OPTIONS, *chosen, "--", host.login(), remote_command(host.python or python)]
 
 
-def why_failed(host: Host, status: int | None, words: str, python: str) -> str:
+def why_failed(host: Host, status: int | None, words: str, python: str, program: str = "ssh") -> str:
     """Return in a sentence why no agent answers on a host, and what to do.
 
     Args:
         host: Which one.
-        status: How ssh ended; None where it has not.
+        status: How what leads there ended; None where it has not.
         words: What it, or the remote shell, wrote on its standard error.
         python: The interpreter that was to run there.
+        program: What leads there.
 
     Example:
         >>> from syncvar_launcher.hostfile import Host
         >>> why_failed(Host("n1"), 255, "ssh: connect to host n1 port 22: Connection refused", "python3")
         'nobody listens for ssh there; start sshd, or give its port (port=N, --ssh-port)'
     """
+    is_ssh = program == "ssh"
     if status is None:
-        return f"it does not answer in time; check the network and `ssh {host.login()} true`"
+        return "it does not answer in time; " + (f"check the network and `ssh {host.login()} true`" if is_ssh else f"does {program} start anything there?")
     for pattern, what, remedy in _MEANINGS:
         is_of_remote = "python" in what
-        if (status == _SSH_FAILED) is not is_of_remote and re.search(pattern, words, re.IGNORECASE):
+        if (is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote) and re.search(pattern, words, re.IGNORECASE):
             return f"{what}; {remedy}".replace("{host}", host.login()).replace("{python}", host.python or python)
     if status in _NOT_FOUND:
         return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
     last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
-    who = "ssh" if status == _SSH_FAILED else "the agent"
+    who = program if status == _SSH_FAILED or not is_ssh else "the agent"
     return f"{who} ended with {status}" + (f": {' | '.join(last)}" if last else ", and said nothing")

@@ -21,7 +21,7 @@ from syncvar.arena.room import core_quota
 from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
-from syncvar.topology import divided
+from syncvar.topology import divided, started_with_others
 from syncvar_launcher import beginning, binding, output, signals
 from syncvar_launcher.environment import check_assignment, variables
 from syncvar_launcher.placement import MAP_BY
@@ -29,6 +29,7 @@ from syncvar_launcher.placement import MAP_BY
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncvar_launcher.allocation import Allocation
     from syncvar_launcher.hostfile import Host
 
 __all__ = [
@@ -57,6 +58,7 @@ _MOST = 1 << 16
 
 _HOSTFILE_MAX = 1 << 20
 _KEY_FILE = ".syncvar-key"
+_JOBS = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID")
 _LAYERS = ("default", "file", "environment", "command line")
 
 # What `--debug` sets, as configs/debug.toml does. Deadlines are endless: a person at a breakpoint is not a failure. The
@@ -83,6 +85,8 @@ class LaunchOptions(NamedTuple):
         fake_hosts: As how many hosts this machine poses, at least 1.
         hosts: On which hosts, as they were named; none for this machine alone.
         notices: What is to be said of how they were named.
+        allocation: "auto": take the hosts of a scheduler's job, if the launcher runs in one. "off": do not.
+        scheduled: The job that starts what is on them; None where ssh does.
         map_by: "slot" or "host": whether a host is filled before the next one gets workers.
         ssh: The program that leads to other hosts, with its own options.
         ssh_port: The port of ssh where a host names none; None for its own choice.
@@ -132,6 +136,8 @@ class LaunchOptions(NamedTuple):
     fake_hosts: int
     hosts: tuple[Host, ...]
     notices: tuple[str, ...]
+    allocation: str
+    scheduled: Allocation | None
     map_by: str
     ssh: tuple[str, ...]
     ssh_port: int | None
@@ -224,6 +230,7 @@ _OPTIONS = (
     ),
     _Option("hostfile", ("--hostfile",), _HOSTS, "hosts and slots, one a line", "path", "FILE"),
     _Option("hosts", ("-H", "--hosts"), _HOSTS, "hosts and slots: a:2,b:2", "text", "LIST"),
+    _Option("allocation", ("--allocation",), _HOSTS, "take those of the Slurm, PBS or LSF job", "choice", "HOW", "auto", ("auto", "off")),
     _Option("include", ("--include",), _HOSTS, "use these of them only", "text", "LIST"),
     _Option("exclude", ("--exclude",), _HOSTS, "do not use these", "text", "LIST"),
     _Option("map_by", ("--map-by",), _HOSTS, "fill each, or deal in turns", "choice", "HOW", "slot", MAP_BY),
@@ -387,9 +394,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
             check_join(values, origin, rest)
         else:
             host_count = check_listen(values, origin)
-    hosts, notices = _hosts(values, base) if values["listen"] is None else ((), ())
+    job = _allocation(values, environ)
+    hosts, notices = _hosts(values, base, job) if values["listen"] is None else ((), ())
     if values["hostfile"] is not None:
         origin["hosts"] = origin["hostfile"]
+    elif job is not None and values["hosts"] is None:
+        origin["hosts"] = hosts[0].origin
+        if len(hosts) == 1 and hosts[0].name == job.here:  # as anywhere else, on one host
+            if origin["workers"] == "default":
+                values["workers"], origin["workers"] = hosts[0].slots, hosts[0].origin
+            hosts, job = (), None
+    if origin["ssh"] != "default" or values["ssh_always"]:
+        job = None  # its hosts, by ssh
     has_hosts = bool(hosts) or values["listen"] is not None
     if has_hosts and origin["workers"] == "default":
         values["workers"] = 0  # all slots, as many as they turn out to be
@@ -447,6 +463,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         fake_hosts=values["fake_hosts"],
         hosts=hosts,
         notices=notices,
+        allocation=values["allocation"],
+        scheduled=job,
         map_by=values["map_by"],
         ssh=_words(values["ssh"]),
         ssh_port=values["ssh_port"],
@@ -495,8 +513,24 @@ def _words(text: str) -> tuple[str, ...]:
         raise ConfigError(f"--ssh {text}: it cannot be split into words: {error}") from None
 
 
-def _hosts(values: Mapping[str, Any], base: Path) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return the hosts of `--hostfile` or `-H`, without those that are not to be used, and what is to be said of them."""
+def _allocation(values: Mapping[str, Any], environ: Mapping[str, str]) -> Allocation | None:
+    """Return the job of a scheduler whose hosts are to be used; None where there is none, or others start the processes in it."""
+    is_asked = values["allocation"] == "auto" and values["fake_hosts"] == 1 and values["listen"] is None and values["join"] is None
+    if not is_asked or not any(name in environ for name in _JOBS) or started_with_others(environ) is not None:
+        return None
+    import socket
+
+    from syncvar_launcher.allocation import allocation  # only a job of a scheduler needs it
+
+    return allocation(environ, socket.gethostname(), lambda path: Path(path).read_text("utf-8"))
+
+
+def _hosts(values: Mapping[str, Any], base: Path, job: Allocation | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return the hosts of `--hostfile` or `-H`, or of a scheduler's job, without those that are not to be used, and what is to be said."""
+    if job is not None and values["hostfile"] is None and values["hosts"] is None:
+        from syncvar_launcher.hostfile import selected
+
+        return selected(job.hosts, values["include"], values["exclude"]), ()
     if values["hostfile"] is None and values["hosts"] is None:
         given = [f"--{name}" for name in ("include", "exclude") if values[name] is not None]
         if given:
@@ -518,7 +552,13 @@ def _hosts(values: Mapping[str, Any], base: Path) -> tuple[tuple[Host, ...], tup
         if len(content) > _HOSTFILE_MAX:
             raise ConfigError(f"--hostfile {path}: it has more than {_HOSTFILE_MAX} bytes; is it a host file?")
         found = parse_hostfile(content, values["hostfile"])
-    return selected(found.hosts, values["include"], values["exclude"]), found.notices
+    named, notices = selected(found.hosts, values["include"], values["exclude"]), found.notices
+    if job is None:
+        return named, notices
+    from syncvar_launcher.allocation import within
+
+    kept, more = within(job, named)
+    return kept, (*notices, *more)
 
 
 # Reading the command line. argparse reads values and prints errors, but the border between our options and those of

@@ -98,7 +98,12 @@ def dry_run(chosen: LaunchOptions) -> str:
     if chosen.servers:
         copies = f", {chosen.server_replicas} cop{'ies' if chosen.server_replicas > 1 else 'y'} of each on others" if chosen.server_replicas else ""
         lines += [f"servers: {chosen.servers}, in turns on the hosts that have workers{copies}"]
-    lines += [f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else 'of the network by which ssh goes'}"]
+    job = chosen.scheduled
+    if job is not None:
+        others = f"all hosts but {job.here}" if job.here else "all hosts"
+        lines += [f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it otherwise, --allocation off takes no host from the job"]
+    network = "by which all reach each other" if job is not None else "of the network by which ssh goes"
+    lines += [f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else network}"]
     lines += [f"workers are {ON_HOSTS[chosen.start_method]}"]
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
     lines += [chosen.runtime.opened] if chosen.runtime.opened else []

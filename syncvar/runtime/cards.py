@@ -27,12 +27,34 @@ from syncvar.runtime.directory import check_private
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Cards", "Folder", "ProcessManager", "host_of_each", "own_address_towards"]
+__all__ = ["Cards", "Folder", "ProcessManager", "host_of_each", "own_address_towards", "shared_folder"]
 
 _VARIABLE = "SYNCVAR_MEETING_DIR"
+_WHAT = "folder in which the ranks meet"
+_REMEDY = f"set {_VARIABLE} to a folder that all hosts have, and in which you may make one"
+_STALE_S = 7 * 86400.0
 _PAUSE_S = 0.05
 _CARD_MAX = 4096
 _LINE_MAX = 4096
+
+
+def shared_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of this user alone that all hosts have, made, checked, and without what is left of earlier runs.
+
+    Args:
+        environ: Where SYNCVAR_MEETING_DIR, or HOME, say where it is.
+
+    Raises:
+        ConfigError: It is not of this user alone, or cannot be made.
+    """
+    given = environ.get(_VARIABLE, "")
+    path = Path(given) / f"syncvar-{os.getuid()}" if given else Path(environ.get("HOME") or "/") / ".syncvar"
+    check_private(path, _WHAT, _REMEDY)
+    with contextlib.suppress(OSError):
+        for entry in path.iterdir():  # of runs that were killed before they had met
+            if time.time() - entry.lstat().st_mtime > _STALE_S:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    return path
 
 
 class Cards(Protocol):
@@ -69,12 +91,8 @@ class Folder:
     def __init__(self, environ: Mapping[str, str], run: str, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        given = environ.get(_VARIABLE, "")
-        base = Path(given) / f"syncvar-{os.getuid()}" if given else Path(environ.get("HOME") or "/") / ".syncvar"
-        remedy = f"set {_VARIABLE} to a folder that all hosts have, and in which you may make one"
-        self._path = base / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
-        check_private(base, "folder in which the ranks meet", remedy)
-        check_private(self._path, "folder in which the ranks meet", remedy)
+        self._path = shared_folder(environ) / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
+        check_private(self._path, _WHAT, _REMEDY)
 
     def put(self, key: str, text: str) -> None:
         """Put a card down: it is there whole, or not."""

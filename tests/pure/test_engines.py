@@ -66,7 +66,7 @@ SBATCH = SLURM_JOB | {
 }  # fmt: skip
 SRUN = SBATCH | {  # the third of the four tasks of a step
     "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_GTIDS": "2,3", "SLURMD_NODENAME": "n2",
+    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_GTIDS": "2,3", "SLURMD_NODENAME": "n2", "SLURM_STEP_LAUNCHER_PORT": "34301", "SLURM_SRUN_COMM_PORT": "34301",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_SRUN_COMM_HOST": "10.0.0.1",
 }  # fmt: skip
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-1"}
@@ -98,7 +98,7 @@ def places(environ):
         (FLUX | {"FLUX_JOB_NNODES": "1"}, (2, 4, 0, 4, 0, 1, PMI)),
         (JSRUN, (4, 6, 1, 3, -1, 0, FOLDER)),
         (SRUN, (2, 4, 0, 2, 1, 2, FOLDER)),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_LOCALID": "1"}, (2, 4, 1, 3, 1, 2, FOLDER)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_LOCALID": "1", "SLURM_GTIDS": "1,2,3"}, (2, 4, 1, 3, 1, 2, FOLDER)),
         (TOLD_JOB, (1, 4, 0, 1, 1, 4, ADDRESS)),
         (TORCH, (2, 4, 0, 2, 1, 2, ADDRESS)),
     ],
@@ -122,7 +122,7 @@ def test_the_innermost_counts():
 
 
 def test_a_step_has_fewer_tasks_than_its_job_may_have():
-    step = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+    step = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_GTIDS": "1"}
     assert places(step) == (1, 2, 0, 1, 1, 2, FOLDER)
 
 
@@ -139,7 +139,7 @@ def test_the_size_that_pals_always_gives_is_that_of_one_host():
 
 def test_runs_are_told_from_each_other():
     for environ, name, other in (
-        (SRUN, "SLURM_STEP_ID", "1"), (SRUN, "SLURM_RESTART_COUNT", "1"), (SRUN, "SLURM_CLUSTER_NAME", "bob"),
+        (SRUN, "SLURM_STEP_ID", "1"), (SRUN, "SLURM_STEP_LAUNCHER_PORT", "2"), (SRUN, "SLURM_RESTART_COUNT", "1"), (SRUN, "SLURM_CLUSTER_NAME", "bob"),
         (OPEN_MPI_4, "OMPI_MCA_orte_precondition_transports", "1-2"), (OPEN_MPI_5, "PMIX_NAMESPACE", "prterun-node0-4712@1"),
         (PALS, "PALS_APID", "x"), (JSRUN, "PMIX_NAMESPACE", "3"), (FLUX, "FLUX_JOB_ID", "f3"), (HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_PORT", "1"),
     ):  # fmt: skip
@@ -175,7 +175,9 @@ def test_a_pod_of_a_set_of_jobs():
         (OPEN_MPI_5 | TORCH | {"RANK": "3", "LOCAL_RANK": "1"}, "says rank 3, OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE says rank 2"),
         (SRUN | {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'},
          "TF_CONFIG says world_size 2, SLURM_PROCID, SLURM_STEP_NUM_TASKS says world_size 4"),
-        (SRUN | {"SLURM_PROCID": "1"}, "SLURM_PROCID=1 is the task 0 of host 1, and ranks are numbered host by host: write srun --distribution=block"),
+        (SRUN | {"SLURM_PROCID": "1", "SLURM_GTIDS": "1,3"}, "SLURM_PROCID=1 is the task 0 of host 1, which has 1,3, and ranks are numbered host by host"),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,2"}, "write srun --distribution=block"),  # the others see it too
+        (SRUN | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_GTIDS": "1,3"}, "write srun --distribution=block"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "SLURM_STEP_TASKS_PER_NODE=2 contradicts SLURM_STEP_NUM_TASKS=4 and SLURM_NODEID=1"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two' is no number"),
         (OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 is outside of 2"),
@@ -191,7 +193,7 @@ def test_contradictions_name_both_sources(environ, words):
 
 
 def test_what_is_no_contradiction():
-    agents = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    agents = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_GTIDS": "1"}
     torchrun = TORCH | {"TORCHELASTIC_RUN_ID": "r"}
     assert places(agents | torchrun) == places(torchrun), "each task may start several"
     assert places(SRUN | torchrun | {"RANK": "1", "LOCAL_RANK": "1"})[0] == 1, "torchrun numbers its agents as they come"

@@ -31,10 +31,11 @@ class Slurm(Engine):
         return step.isdigit() and int(step) < _STEP_MAX
 
     def run(self) -> str:
-        """Return the step: of which cluster, which job and which of its starts."""
+        """Return the step: of which cluster, which job and which of its starts, and where its srun listens: numbers come again."""
         job, step = self.environ.get("SLURM_JOB_ID", self.environ.get("SLURM_JOBID", "")), self._step()
         cluster, again = self.environ.get("SLURM_CLUSTER_NAME", ""), self.environ.get("SLURM_RESTART_COUNT", "0")
-        return f"{cluster} {job}.{step} {again}" if job and step else ""
+        port = self.environ.get("SLURM_STEP_LAUNCHER_PORT", "")
+        return f"{cluster} {job}.{step} {again} {port}" if job and step else ""
 
     def told(self) -> Told | None:
         """Return what it says of this process; None where an old srun does not say which tasks are on which host.
@@ -54,10 +55,12 @@ class Slurm(Engine):
                 f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} contradicts {self.named(self.sizes)}={size} "
                 f"and SLURM_NODEID={host}"
             )
-        if rank != sum(on_hosts[:host]) + local_rank:
+        first = sum(on_hosts[:host])
+        here = environ.get("SLURM_GTIDS", "").split(",")  # of all tasks on this host: so that all see it, if one is not in its order
+        if rank != first + local_rank or here[0] not in ("", str(first)) or here[-1] not in ("", str(first + on_hosts[host] - 1)):
             raise ConfigError(
-                f"SLURM_PROCID={rank} is the task {local_rank} of host {host}, and ranks are numbered host by host: "
-                f"write srun --distribution=block"
+                f"SLURM_PROCID={rank} is the task {local_rank} of host {host}{', which has ' + environ['SLURM_GTIDS'] if here[0] else ''}, and ranks are "
+                f"numbered host by host: write srun --distribution=block"
             )
         again = whole(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
         return self._checked(rank, size, local_rank, on_hosts[host], host_index=host, host_count=len(on_hosts), restarts=again)
