@@ -46,7 +46,7 @@ class Starter(NamedTuple):
             >>> Starter("pbsdsh", ("-n", "{place}", "--")).command(Host("n1"), 4, ["true"])
             ['pbsdsh', '-n', '4', '--', 'true']
         """
-        return [self.program, *(word.format(host=host.name, place=place) for word in self.where), *words]
+        return [self.program, *(word.replace("{host}", host.name).replace("{place}", str(place)) for word in self.where), *words]
 
 
 class Allocation(NamedTuple):
