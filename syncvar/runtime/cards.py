@@ -39,7 +39,7 @@ _LINE_MAX = 4096
 
 
 def shared_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of this user alone that all hosts have, made, checked, and without what is left of earlier runs.
+    """Return the folder of this user alone that all hosts have, made and checked.
 
     Args:
         environ: Where SYNCVAR_MEETING_DIR, or HOME, say where it is.
@@ -50,10 +50,6 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
     given = environ.get(_VARIABLE, "")
     path = Path(given) / f"syncvar-{os.getuid()}" if given else Path(environ.get("HOME") or "/") / ".syncvar"
     check_private(path, _WHAT, _REMEDY)
-    with contextlib.suppress(OSError):
-        for entry in path.iterdir():  # of runs that were killed before they had met
-            if time.time() - entry.lstat().st_mtime > _STALE_S:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     return path
 
 
@@ -93,6 +89,11 @@ class Folder:
         self._timeout_s = timeout_s
         self._path = shared_folder(environ) / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
         check_private(self._path, _WHAT, _REMEDY)
+        with contextlib.suppress(OSError):
+            now = self._path.lstat().st_mtime
+            for other in self._path.parent.iterdir():  # of runs that were killed before they had met
+                if now - other.lstat().st_mtime > _STALE_S and other.is_dir() and not other.is_symlink():
+                    shutil.rmtree(other)
 
     def put(self, key: str, text: str) -> None:
         """Put a card down: it is there whole, or not."""
