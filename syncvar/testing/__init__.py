@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from syncvar.testing.cluster import Ask, Cluster
 from syncvar.testing.simulation import Simulation
 from syncvar.testing.transport_check import TRANSPORT_CHECKS, TransportFactory, check_transport
 from syncvar.testing.world import run_ranks
 from syncvar.transports.memory import Faults
 
-__all__ = ["TRANSPORT_CHECKS", "Faults", "Simulation", "TransportFactory", "check_transport", "run_ranks"]
+__all__ = ["TRANSPORT_CHECKS", "Ask", "Cluster", "Faults", "Simulation", "TransportFactory", "check_transport", "run_ranks"]
