@@ -44,7 +44,7 @@ from syncvar.topology import HostMap, is_meant_alone, rank_list, told_elsewhere,
 from syncvar.wire import Message, pack_message
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 
     import zmq
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from syncvar.transports import Control, Transport
     from syncvar.transports.mpi import Fabric
 
-__all__ = ["Context", "current", "init", "is_initialized", "member", "shutdown", "use"]
+__all__ = ["Context", "current", "environment_here", "init", "is_initialized", "joined", "member", "on_join", "shutdown", "use"]
 
 _WORLD = 0
 _OF_THE_LAST = ("left", "verdict")  # who joins anew is told still of ranks that leave the generation that it has left
@@ -299,6 +299,7 @@ class _State:
         self.generations = 0
         self.hooked = False
         self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
+        self.joiners: list[Callable[[Context], None]] = []
 
 
 _state = _State()
@@ -351,6 +352,22 @@ def is_initialized() -> bool:
     """Return whether this process has joined and not left."""
     context = getattr(_state.thread, "context", None) or _state.default
     return context is not None and not context.is_closed
+
+
+def joined() -> Context | None:
+    """Return the context of this thread or process; None where it has not joined, which asking does not change."""
+    context: Context | None = getattr(_state.thread, "context", None) or _state.default
+    return None if context is None or context.is_closed else context
+
+
+def environment_here() -> RankEnvironment | None:
+    """Return who a launcher says that this process is, without joining."""
+    return RankEnvironment.from_mapping(_state.environ)
+
+
+def on_join(listener: Callable[[Context], None]) -> None:
+    """Call `listener(context)` whenever this process joins a job from now on."""
+    _state.joiners.append(listener)
 
 
 def current(*, alone: bool = False) -> Context:
@@ -427,6 +444,8 @@ def _join(*, alone: bool) -> Context:
         if _state.default is not None and not _state.default.is_closed:
             return _state.default
         _state.default = _connect(_state.environ, alone=alone)
+        for listener in _state.joiners:
+            listener(_state.default)
         _state.generations += 1
         if not _state.hooked:
             _state.hooked = True

@@ -126,6 +126,7 @@ class Engine:
         self._heard = 0.0
         self.is_quiet = True  # nothing is known that would refuse a call, and no writes are queued
         self.queues: list[Queued] = []  # queues that hold writes: calls that may wait send them first
+        self.before_calls: list[Callable[[int, str], None]] = []  # each is told of a call, its group and its name, first
         self._moved = 0.0  # when a call in shared memory began or went on
         self._stopped = threading.Event()
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
@@ -226,10 +227,15 @@ class Engine:
         self.start(operation, timeout_s)
         return self.wait(operation)
 
+    def before_each_call(self, listener: Callable[[int, str], None]) -> None:
+        """Call `listener(group, name)` before each call that may wait, from now on; none takes a prepared way any more."""
+        self.before_calls.append(listener)
+        self.is_quiet = False
+
     def allows(self, group: int, call: int) -> bool:
         """Return whether nothing is known that would refuse a call: it may run without the lock."""
         is_good = self.failure is None and not self._book.has_refusals
-        self.is_quiet = is_good and not self.queues
+        self.is_quiet = is_good and not self.queues and not self.before_calls
         return is_good or (self.failure is None and not self._book.may_refuse(group, call))
 
     @property

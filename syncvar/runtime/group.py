@@ -434,8 +434,11 @@ class Communicator:
             self.next_call = call + 1
             try:
                 allowed = None if timeout is None else checked_timeout(timeout)
-                if after_queued and engine is not None and engine.queues:
-                    send_queued(engine)
+                if after_queued and engine is not None:
+                    for listener in engine.before_calls:
+                        listener(self.identity, name)
+                    if engine.queues:
+                        send_queued(engine)
                 with quiet():
                     request = check()
             except Exception as error:

@@ -9,6 +9,7 @@ known. The same classes are driven by the processes of a job and by a simulation
 * `primary`: the order of a worker's requests, transactions over several servers, snapshots, and copies on a mirror.
 * `server`: the process: what it holds itself, and what it holds for another server.
 * `client`: a worker's side: numbers, resending, answers. `session`: waiting for them, for programs with threads.
+* `asking`: requests, put together. `local`: servers inside this process.
 
 How it is bound to processes: a server process makes one `Server`, a worker one `Session` (which has a `Client`). Whoever moves
 bytes calls `Server.handle(sender, message, arrays, now)` or `Session.received(...)` for each message that came, sends every

@@ -52,6 +52,10 @@ class Asking:
         """Wait until there is a shard, and compare what it is."""
         return self._do(server, "expect", key=key, **_told(spec))
 
+    def describe(self, server: int, key: str) -> Place:
+        """Wait until there is a shard, and tell what it is."""
+        return self._do(server, "describe", key=key)
+
     def push(
         self,
         server: int,
@@ -109,5 +113,5 @@ class Asking:
 def _told(spec: Spec) -> dict[str, Any]:
     return {
         "shape": list(spec.shape), "dtype": spec.dtype, "aggregation": spec.aggregation, "whole": list(spec.whole),
-        "start": spec.start,
+        "start": spec.start, "shards": spec.shards,
     }  # fmt: skip

@@ -10,8 +10,15 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar import errors
-from syncvar.errors import GroupBroken, PeerLost, SyncvarError, WireError
+from syncvar.errors import (
+    ConfigError,
+    GroupBroken,
+    MismatchError,
+    PeerLost,
+    SyncvarError,
+    UsageError,
+    WireError,
+)
 from syncvar.roles import server_number
 from syncvar.servers.ledger import changes, reads
 from syncvar.servers.messages import Outgoing
@@ -26,6 +33,9 @@ if TYPE_CHECKING:
     from syncvar.servers.messages import Arrays, Message, Party
 
 __all__ = ["Client", "Part", "Ticket"]
+
+
+_TOLD = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
 
 
 class Part(NamedTuple):
@@ -140,7 +150,7 @@ class Client:
         """
         ticket = Ticket(parts)
         if self.broken is not None:
-            ticket.fail(GroupBroken(f"an earlier call failed: {self.broken}", self.broken))
+            ticket.fail(self.broken)
             return ticket, []
         self._waiting.append(ticket)
         return ticket, self._send_waiting(now)
@@ -154,7 +164,7 @@ class Client:
         """
         ticket = _Snapshot(parts)
         if self.broken is not None:
-            ticket.fail(GroupBroken(f"an earlier call failed: {self.broken}", self.broken))
+            ticket.fail(self.broken)
             return ticket, []
         self._snapshots.append(ticket)
         return ticket, self._next_cut(now)
@@ -376,7 +386,5 @@ def _needed(server: int, marks: dict[int, dict[int, list[Any]]]) -> dict[int, li
 
 def error_of(name: str, reason: str) -> SyncvarError:
     """Return the error that a server has told of."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, SyncvarError):
-        return kind(reason)
-    return WireError(reason)
+    kind: type[ConfigError | MismatchError | UsageError] | None = _TOLD.get(name)
+    return WireError(reason) if kind is None else kind(reason)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
-_READS = ("pull", "expect", "where", "stats")
+_READS = ("pull", "expect", "describe", "where", "stats")
 
 
 class Request(NamedTuple):
@@ -248,7 +248,7 @@ class Ledger:
         """Return whether a worker's reads need not wait for anybody."""
         places = self.places()
         for operation in operations:
-            if operation["do"] == "expect" and operation["key"] not in self.shards:
+            if operation["do"] in ("expect", "describe") and operation["key"] not in self.shards:
                 return False
             if operation["do"] == "pull":
                 shard = self.shards.get(operation["key"])
@@ -272,6 +272,9 @@ class Ledger:
                 made.arrays.append(value)
             elif kind == "expect":
                 self._compare(operation["key"], _spec(operation))
+            elif kind == "describe":
+                spec = self._shard(operation).spec
+                result = {"whole": list(spec.whole), "dtype": spec.dtype, "aggregation": spec.aggregation, "shards": spec.shards}
             elif kind == "where":
                 worker = self.worker(rank)
                 result = {"clock": worker.clock}
@@ -317,5 +320,6 @@ def _push(operation: dict[str, Any], arrays: Arrays) -> Push:
 
 def _spec(operation: dict[str, Any]) -> Spec:
     return Spec(
-        tuple(operation["shape"]), operation["dtype"], operation["aggregation"], tuple(operation["whole"]), operation["start"]
-    )
+        tuple(operation["shape"]), operation["dtype"], operation["aggregation"], tuple(operation["whole"]), operation["start"],
+        operation.get("shards", 1),
+    )  # fmt: skip

@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar import optimizers
 from syncvar.errors import ConfigError
+from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
 from syncvar.optimizers.arithmetic import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_half
 from syncvar.runtime.kernels import quiet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from syncvar.optimizers.rule import Rule
 
 __all__ = ["ServerRule", "rule_of"]
 
-_ELEMENTWISE = ("SGD", "Momentum", "Nesterov", "Adagrad", "RMSProp", "Adam", "AdamW")
+_ELEMENTWISE: dict[str, Callable[..., Rule]] = {
+    "SGD": SGD, "Momentum": Momentum, "Nesterov": Momentum, "Adagrad": Adagrad, "RMSProp": RMSProp, "Adam": Adam, "AdamW": AdamW,
+}  # fmt: skip
 
 
 class _Part(NamedTuple):
@@ -93,5 +97,4 @@ def rule_of(name: str, settings: dict[str, Any]) -> Rule:
     """
     if name not in _ELEMENTWISE or not all(re.fullmatch("[a-z_0-9]+", key) for key in settings):
         raise ConfigError(f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}")
-    made: Rule = getattr(optimizers, name)(0.0, **settings)
-    return made
+    return _ELEMENTWISE[name](0.0, **settings)

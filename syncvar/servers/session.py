@@ -69,7 +69,7 @@ class Session:
                         f"have come so far (staleness), or the server is overloaded",
                         (), allowed,
                     )  # fmt: skip
-                self._changed.wait(min(left, 1.0))
+                self._changed.wait(min(left, max(self.turn(), 0.001)))
         if ticket.error is not None:
             raise ticket.error
         return ticket

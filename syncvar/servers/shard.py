@@ -42,6 +42,7 @@ class Spec(NamedTuple):
         aggregation: How pushes of one round become one, where staleness is 0; the name of a VariableAggregation.
         whole: Shape of the variable; start: the first of its rows that is here.
         start: See whole.
+        shards: How many the variable has.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class Spec(NamedTuple):
     aggregation: str
     whole: tuple[int, ...]
     start: int
+    shards: int = 1
 
 
 class Push(NamedTuple):
@@ -148,6 +150,8 @@ class Shard:
 
     def set_staleness(self, staleness: int | None) -> None:
         """Change the bound; what waits is applied first."""
+        if staleness == self.staleness:
+            return
         for _, brought in sorted(self._rounds.items()):
             self._combine([push for _, push in sorted(brought.items())])
         self._rounds.clear()

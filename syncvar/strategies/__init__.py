@@ -1,7 +1,7 @@
 """Strategies: which replicas a variable has, and in which context a program runs.
 
 * `base`: scope, run, reduce, gather. `mirrored`: the strategies with a copy on every replica. `central_storage`: one
-  copy on each host.
+  copy on each host. `parameter_server`: variables on servers (`server_variables`).
 * `contexts`: asking where the program is; the replica context. `reducing`: values over replicas.
 * `uneven`: loops of different lengths.
 * `inputs`: each replica's batches, and the agreement on steps (`offers`, pure).
@@ -23,7 +23,9 @@ from syncvar.strategies.contexts import (
 )
 from syncvar.strategies.inputs import DistributedDataset, DistributedIterator, InputContext
 from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+from syncvar.strategies.parameter_server import ParameterServerStrategy
 from syncvar.strategies.reducing import ReduceOp
+from syncvar.strategies.server_variables import ShardedVariable
 from syncvar.strategies.uneven import Uneven, uneven
 from syncvar.variables import Variable
 
@@ -34,8 +36,10 @@ __all__ = [
     "InputContext",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "ReduceOp",
     "ReplicaContext",
+    "ShardedVariable",
     "Strategy",
     "Uneven",
     "ValueContext",

@@ -127,6 +127,11 @@ class Strategy(Taught):
             )
         return self._communicator
 
+    def kind_of_variable(self, synchronization: Any) -> type[Any] | None:
+        """Return the class of the variables that it makes with a mode, None for the usual; of use to this package only."""
+        del synchronization
+        return None
+
     def make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
         """Return the memory for a variable's copy; of use to this package only."""
         del synchronization
@@ -337,9 +342,18 @@ class Strategy(Taught):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def require_member(self) -> None:
+        """Raise UsageError where this process is no replica of this strategy."""
+        self.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
+
+    @property
+    def replica_id(self) -> int:
+        """This replica, 0 to `num_replicas_in_sync` - 1."""
+        return self.communicator.home_rank
+
     def _require(self, what: str) -> list[Place]:
         """Return this thread's stack of places; raise UsageError unless `what` may be called here."""
-        self.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
+        self.require_member()
         stack = self.places.stack
         if not stack:
             return stack
@@ -404,7 +418,7 @@ class Scope:
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
-        strategy.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
+        strategy.require_member()
         place = current_place()
         if place is not None:
             if place.owner is not strategy:

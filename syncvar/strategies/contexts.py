@@ -66,7 +66,7 @@ class ReplicaContext(Taught):
     @property
     def replica_id_in_sync_group(self) -> int:
         """This replica, 0 to `num_replicas_in_sync` - 1."""
-        return self._strategy.communicator.home_rank
+        return self._strategy.replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:

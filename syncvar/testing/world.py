@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from syncvar.arena.creating import CreatedArena
+    from syncvar.servers.local import LocalServers
 
 __all__ = ["run_ranks"]
 
@@ -45,6 +46,7 @@ def run_ranks(
     shared: bool = False,
     arena_bytes: int = _ARENA_BYTES,
     hosts: int = 1,
+    servers: LocalServers | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` as every rank of an in-process world and return the results by rank.
 
@@ -59,6 +61,7 @@ def run_ranks(
         timeout_s: Seconds after which the world is given up.
         shared: The ranks share memory, as those of one host do; only control messages go over the network.
         arena_bytes: How much, where they do.
+        servers: Hold the variables of a ParameterServerStrategy.
         hosts: As how many hosts the ranks pose; each has an arena of its own, where ranks share memory.
 
     Returns:
@@ -89,6 +92,8 @@ def run_ranks(
         try:
             links = MemoryTransport(network, rank), MemoryControl(network, rank)
             context = Context(me, config, *links, arena=_attach(arenas[host], local, checks=config.check_arena == "on"))
+            if servers is not None:
+                context.extras["servers"] = servers
             with use(context):
                 results[rank] = fn(*args)
             context.close(orderly=True)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.operation import Stage
 
-__all__ = ["Made", "Wish", "make_on_replicas"]
+__all__ = ["Made", "Wish", "checked_name", "make_on_replicas"]
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
@@ -159,7 +159,7 @@ def _is_apart(synchronization: Any) -> bool:
 def _checked(owner: Owner, wish: Wish) -> _Checked:
     requested = as_member(VariableSynchronization, wish.synchronization, "synchronization")
     aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
-    base = _checked_name(wish.name)
+    base = checked_name(wish.name)
     dtype = None if wish.dtype is None else checked_dtype(wish.dtype)
     trainable = requested is not VariableSynchronization.ON_READ if wish.trainable is None else wish.trainable
     if not isinstance(trainable, bool | np.bool_):
@@ -182,7 +182,7 @@ def _checked(owner: Owner, wish: Wish) -> _Checked:
     return _Checked(base, value, bool(trainable), requested, aggregation, action)
 
 
-def _checked_name(name: Any) -> str:
+def checked_name(name: Any) -> str:
     """Return a given name, or "Variable" for None.
 
     Raises:

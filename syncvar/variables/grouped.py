@@ -83,6 +83,11 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         raise UsageError(
             f"{name}: {strangers[0].name!r} belongs to another strategy than {variables[0].name!r}; call it for each"
         )
+    if (elsewhere := variables[0].stepper) is not None:
+        with elsewhere.transaction():
+            for variable, x in chosen:
+                getattr(variable, operation.value)(x)
+        return
     kinds = [variable._kind for variable in variables]  # noqa: SLF001
     op_of = {kind: _op(variables[kinds.index(kind)]._decide(operation)) for kind in dict.fromkeys(kinds)}  # noqa: SLF001
     ops = [op_of[kind] for kind in kinds]

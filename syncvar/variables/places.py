@@ -15,6 +15,7 @@ from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -29,6 +30,7 @@ __all__ = [
     "Owner",
     "Place",
     "Stacks",
+    "Stepper",
     "context_here",
     "context_of",
     "current_owner",
@@ -37,6 +39,7 @@ __all__ = [
     "places",
     "set_default",
     "stacks",
+    "take_places_along",
 ]
 
 
@@ -58,8 +61,30 @@ class Owner(Protocol):
     def communicator(self) -> Communicator:
         """The calls of the replicas' group."""
 
+    def kind_of_variable(self, synchronization: Any) -> type[Any] | None:
+        """Return the class of the variables that it makes with a mode; None for the usual one."""
+
     def make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
         """Return the memory for a variable's copy."""
+
+
+class Stepper(Protocol):
+    """Who makes the steps of variables whose values are not in this process."""
+
+    def step(
+        self, rule: tuple[str, dict[str, Any]], rate: float, pairs: list[tuple[Any, Any]], combine: str
+    ) -> None:
+        """Make one step of each variable.
+
+        Args:
+            rule: Class name and settings of the optimizer.
+            rate: Learning rate.
+            pairs: Gradient and variable; a gradient of rows is (indices, values).
+            combine: "mean" or "sum" of the workers' gradients, where they are combined.
+        """
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Make all writes of a block one."""
 
 
 class Place(NamedTuple):
@@ -72,6 +97,7 @@ class Place(NamedTuple):
 _CROSS, _SPMD = Context.CROSS, Context.SPMD  # to look a member up by its name takes as long as all else here
 
 _makers: list[Callable[[], Owner]] = []
+_before_joining = threading.local()
 
 
 def set_default(maker: Callable[[], Owner]) -> None:
@@ -111,6 +137,11 @@ def stacks(joined: Joined) -> Stacks:
 def places(joined: Joined | None = None) -> list[Place]:
     """Return this thread's stack of places in a job (None: the one in force), to look at and to push to."""
     return stacks(joined or current()).stack
+
+
+def take_places_along(joined: Joined) -> None:
+    """Let what this process has entered before it joined stay entered; for strategies that work without joining."""
+    joined.extras["places"] = _before_joining
 
 
 def current_place() -> Place | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
-from syncvar.variables.places import context_here, context_of, current_owner, places
+from syncvar.variables.places import Stepper, context_here, context_of, current_owner, current_place, places
 from syncvar.variables.policy import (
     Action,
     Context,
@@ -80,6 +80,15 @@ class Variable(Taught, ArrayProtocol):
         array([2., 3.], dtype=float32)
     """
 
+    stepper: Stepper | None = None  # who makes an optimizer's steps of it, where its value is elsewhere
+    _prepared: dict[Operation, Write] = _UNPREPARED  # of writes where each replica passes its own
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Make a variable of the kind that the strategy in force has."""
+        place = current_place() if cls is Variable and (arguments or options) else None
+        kind = None if place is None else place.owner.kind_of_variable(options.get("synchronization"))
+        return object.__new__(kind or cls)
+
     def __init__(
         self,
         initial_value: Any,
@@ -106,7 +115,6 @@ class Variable(Taught, ArrayProtocol):
         self._tally = Tally()
         self._reads = 0
         self._turned = self._turns = 0  # increments at the last read after one; such reads
-        self._prepared: dict[Operation, Write] = _UNPREPARED  # of writes where each replica passes its own
         self._pace = "eager"
         self._is_pinned = False
         self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas

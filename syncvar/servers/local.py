@@ -1,0 +1,112 @@
+"""Servers inside this process, for programs of one worker without a launcher, and for worlds of threads in tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from syncvar.servers.client import Client
+from syncvar.servers.server import Server
+from syncvar.servers.session import Session
+
+if TYPE_CHECKING:
+    from syncvar.servers.client import Ticket
+    from syncvar.servers.messages import Outgoing, Party
+
+__all__ = ["LocalServers"]
+
+
+class LocalServers:
+    """Servers of a job whose workers are all in this process.
+
+    Args:
+        workers: How many.
+        servers: How many.
+        replicas: 1: each server's variables have a copy on the next one.
+    """
+
+    def __init__(self, workers: int, servers: int = 1, replicas: int = 0) -> None:
+        self.count = servers
+        self.mirrors: list[tuple[int, ...]] = [((index + 1) % servers,) if replicas else () for index in range(servers)]
+        self.changed = threading.Condition(threading.RLock())  # of all sessions: no two locks are ever taken
+        self._servers = {index: Server(index, workers, self.mirrors) for index in range(servers)}
+        self._gone: dict[int, str] = {}
+        self._sessions: dict[int, Session] = {}
+        self._waiting: deque[tuple[Party, Outgoing]] = deque()
+        self._is_moving = False
+
+    def session(self, rank: int, timeout_s: float, incarnation: int = 0) -> Session:
+        """Return a session of a worker; one of a later incarnation takes the place of the earlier one."""
+        with self.changed:
+            made = _LocalSession(self, Client(rank, incarnation, self.count, self.mirrors), timeout_s)
+            self._sessions[rank] = made
+            for server, reason in self._gone.items():
+                made.server_lost(server, reason)
+            return made
+
+    def lose(self, server: int, reason: str = "signal 9") -> None:
+        """End a server as if its process had been killed."""
+        with self.changed:
+            del self._servers[server]
+            self._gone[server] = reason
+            for index, one in list(self._servers.items()):
+                self.move(("server", index), one.server_lost(server, time.monotonic()))
+            for session in self._sessions.values():
+                session.server_lost(server, reason)
+
+    def lose_worker(self, rank: int, incarnation: int = 0) -> None:
+        """Tell the servers that an incarnation of a worker has ended."""
+        with self.changed:
+            for index, one in list(self._servers.items()):
+                self.move(("server", index), one.worker_lost(rank, incarnation, time.monotonic()))
+
+    def move(self, sender: Party, outgoing: list[Outgoing]) -> None:
+        """Carry messages to where they go, and what follows from them."""
+        with self.changed:
+            self._waiting += [(sender, one) for one in outgoing]
+            if self._is_moving:
+                return
+            self._is_moving = True
+            try:
+                while self._waiting:
+                    self._carry(*self._waiting.popleft())
+            finally:
+                self._is_moving = False
+
+    def turn(self) -> float:
+        """Do what is due by time; returns in how many seconds it is due again."""
+        with self.changed:
+            now = time.monotonic()
+            for index, one in list(self._servers.items()):
+                self.move(("server", index), one.wake(now))
+            return min(one.wake_at() for one in self._servers.values()) - now
+
+    def _carry(self, sender: Party, one: Outgoing) -> None:
+        kind, index = one.target
+        if kind == "worker":
+            if index in self._sessions:
+                self._sessions[index].received(sender, one.message, one.arrays)
+        elif index in self._servers:
+            made = self._servers[index].handle(sender, one.message, one.arrays, time.monotonic())
+            self._waiting += [(one.target, each) for each in made]
+
+
+class _LocalSession(Session):
+    def __init__(self, servers: LocalServers, client: Client, timeout_s: float) -> None:
+        super().__init__(client, timeout_s)
+        self._changed = servers.changed
+        self._servers = servers
+
+    def send(self, outgoing: list[Outgoing]) -> None:
+        self._servers.move(("worker", self.client.rank), outgoing)
+
+    def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
+        if not ticket.is_over:
+            with self._changed:
+                self._servers.turn()
+        return super().wait(ticket, what, timeout_s)
+
+    def turn(self) -> float:
+        return max(0.0, min(super().turn(), self._servers.turn()))

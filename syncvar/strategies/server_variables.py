@@ -1,0 +1,365 @@
+"""Variables whose values are on servers: a worker pushes what it writes and pulls what it reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.errors import ConfigError, UsageError
+from syncvar.partitioners import row_ranges
+from syncvar.servers.asking import Asking
+from syncvar.servers.shard import Spec
+from syncvar.variables import Explanation, Variable, VariableAggregation, VariableSynchronization
+from syncvar.variables.casting import checked_dtype, initial_array, plain_array
+from syncvar.variables.creation import checked_name
+from syncvar.variables.places import current_owner
+from syncvar.variables.policy import Operation, as_member, resolve
+from syncvar.variables.protocol import ArrayProtocol
+from syncvar.variables.rows import checked_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from syncvar.servers import Ticket
+    from syncvar.servers.asking import Place
+    from syncvar.strategies.parameter_server import ParameterServerStrategy
+
+__all__ = ["Reads", "ServerVariable", "ShardedVariable"]
+
+
+class Reads:
+    """The pulls of one request, and how their results become arrays.
+
+    Args:
+        asking: The request.
+    """
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self._found: list[tuple[ServerVariable, list[Place], NDArray[Any] | None]] = []
+
+    def add(self, variable: ServerVariable, rows: NDArray[Any] | None = None) -> None:
+        """Read a variable, or the named rows of it (int64, one axis)."""
+        places = []
+        for index, (start, stop) in enumerate(variable.row_ranges):
+            inside = None if rows is None else rows[(rows >= start) & (rows < stop)] - start
+            if inside is None or inside.size:
+                places.append(self._asking.pull(variable.server_of(index), variable.key_of(index), inside))
+        self._found.append((variable, places, rows))
+
+    def arrays(self, ticket: Ticket) -> list[NDArray[Any]]:
+        """Return the values, read-only, when the request is over."""
+        return [_joined(variable, [ticket.array(*place) for place in places], rows) for variable, places, rows in self._found]
+
+
+class ServerVariable(Variable):
+    """A variable that lives on servers, whole or in parts; made by `sv.Variable` in a ParameterServerStrategy's scope.
+
+    `assign`, `assign_add` and the other writes push and return at once; each is applied exactly once. Reading pulls, and sees
+    this worker's own pushes. There is no collective: workers read and write when they like.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        *,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: Any = VariableSynchronization.AUTO,
+        aggregation: Any = VariableAggregation.NONE,
+    ) -> None:
+        owner: Any = current_owner()
+        if getattr(owner, "session", None) is None:
+            raise UsageError("variables on servers are made by sv.Variable(…) in the scope of an sv.ParameterServerStrategy")
+        self._requested = as_member(VariableSynchronization, synchronization, "synchronization")
+        self._aggregation = as_member(VariableAggregation, aggregation, "aggregation")
+        self._synchronization, _ = resolve(self._requested)
+        base = checked_name(name)
+        wanted = None if dtype is None else checked_dtype(dtype)
+        if trainable is not None and not isinstance(trainable, bool | np.bool_):
+            raise ConfigError(f"trainable must be True, False or None, not {trainable!r}: write trainable=True")
+        self._trainable = trainable is not False
+        is_called = callable(initial_value) and not isinstance(initial_value, ArrayProtocol)
+        value = None
+        if owner.is_chief or not is_called:
+            given = initial_value() if is_called else initial_value
+            given = given.read_value() if isinstance(given, ArrayProtocol) else given
+            value = initial_array(given, wanted, f"variable {base!r}: initial_value")
+            if self._aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fV":
+                raise ConfigError(
+                    f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a real floating dtype "
+                    f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
+                )
+        self._name = owner.names.take(base)
+        self._owner: ParameterServerStrategy = owner
+        self._rule = "the value is on servers, to which each worker pushes"
+        self._first, self._staleness = owner.next_server, owner.staleness
+        if value is None:
+            self._find()
+        else:
+            self._shape, self._dtype = value.shape, value.dtype
+            parts = owner.partition(value.shape, value.dtype)
+            self._cut(parts)
+            self._make(value)
+        owner.here.meets |= self._staleness == 0
+        owner.next_server = (self._first + self.num_shards) % owner.server_count
+        if self.num_shards > 1:
+            self.__class__ = ShardedVariable
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def stepper(self) -> ParameterServerStrategy:  # type: ignore[override]
+        """Who makes an optimizer's steps of it."""
+        return self._owner
+
+    @property
+    def num_shards(self) -> int:
+        """Parts, each on one server."""
+        return len(self._ranges)
+
+    @property
+    def row_ranges(self) -> list[list[int]]:
+        """The first row and the row after the last one of each part."""
+        return [list(one) for one in self._ranges]
+
+    @property
+    def staleness(self) -> int | None:
+        """Ticks by which a read may miss other workers' pushes; None for any number."""
+        bound: int | None = self._staleness
+        return bound
+
+    def set_staleness(self, staleness: int | None) -> None:
+        """Change by how many ticks a read may miss other workers' pushes; the same on every worker.
+
+        Args:
+            staleness: At least 0, or None for any number.
+
+        Raises:
+            ConfigError: Another value.
+        """
+        self._staleness = self._owner.checked_staleness(staleness)
+        self._owner.here.meets |= self._staleness == 0
+        asking = Asking()
+        for index in range(self.num_shards):
+            asking.staleness(self.server_of(index), self.key_of(index), self._staleness)
+        self._owner.push(asking, f"set_staleness of variable {self._name!r}")
+
+    def key_of(self, shard: int) -> str:
+        """Return the name of a part on its server; of use to this package only."""
+        return f"{self._name}/{shard}"
+
+    def server_of(self, shard: int) -> int:
+        """Return where a part is: the parts of all variables are given to the servers in turns."""
+        server: int = (self._first + shard) % self._owner.server_count
+        return server
+
+    def explain(self) -> Explanation:
+        """Return where its parts are and its bound of staleness; sends nothing."""
+        bound = "any" if self._staleness is None else str(self._staleness)
+        servers = ", ".join(str(self.server_of(index)) for index in range(self.num_shards))
+        numbers: dict[str, Any] = {"shards": self.num_shards, "nbytes": int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize}
+        return Explanation("on servers", self._requested.name, self._rule, numbers, [], f"servers {servers}; staleness {bound}")
+
+    def pin(self, mode: str | None) -> None:
+        """Refuse: a variable on servers has no pace.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"variable {self._name!r} is on servers: its pushes travel at once; write v.set_staleness(k) to bound what reads miss")
+
+    def __repr__(self) -> str:
+        kind = "ShardedVariable" if self.num_shards > 1 else "Variable"
+        return f"<sv.{kind} {self._name!r} on servers shape={self._shape} dtype={self._dtype.name} shards={self.num_shards}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServerVariable:
+        with self._owner.scope():
+            made: Any = Variable(
+                self.read_value(), trainable=self._trainable, name=self._name, synchronization=self._requested, aggregation=self._aggregation
+            )
+        memo[id(self)] = made
+        return made  # type: ignore[no-any-return]
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read_value(self, copy: bool = True) -> NDArray[Any]:
+        """Pull the value, read-only. It has all pushes of this worker, and of the others what the bound of staleness says.
+
+        Args:
+            copy: Means nothing here: what was pulled is this worker's alone.
+
+        Raises:
+            PeerLost: A server is gone, and no other holds a copy.
+            DeadlineExceeded: No answer in time; where staleness is bounded, also because another worker has not come so far.
+
+        Cost: one round trip to all servers that have a part; `strategy.read_all` reads many variables in one.
+        """
+        del copy
+        return self._owner.read_all([self])[0]
+
+    def value(self) -> NDArray[Any]:
+        """Return `read_value()`."""
+        return self.read_value()
+
+    def numpy(self) -> NDArray[Any]:
+        """Return `read_value()`."""
+        return self.read_value()
+
+    def local_value(self) -> NDArray[Any]:
+        """Return `read_value()`: a worker has no copy of its own."""
+        return self.read_value()
+
+    def sync(self) -> NDArray[Any]:
+        """Return `read_value()`; not a collective."""
+        return self.read_value()
+
+    def read_from(self, rank: int) -> NDArray[Any]:
+        """Return `read_value()`: there is one value for all workers.
+
+        Raises:
+            ConfigError: There is no such worker.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self._owner.num_replicas_in_sync:
+            raise ConfigError(f"read_from: there is no worker {rank!r}: write 0 to {self._owner.num_replicas_in_sync - 1}")
+        return self.read_value()
+
+    def lookup(self, indices: Any) -> NDArray[Any]:
+        """Pull rows, in the order in which they are named.
+
+        Args:
+            indices: Integers in [0, rows), of any shape S; a row may be named several times.
+
+        Returns:
+            Array of shape S + shape[1:], read-only.
+
+        Raises:
+            RowOutOfRange: An index outside the variable; nothing was sent.
+            ConfigError: A scalar variable, or indices that are no integers.
+
+        Cost: one round trip to the servers that have such rows; only these rows travel.
+
+        Example:
+            >>> import syncvar as sv
+            >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
+            >>> with strategy.scope():
+            ...     table = sv.Variable([[0.0], [1.0], [2.0]])
+            >>> table.lookup([2, 0, 2]).tolist()
+            [[2.0], [0.0], [2.0]]
+        """
+        rows, shape = self._checked_indices(indices)
+        asking = Asking()
+        reads = Reads(asking)
+        reads.add(self, rows)
+        return reads.arrays(self._owner.ask(asking, f"lookup in variable {self._name!r}"))[0].reshape((*shape, *self._shape[1:]))
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def _assign(self, operation: Operation, x: Any, done: int = 0) -> Variable:
+        del done
+        array = self._operand(operation, x, reduced=False)
+        with self._owner.pushing(f"{operation.value} of variable {self._name!r}") as asking:
+            self.add_push(asking, operation.value, array)
+        return self
+
+    def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
+        what = f"{operation.value} of variable {self._name!r}"
+        rows = checked_rows(operation, indices, values, self._shape, self._dtype, what)
+        with self._owner.pushing(what) as asking:
+            self.add_push(asking, operation.value, rows.values, rows.indices)
+        return self
+
+    def add_push(self, asking: Asking, how: str, value: NDArray[Any], rows: NDArray[Any] | None = None, **step: Any) -> None:
+        """Add a push of the value, or of rows, to a request; what is pushed is copied. Of use to this package only."""
+        for index, (start, stop) in enumerate(self._ranges):
+            server, key = self.server_of(index), self.key_of(index)
+            if rows is None:
+                part = value if self.num_shards == 1 else value[start:stop]
+                asking.push(server, key, how, np.array(part, copy=True), **step)
+                continue
+            inside = (rows >= start) & (rows < stop)
+            if inside.any():
+                asking.push(server, key, how, value[inside], rows[inside] - start, **step)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _cut(self, parts: int) -> None:
+        rows = self._shape[0] if self._shape else 1
+        self._ranges = [(start, stop) for start, stop in row_ranges(rows, parts)]
+
+    def _spec(self, shard: int) -> Spec:
+        start, stop = self._ranges[shard]
+        shape = (stop - start, *self._shape[1:]) if self._shape else ()
+        return Spec(shape, self._dtype.name, self._aggregation.name, self._shape, start, self.num_shards)
+
+    def _make(self, value: NDArray[Any]) -> None:
+        """Let the servers make it, if this is the chief; else wait until they have."""
+        asking = Asking()
+        for index, (start, stop) in enumerate(self._ranges):
+            server, key, spec = self.server_of(index), self.key_of(index), self._spec(index)
+            if self._owner.is_chief:
+                asking.create(server, key, spec, self._staleness, value if not self._shape else value[start:stop])
+            else:
+                asking.expect(server, key, spec)
+        self._owner.ask(asking, f"making variable {self._name!r}")
+
+    def _find(self) -> None:
+        """Learn from a server what the chief has made of a callable."""
+        asking = Asking()
+        server, number = asking.describe(self._first, self.key_of(0))
+        told = self._owner.ask(asking, f"making variable {self._name!r}").results[server][number]
+        if told["aggregation"] != self._aggregation.name:
+            raise ConfigError(f"variable {self._name!r} has aggregation {told['aggregation']} on the chief, {self._aggregation.name} here")
+        self._shape, self._dtype = tuple(told["whole"]), np.dtype(told["dtype"])
+        self._cut(told["shards"])
+
+    def _checked_indices(self, indices: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
+        shape = np.shape(plain_array(indices, f"lookup in variable {self._name!r}: indices"))
+        values = np.broadcast_to(np.zeros((), self._dtype), (*shape, *self._shape[1:]))
+        rows = checked_rows(
+            Operation.SCATTER_UPDATE, indices, values, self._shape, self._dtype, f"lookup in variable {self._name!r}"
+        )
+        return rows.indices, shape
+
+
+class ShardedVariable(ServerVariable):
+    """A variable on servers that a partitioner has cut along its first axis into several parts.
+
+    It is made by `sv.Variable` in the scope of a ParameterServerStrategy with a `variable_partitioner`, and behaves as an array
+    like any variable. A write of it is applied on all of its servers or on none.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(3))
+        >>> with strategy.scope():
+        ...     table = sv.Variable(np.zeros((7, 2), np.float32))
+        >>> isinstance(table, sv.ShardedVariable), table.num_shards, table.row_ranges
+        (True, 3, [[0, 3], [3, 5], [5, 7]])
+        >>> table.scatter_add([6, 6], np.ones((2, 2))).lookup([6]).tolist()
+        [[2.0, 2.0]]
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read_value())
+
+
+def _joined(variable: ServerVariable, parts: list[NDArray[Any]], rows: NDArray[Any] | None) -> NDArray[Any]:
+    if rows is None:
+        made = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    elif variable.num_shards == 1 and parts:
+        made = parts[0]
+    else:
+        made = np.empty((rows.size, *variable.shape[1:]), variable.dtype)
+        remaining = iter(parts)
+        for start, stop in variable.row_ranges:
+            inside = (rows >= start) & (rows < stop)
+            if inside.any():
+                made[inside] = next(remaining)
+    made.flags.writeable = False
+    return made
+
+
