@@ -17,13 +17,14 @@ from syncvar.loading import unexpected
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.runtime.context import current, environment_here, joined, on_join
 from syncvar.runtime.timeouts import checked_timeout
+from syncvar.servers import Ticket
 from syncvar.servers.asking import Asking
 from syncvar.servers.local import LocalServers
 from syncvar.strategies.base import Strategy
 from syncvar.strategies.server_variables import Reads, ServerVariable
 from syncvar.variables.casting import operand_array
 from syncvar.variables.names import Names
-from syncvar.variables.places import current_place, take_places_along
+from syncvar.variables.places import current_place, stacks, take_places_along
 from syncvar.variables.policy import Operation, VariableSynchronization
 from syncvar.variables.rows import checked_rows
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from syncvar.env import RankEnvironment
     from syncvar.runtime.context import Context as Joined
     from syncvar.runtime.group import Communicator
-    from syncvar.servers import Session, Ticket
+    from syncvar.servers import Session
+    from syncvar.variables import Variable
 
 __all__ = ["ParameterServerStrategy", "ServersHere"]
 
@@ -167,8 +169,9 @@ class ParameterServerStrategy(Strategy):
         self._open: Asking | None = None  # the transaction that is being put together
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("context", "_communicator"):  # joining is for what needs the other workers
+        if name in ("context", "places", "_communicator"):  # joining is for what needs the other workers
             self.context = current()
+            self.places = stacks(self.context)
             self._communicator = self.context.world
             return self.__dict__[name]
         return super().__getattr__(name)  # type: ignore[misc]
@@ -287,11 +290,11 @@ class ParameterServerStrategy(Strategy):
 
     # -- what programs call -----------------------------------------------------------------------------------------
 
-    def read_all(self, variables: Iterable[ServerVariable]) -> list[NDArray[Any]]:
-        """Pull several variables in one round trip.
+    def read_all(self, variables: Iterable[Variable | tuple[Variable, Any]]) -> list[NDArray[Any]]:
+        """Pull several variables, or rows of them, in one round trip.
 
         Args:
-            variables: Of this strategy, on servers.
+            variables: Of this strategy, on servers; (variable, indices) stands for `variable.lookup(indices)`.
 
         Returns:
             Their values, read-only, in order.
@@ -311,14 +314,14 @@ class ParameterServerStrategy(Strategy):
         """
         return self._read(self._checked(variables, "read_all"), snapshot=False)
 
-    def snapshot(self, variables: Iterable[ServerVariable]) -> list[NDArray[Any]]:
+    def snapshot(self, variables: Iterable[Variable | tuple[Variable, Any]]) -> list[NDArray[Any]]:
         """Read several variables as they were at one version of all servers, while other workers go on writing.
 
         Of each worker the result has the same pushes in all variables: all that it made up to some point, and none after it; a
         transaction is in it as a whole or not at all. All pushes of this worker are in it. For evaluation and saving.
 
         Args:
-            variables: Of this strategy, on servers.
+            variables: As `read_all`.
 
         Returns:
             Their values, read-only, in order.
@@ -413,24 +416,23 @@ class ParameterServerStrategy(Strategy):
     def _send_queued(self) -> None:
         """Do nothing: no write of these variables waits in a queue."""
 
-    def _checked(self, variables: Iterable[ServerVariable], what: str) -> list[ServerVariable]:
-        chosen = list(variables)
-        for one in chosen:
+    def _checked(self, variables: Iterable[Any], what: str) -> list[tuple[ServerVariable, Any]]:
+        chosen = [one if isinstance(one, tuple) and len(one) == 2 else (one, None) for one in variables]
+        for one, _ in chosen:
             if not isinstance(one, ServerVariable) or one.strategy.here is not self.here:
                 raise ConfigError(f"{what} takes variables on servers that this strategy has made, not {one!r:.80}")
         return chosen
 
-    def _read(self, variables: list[ServerVariable], *, snapshot: bool) -> list[NDArray[Any]]:
-        if not variables:
-            return []
-        what = "snapshot" if snapshot else f"reading {', '.join(repr(one.name) for one in variables[:3])}"
+    def _read(self, chosen: list[tuple[ServerVariable, Any]], *, snapshot: bool) -> list[NDArray[Any]]:
+        what = "snapshot" if snapshot else f"reading {', '.join(repr(one.name) for one, _ in chosen[:3])}"
         self._require_place(what)
         asking = Asking()
         reads = Reads(asking)
-        for one in variables:
-            reads.add(one)
-        ticket = self.session.request(asking.parts(), snapshot=snapshot)
-        return reads.arrays(self.session.wait(ticket, what, self.timeout))
+        for one, indices in chosen:
+            reads.add(one, indices)
+        parts = asking.parts()
+        ticket = self.session.request(parts, snapshot=snapshot) if parts else Ticket({})
+        return reads.arrays(self.session.wait(ticket, what, self.timeout) if parts else ticket)
 
 
 # -- the way to the servers -----------------------------------------------------------------------------------------

@@ -39,20 +39,28 @@ class Reads:
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
-        self._found: list[tuple[ServerVariable, list[Place], NDArray[Any] | None]] = []
+        self._found: list[tuple[ServerVariable, list[Place], NDArray[Any] | None, tuple[int, ...]]] = []
 
-    def add(self, variable: ServerVariable, rows: NDArray[Any] | None = None) -> None:
-        """Read a variable, or the named rows of it (int64, one axis)."""
+    def add(self, variable: ServerVariable, indices: Any = None) -> None:
+        """Read a variable, or the named rows of it.
+
+        Raises:
+            ConfigError: They cannot be rows of it.
+        """
+        rows, shape = (None, variable.shape) if indices is None else variable.checked_indices(indices)
         places = []
         for index, (start, stop) in enumerate(variable.row_ranges):
             inside = None if rows is None else rows[(rows >= start) & (rows < stop)] - start
             if inside is None or inside.size:
                 places.append(self._asking.pull(variable.server_of(index), variable.key_of(index), inside))
-        self._found.append((variable, places, rows))
+        self._found.append((variable, places, rows, shape))
 
     def arrays(self, ticket: Ticket) -> list[NDArray[Any]]:
         """Return the values, read-only, when the request is over."""
-        return [_joined(variable, [ticket.array(*place) for place in places], rows) for variable, places, rows in self._found]
+        return [
+            _joined(variable, [ticket.array(*place) for place in places], rows, shape)
+            for variable, places, rows, shape in self._found
+        ]
 
 
 class ServerVariable(Variable):
@@ -251,11 +259,7 @@ class ServerVariable(Variable):
             >>> table.lookup([2, 0, 2]).tolist()
             [[2.0], [0.0], [2.0]]
         """
-        rows, shape = self._checked_indices(indices)
-        asking = Asking()
-        reads = Reads(asking)
-        reads.add(self, rows)
-        return reads.arrays(self._owner.ask(asking, f"lookup in variable {self._name!r}"))[0].reshape((*shape, *self._shape[1:]))
+        return self._owner.read_all([(self, indices)])[0]
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -317,13 +321,19 @@ class ServerVariable(Variable):
         self._shape, self._dtype = tuple(told["whole"]), np.dtype(told["dtype"])
         self._cut(told["shards"])
 
-    def _checked_indices(self, indices: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
+    def checked_indices(self, indices: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
+        """Return the rows that indices name, and the shape of what looking them up gives; of use to this package only.
+
+        Raises:
+            RowOutOfRange: One of them is none.
+            ConfigError: A scalar variable, or indices that are no integers.
+        """
         shape = np.shape(plain_array(indices, f"lookup in variable {self._name!r}: indices"))
         values = np.broadcast_to(np.zeros((), self._dtype), (*shape, *self._shape[1:]))
         rows = checked_rows(
             Operation.SCATTER_UPDATE, indices, values, self._shape, self._dtype, f"lookup in variable {self._name!r}"
         )
-        return rows.indices, shape
+        return rows.indices, (*shape, *self._shape[1:])
 
 
 class ShardedVariable(ServerVariable):
@@ -347,7 +357,9 @@ class ShardedVariable(ServerVariable):
         return iter(self.read_value())
 
 
-def _joined(variable: ServerVariable, parts: list[NDArray[Any]], rows: NDArray[Any] | None) -> NDArray[Any]:
+def _joined(
+    variable: ServerVariable, parts: list[NDArray[Any]], rows: NDArray[Any] | None, shape: tuple[int, ...]
+) -> NDArray[Any]:
     if rows is None:
         made = parts[0] if len(parts) == 1 else np.concatenate(parts)
     elif variable.num_shards == 1 and parts:
@@ -359,6 +371,7 @@ def _joined(variable: ServerVariable, parts: list[NDArray[Any]], rows: NDArray[A
             inside = (rows >= start) & (rows < stop)
             if inside.any():
                 made[inside] = next(remaining)
+    made = made.reshape(shape)
     made.flags.writeable = False
     return made
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.errors import UsageError
 from syncvar.runtime.context import current
+from syncvar.runtime.context import joined as joined_context
 from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:
@@ -97,7 +98,6 @@ class Place(NamedTuple):
 _CROSS, _SPMD = Context.CROSS, Context.SPMD  # to look a member up by its name takes as long as all else here
 
 _makers: list[Callable[[], Owner]] = []
-_before_joining = threading.local()
 
 
 def set_default(maker: Callable[[], Owner]) -> None:
@@ -127,6 +127,9 @@ class Stacks(threading.local):
         self.stack: list[Place] = []
 
 
+_before_joining = Stacks()
+
+
 def stacks(joined: Joined) -> Stacks:
     """Return the stacks of a job, which stay the same objects as long as it lasts."""
     extras = joined.extras
@@ -135,8 +138,9 @@ def stacks(joined: Joined) -> Stacks:
 
 
 def places(joined: Joined | None = None) -> list[Place]:
-    """Return this thread's stack of places in a job (None: the one in force), to look at and to push to."""
-    return stacks(joined or current()).stack
+    """Return this thread's stack of places in a job (None: the one in force), to look at and to push to. Asking does not join."""
+    context = joined or joined_context()
+    return (_before_joining if context is None else stacks(context)).stack
 
 
 def take_places_along(joined: Joined) -> None:
