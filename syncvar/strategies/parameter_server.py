@@ -24,7 +24,7 @@ from syncvar.strategies.base import Strategy
 from syncvar.strategies.server_variables import Reads, ServerVariable
 from syncvar.variables.casting import operand_array
 from syncvar.variables.names import Names
-from syncvar.variables.places import current_place, stacks, take_places_along
+from syncvar.variables.places import current_place, stacks_here, take_places_along
 from syncvar.variables.policy import Operation, VariableSynchronization
 from syncvar.variables.rows import checked_rows
 
@@ -166,12 +166,12 @@ class ParameterServerStrategy(Strategy):
         self._check_every = 0
         self.queue = self.roster = None
         self.here = _servers_here()
+        self.places = stacks_here()
         self._open: Asking | None = None  # the transaction that is being put together
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("context", "places", "_communicator"):  # joining is for what needs the other workers
+        if name in ("context", "_communicator"):  # joining is for what needs the other workers
             self.context = current()
-            self.places = stacks(self.context)
             self._communicator = self.context.world
             return self.__dict__[name]
         return super().__getattr__(name)  # type: ignore[misc]

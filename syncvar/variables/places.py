@@ -40,6 +40,7 @@ __all__ = [
     "places",
     "set_default",
     "stacks",
+    "stacks_here",
     "take_places_along",
 ]
 
@@ -139,8 +140,13 @@ def stacks(joined: Joined) -> Stacks:
 
 def places(joined: Joined | None = None) -> list[Place]:
     """Return this thread's stack of places in a job (None: the one in force), to look at and to push to. Asking does not join."""
-    context = joined or joined_context()
-    return (_before_joining if context is None else stacks(context)).stack
+    return (stacks_here() if joined is None else stacks(joined)).stack
+
+
+def stacks_here() -> Stacks:
+    """Return the stacks of the job in force, without joining."""
+    context = joined_context()
+    return _before_joining if context is None else stacks(context)
 
 
 def take_places_along(joined: Joined) -> None:
