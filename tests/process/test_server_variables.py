@@ -1,0 +1,81 @@
+"""Variables on servers as users write them, over real processes: exact sums whatever dies, and the bits of synchronous training."""
+
+import os
+import random
+import re
+import signal
+
+import counted
+import pytest
+from launching import await_true
+from test_servers import servers_of
+
+BITS = """
+import numpy as np
+import probe, syncvar as sv
+
+servers = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2), staleness=0)
+for strategy in (servers, sv.MirroredStrategy(reproducible=True)):
+    with strategy.scope():
+        w = sv.Variable(np.linspace(-1, 1, 1001, dtype=np.float32), name=f"w{strategy is servers}", aggregation="MEAN")
+    adam, noise = sv.optimizers.Adam(0.01), np.random.default_rng(sv.rank())
+    for _ in range(8):
+        strategy.run(lambda: adam.apply_gradients([(w.read_value() + noise.normal(size=1001).astype(np.float32), w)]))
+    probe.note("bits", bits=w.numpy().tobytes().hex())
+with servers.scope():
+    v = sv.Variable(0, name="v")
+if sv.rank() == 1:
+    v.assign_add(5)
+sv.barrier()
+probe.note("seen", v=int(v))
+"""
+
+
+def start(launch, script, *options, workers=2, **keywords):
+    return launch(script, options=("--servers", "2", *options), workers=workers, **keywords)
+
+
+def test_staleness_0_gives_the_bits_of_synchronous_training_and_a_barrier_shows_every_push(launch):
+    job = start(launch, BITS)
+    assert job.wait() == 0, job
+    bits = [event["bits"] for event in job.events("bits")]
+    assert len(bits) == 4
+    assert len(set(bits)) == 1
+    assert [event["v"] for event in job.events("seen")] == [5, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_are_exact_when_a_server_or_a_worker_is_killed(launch, seed):
+    """Kill one of them at the half, or, with the odd seeds, a worker and a server, a little while after the half."""
+    draw = random.Random(seed)
+    workers = draw.choice([2, 3])
+    job = start(launch, counted.SCRIPT, "--server-replicas", "1", "--max-restarts", "2", workers=workers)
+    job.await_events("half", workers)
+    server = servers_of(job)[draw.randrange(2)]
+    if seed % 2:
+        job.open_gate("on")
+        before = len(job.events("joined"))
+        job.kill_rank(draw.randrange(workers))
+        await_true(lambda: len(job.events("joined")) > before, 20.0, "the worker's return")
+        os.kill(server, signal.SIGKILL)
+    else:
+        if draw.random() < 0.5:
+            os.kill(server, signal.SIGKILL)
+        else:
+            job.kill_rank(draw.randrange(workers))
+        job.open_gate("on")
+    assert job.wait(60) == 0, job
+    counted.check(job, workers)
+
+
+@pytest.mark.slow
+def test_the_embedding_converges_though_a_server_is_killed_half_way(launch):
+    job = launch(
+        target=["-m", "syncvar.examples.embedding"], workers=3, options=("--servers", "2", "--server-replicas", "1")
+    )
+    await_true(lambda: "epoch 10\n" in job.out, 60.0, "the half of the training")
+    os.kill(servers_of(job)[1], signal.SIGKILL)
+    assert job.wait(60) == 0, job
+    assert float(re.search(r"left out: (\S+) ", job.out).group(1)) < 0.13, job
+    assert "server 0 has copies of its variables and takes its place" in job.err, job
