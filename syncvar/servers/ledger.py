@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, WireError
 from syncvar.servers.shard import Push, Shard, Spec
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.servers.messages import Arrays, Message
-    from syncvar.servers.shard import Position
+    from syncvar.servers.shard import Position, Room
 
 __all__ = ["Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
@@ -86,6 +88,7 @@ class Ledger:
         self.shards: dict[str, Shard] = {}
         self.entries = 0
         self.staleness: dict[int, int] = {}  # how many ticks reads were ahead of the slowest -> reads
+        self.room: Room = np.empty  # makes the arrays of shards, and of rows that are read
 
     def worker(self, rank: int) -> Worker:
         """Return what is known of a worker."""
@@ -181,7 +184,7 @@ class Ledger:
         elif kind == "create":
             if operation["key"] not in self.shards:
                 bound = operation["staleness"]
-                self.shards[operation["key"]] = Shard(_spec(operation), arrays[operation["value"]], bound)
+                self.shards[operation["key"]] = Shard(_spec(operation), arrays[operation["value"]], bound, self.room)
         elif kind == "staleness":
             self.shards[operation["key"]].set_staleness(operation["staleness"])
         elif kind == "tick":

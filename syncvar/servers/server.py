@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncvar.servers.messages import Arrays, Message, Party
+    from syncvar.servers.shard import Room
 
 __all__ = ["RESEND_S", "Server"]
 
@@ -51,6 +52,11 @@ class Server:
             server: Ledger(server, workers) for server, others in enumerate(self._mirrors) if index in others
         }
         self._early: dict[int, dict[int, tuple[Message, Arrays]]] = {server: {} for server in self.copies}
+
+    def read_into(self, room: Room) -> None:
+        """Let shards, and what workers read, be put into arrays that `room` makes, by their shape and dtype; from the beginning."""
+        for ledger in (*(primary.ledger for primary in self.primaries.values()), *self.copies.values()):
+            ledger.room = room
 
     def handle(self, sender: Party, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
         """Take one message; return what is to be sent.

@@ -19,9 +19,11 @@ from syncvar.variables.policy import Operation
 from syncvar.variables.rows import Rows, applied
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
+
+    Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
 __all__ = ["Position", "Push", "Shard", "Spec"]
 
@@ -85,11 +87,15 @@ class Shard:
         spec: What it is.
         value: What it begins with; copied.
         staleness: Ticks by which a reader may miss other workers' pushes; None for any number.
+        room: Makes arrays, by their shape and dtype.
     """
 
-    def __init__(self, spec: Spec, value: NDArray[Any], staleness: int | None) -> None:
+    def __init__(self, spec: Spec, value: NDArray[Any], staleness: int | None, room: Room = np.empty) -> None:
         self.spec = spec
-        self.array = np.array(value, copy=True)
+        self.array = room(value.shape, value.dtype)
+        self.array[...] = value
+        self._room = room
+        self._is_given = False  # somebody may read the array for as long as he likes
         self.staleness = staleness
         self._rules: dict[tuple[str, tuple[tuple[str, Any], ...]], ServerRule] = {}
         self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}
@@ -184,20 +190,25 @@ class Shard:
             self._apply([first._replace(value=tree_combined([push.value for push in pushes], "sum"))])
 
     def _apply(self, pushes: list[Push]) -> None:
-        """Change the array by pushes of one kind, in place; several are of rows."""
+        """Change the array by pushes of one kind, in place unless it has been given away; several are of rows."""
         first = pushes[0]
-        array = self.array
+        array, made = self.array, self.array
+        if self._is_given:
+            self._is_given = False
+            self.array = made = self._room(array.shape, array.dtype)
+            if first.rows is not None or first.how == _STEP:
+                np.copyto(made, array)
         with quiet():
             if first.rows is not None:
                 rows = np.concatenate([push.rows for push in pushes if push.rows is not None])
                 values = np.concatenate([push.value for push in pushes])
                 self._apply_rows(first, rows, values, len(pushes))
             elif first.how == _STEP:
-                self._rule(first).step(array, first.value, None, first.rate)
+                self._rule(first).step(made, first.value, None, first.rate)
             elif (ufunc := _PLAIN[first.how]) is None:
-                array[...] = first.value
+                made[...] = first.value
             else:
-                ufunc(array, first.value, out=array, casting="same_kind")
+                ufunc(array, first.value, out=made, casting="same_kind")
 
     def _apply_rows(self, first: Push, rows: NDArray[Any], values: NDArray[Any], pushes: int) -> None:
         if not rows.size:
@@ -238,5 +249,15 @@ class Shard:
         return all(round_ >= own for round_ in self._rounds)
 
     def rows(self, rows: NDArray[Any] | None) -> NDArray[Any]:
-        """Return a copy of the array, or of the named rows of it in their order."""
-        return self.array.copy() if rows is None else self.array[rows]
+        """Return the array as it is now, or the named rows of it in their order; neither changes any more.
+
+        The array itself is given away, without a copy. The next change is made to another one.
+        """
+        if rows is None:
+            self._is_given = True
+            given = self.array.view()
+            given.flags.writeable = False
+            return given
+        made = self._room((*rows.shape, *self.array.shape[1:]), self.array.dtype)
+        np.take(self.array, rows, axis=0, out=made, mode="clip")  # without checks once more, and without a copy in between
+        return made

@@ -1,14 +1,17 @@
 """Arrays that go between a server and the workers of its host through memory that they share.
 
-Who sends an array copies it once, into a block of its own region of an arena, and sends where that is. Who receives it reads
-the block where it lies. Nobody writes a block while it is lent, so what is read is never torn, and always one version. When the
-last view of it is gone the reader clears the block's first word, and the owner takes it back the next time it lends something.
+Who sends an array copies it once, into a block of its own region of an arena, or has made it there (`Lender.room`), and sends
+where that is. Who receives it reads the block where it lies. Nobody writes a block while it is lent, so what is read is never torn, and always one version. A block
+begins with eight words, one for each of so many readers. When the last view of it is gone a reader clears its word, and the owner
+takes that back the next time it lends something.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["LEND_NBYTES_MIN", "Lender", "lender_of"]
 
 LEND_NBYTES_MIN = 64 << 10
-_WORD_NBYTES = 64  # before the array: it stays on a line of the cache of its own
+_WORDS = 8
+_WORDS_NBYTES = 8 * _WORDS  # before the array: they stay on a line of the cache of their own
 _SPARE_NBYTES_MAX = 128 << 20
 _LENT = 1
+_ALONE = 2  # references to a block that nobody else has: a name, and the question's own
 
 
 def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | None:
@@ -74,15 +79,21 @@ class Lender:
         self._arena = arena
         self._there = there
         self._lends = lends
-        self._out: collections.deque[tuple[int, NDArray[np.uint8], int]] = collections.deque()  # to whom, block, offset
+        self._out: collections.deque[tuple[int, NDArray[np.uint8], int]] = collections.deque()  # to whom, block, word
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
         self._spare_nbytes = 0
 
+    def room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a new array with any content; a long one lies where it can be lent as it is, once, if nobody writes it then."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        block = self._block(nbytes) if self._lends and nbytes >= LEND_NBYTES_MIN else None
+        return np.empty(shape, dtype) if block is None else block[_WORDS_NBYTES:].view(dtype).reshape(shape)
+
     def lend(self, number: int, frames: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Copy the long ones of some buffers to where a process can read them.
+        """Copy the long ones of some buffers to where a process can read them, unless they are there.
 
         Returns:
-            For each of these its index, where it is and how long it is. The others are to be sent.
+            For each of these its index, where the reader's word is, and how long it is. The others are to be sent.
         """
         if not self._lends or number not in self._there:
             return []
@@ -92,15 +103,16 @@ class Lender:
             if index and view.nbytes >= LEND_NBYTES_MIN:
                 if not found:
                     self._take_back()
-                block = self._block(view.nbytes)
-                if block is None:
-                    break
-                offset = self._arena.locate(block)
-                assert offset is not None
-                block[_WORD_NBYTES:] = np.frombuffer(view, np.uint8)
-                self._arena.words[offset // 8] = _LENT
-                self._out.append((number, block, offset))
-                found.append((index, offset, view.nbytes))
+                word = self._free_word(view)
+                if word is None:
+                    copied = self._block(view.nbytes)
+                    if copied is None:
+                        break
+                    copied[_WORDS_NBYTES:] = np.frombuffer(view, np.uint8)
+                    word = copied, self._place(copied)
+                self._arena.words[word[1]] = _LENT
+                self._out.append((number, *word))
+                found.append((index, 8 * word[1], view.nbytes))
         self.lent += len(found)
         return found
 
@@ -110,7 +122,7 @@ class Lender:
         Raises:
             ValueError: It is outside the memory.
         """
-        if offset < 0 or offset % 64 or nbytes < 0 or offset + _WORD_NBYTES + nbytes > self._arena.arena_bytes:
+        if offset < 0 or offset % 8 or nbytes < 0 or offset // 64 * 64 + _WORDS_NBYTES + nbytes > self._arena.arena_bytes:
             raise ValueError(f"no array of {nbytes} bytes can be at {offset}")
         array: Any = np.asarray(_Borrowed(self._arena, offset, nbytes))
         return memoryview(array)
@@ -118,9 +130,9 @@ class Lender:
     def forget(self, number: int) -> None:
         """Take back what a process had borrowed that has ended."""
         if is_server(number) or number in self._there:
-            for to, _, offset in self._out:
+            for to, _, word in self._out:
                 if to == number:
-                    self._arena.words[offset // 8] = 0
+                    self._arena.words[word] = 0
 
     def close(self) -> None:
         """Let go of the memory; what is still read stays."""
@@ -128,28 +140,49 @@ class Lender:
         self._spare.clear()
         self._arena.close()
 
+    def _place(self, block: NDArray[np.uint8]) -> int:
+        """Return the index of a block's first word."""
+        offset = self._arena.locate(block)
+        assert offset is not None
+        return offset // 8
+
+    def _free_word(self, view: memoryview) -> tuple[NDArray[np.uint8], int] | None:
+        """Return the block that `room` has made a buffer in, and a word for one more reader; None where there is none."""
+        owner: Any = view.obj
+        while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if not isinstance(owner, np.ndarray) or owner.nbytes != view.nbytes + _WORDS_NBYTES or self._arena.locate(owner) is None:
+            return None
+        first = self._place(owner)
+        free = next((word for word in range(first, first + _WORDS) if self._arena.words[word] != _LENT), None)
+        return None if free is None else (owner, free)
+
     def _block(self, nbytes: int) -> NDArray[np.uint8] | None:
         spare = self._spare.get(nbytes)
         if spare:
             self._spare_nbytes -= nbytes
             return spare.pop()
         try:
-            return self._arena.empty(_WORD_NBYTES + nbytes, np.uint8)
+            block = self._arena.empty(_WORDS_NBYTES + nbytes, np.uint8)
         except ArenaFull:
             self._spare.clear()
             self._spare_nbytes = 0
             return None
+        block[:_WORDS_NBYTES] = 0
+        return block
 
     def _take_back(self) -> None:
         """Keep blocks that nobody reads any more for arrays of the same size; beyond a limit they are freed."""
         words = self._arena.words
         for _ in range(len(self._out)):
             entry = self._out.popleft()
-            _, block, offset = entry
-            nbytes = len(block) - _WORD_NBYTES
-            if words[offset // 8] == _LENT:
+            if words[entry[2]] == _LENT:
                 self._out.append(entry)
-            elif self._spare_nbytes + nbytes <= _SPARE_NBYTES_MAX:
+                continue
+            block = entry[1]
+            del entry
+            nbytes = len(block) - _WORDS_NBYTES
+            if sys.getrefcount(block) == _ALONE and self._spare_nbytes + nbytes <= _SPARE_NBYTES_MAX:
                 self._spare_nbytes += nbytes
                 self._spare.setdefault(nbytes, []).append(block)
 
@@ -157,16 +190,16 @@ class Lender:
 class _Borrowed:
     """The owner of a borrowed array's memory, at the end of the chain of bases."""
 
-    __slots__ = ("__array_interface__", "_ground", "_offset", "_words")
+    __slots__ = ("__array_interface__", "_ground", "_word", "_words")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
         self._ground = arena.ground  # the mapping lives as long as this
         self._words = arena.words
-        self._offset = offset
+        self._word = offset // 8
         self.__array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset + _WORD_NBYTES, True), "version": 3,
+            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset // 64 * 64 + _WORDS_NBYTES, True), "version": 3,
         }  # fmt: skip
 
     def __del__(self) -> None:
         with contextlib.suppress(ValueError):  # the arena has been closed: nobody lends from it any more
-            self._words[self._offset // 8] = 0
+            self._words[self._word] = 0

@@ -96,6 +96,8 @@ class Serving:
         self._context: zmq.Context[Any] = zmq.Context()
         keys = keys_of(environment, config, environ)
         self._lender = lender_of(environment, config)
+        if self._lender is not None:
+            self.server.read_into(self._lender.room)
         self._directory = Directory(self._context, environment, config, keys)
         self.links = Links(self._context, environment, config, keys, self._lender)
         try:

@@ -213,6 +213,32 @@ def test_what_a_process_that_has_ended_had_borrowed_comes_back(lenders):
     assert lent(server, array)[0] == first
 
 
+def test_an_array_that_was_made_to_be_lent_is_lent_where_it_is_to_eight_readers(lenders):
+    server, worker = lenders
+    made = server.room((512, 100), np.dtype(np.float32))
+    made[...] = np.arange(51_200).reshape(512, 100)
+    place = server._arena.locate(made)
+    buffer = memoryview(made.reshape(-1).view(np.uint8))
+    words = [server.lend(0, [b"head", buffer])[0][1] for _ in range(9)]
+    assert [word // 64 * 64 + 64 == place for word in words] == [True] * 8 + [False]
+    assert len(set(words)) == 9
+    for word in words:
+        assert np.array_equal(np.frombuffer(worker.borrow(word, made.nbytes), np.float32).reshape(512, 100), made)
+    assert server.lend(0, [b"head", buffer])[0][1] in words[:8]  # it has been given back
+    assert server._arena.locate(server.room((4,), np.dtype(np.float32))) is None
+
+
+def test_a_block_whose_array_is_in_use_is_not_used_for_another_one(lenders):
+    server, worker = lenders
+    made = server.room((LEND_NBYTES_MIN,), np.dtype(np.uint8))
+    made[...] = 7
+    word, nbytes = lent(server, memoryview(made))
+    worker.borrow(word, nbytes).release()
+    other, _ = lent(server, np.zeros(LEND_NBYTES_MIN, np.uint8))
+    assert other // 64 != word // 64
+    assert (made == 7).all()
+
+
 def test_short_arrays_and_those_for_other_hosts_are_not_lent(lenders):
     server, _ = lenders
     long, short = np.ones(LEND_NBYTES_MIN, np.uint8), np.ones(LEND_NBYTES_MIN - 1, np.uint8)
@@ -248,7 +274,7 @@ def test_what_has_no_room_is_left_to_be_sent(lenders):
     assert [index for index, _, _ in found] == list(range(1, len(found) + 1))
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(-64, 1), (1, 1), (0, 64 * MIB), (64 * MIB, 0), (0, -1)])
+@pytest.mark.parametrize(("offset", "nbytes"), [(-64, 1), (4, 1), (0, 64 * MIB), (64 * MIB, 0), (0, -1)])
 def test_what_lies_outside_is_not_borrowed(lenders, offset, nbytes):
     with pytest.raises(ValueError, match="no array of"):
         lenders[1].borrow(offset, nbytes)
