@@ -47,8 +47,8 @@ _WIDENED = 32 << 10  # elements that are widened at once
 _NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
 _BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
 _NATIVE_BLOCK_BYTES = 32 << 10
-_CELLS, _LAG = 16, 4  # of a segment, where all ranks run programs in C; and how many may wait to be read
-_SUMS_ALL_MAX = 4  # ranks that sum all cells each; of more, each combines its part
+_CELLS, _LAG = 8, 4  # of a segment, where all ranks run programs in C; and how many may wait to be read
+_SUMS_ALL_MAX = 2  # ranks that sum all cells each; of more, each combines its part
 _HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
 
 
