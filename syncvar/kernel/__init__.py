@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "ChannelState", "Copied", "Tally", "Watch", "bind", "entrance", "program", "remember", "run", "slot_call", "told", "which",
+    "ChannelState", "Copied", "Tally", "Watch", "bind", "entrance", "group_of", "program", "remember", "run", "slot_call", "told", "which",
     "why_not_native", "write",
 ]  # fmt: skip
 
@@ -193,6 +193,13 @@ def slot_call(**parts: Any) -> Any:
         return _native.SlotCall(**parts)
     except ValueError:  # a dtype or an op without a loop of its own, or more ranks than it is made for
         return None
+
+
+def group_of(variables: tuple[Any, ...], storages: tuple[Any, ...], tallies: tuple[Any, ...], parts: tuple[Any, ...]) -> Any:
+    """Return what looks at variables that are written together in C, or None where there is no C runner; see `PlainGroup` for the arguments."""
+    if _native is None:
+        return None
+    return _native.Group(variables, storages, tallies, parts, tuple([part.nbytes for part in parts]), np.ndarray)
 
 
 def write(

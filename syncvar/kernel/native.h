@@ -17,6 +17,21 @@
 #define RELAX() __builtin_ia32_pause()
 #else
 #define RELAX() ((void)0)
+/* -- variables ----------------------------------------------------------------------------------------------------- */
+
+/* What is counted of a variable; see syncvar/variables/prepared.py. */
+typedef struct {
+    PyObject_HEAD long long writes, collectives, added, steps;
+} Tally;
+
+/* Whether a call of all replicas writes a copy, and how often it has gone to other memory. */
+typedef struct {
+    PyObject_HEAD long long moves;
+    char is_being_written;
+} Copied;
+
+int add_groups(PyObject *module, PyTypeObject *tally, PyTypeObject *copied);
+
 #endif
 
 #define BLOCK 8192 /* bytes that are combined at a time: all terms of a block stay in the first cache */
@@ -164,5 +179,20 @@ PyObject *run_slots(PyObject *slot_call, PyObject *x, PyObject *out, PyObject *s
 int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyTypeObject **kept);
 int add_writes(PyObject *module);
 extern PyTypeObject *slot_call_type;
+
+/* -- variables ----------------------------------------------------------------------------------------------------- */
+
+/* What is counted of a variable; see syncvar/variables/prepared.py. */
+typedef struct {
+    PyObject_HEAD long long writes, collectives, added, steps;
+} Tally;
+
+/* Whether a call of all replicas writes a copy, and how often it has gone to other memory. */
+typedef struct {
+    PyObject_HEAD long long moves;
+    char is_being_written;
+} Copied;
+
+int add_groups(PyObject *module, PyTypeObject *tally, PyTypeObject *copied);
 
 #endif

@@ -2,9 +2,6 @@
 #include "native.h"
 
 /* What is counted of a variable; see syncvar/variables/prepared.py for this and what follows. */
-typedef struct {
-    PyObject_HEAD long long writes, collectives, added, steps;
-} Tally;
 
 static PyMemberDef tally_members[] = {
     {"writes", T_LONGLONG, offsetof(Tally, writes), 0, NULL},
@@ -49,10 +46,6 @@ static PyType_Spec watch_spec = {
 };
 
 /* Whether a call of all replicas writes a copy, and how often it has gone to other memory. */
-typedef struct {
-    PyObject_HEAD long long moves;
-    char is_being_written;
-} Copied;
 
 static PyMemberDef copied_members[] = {
     {"moves", T_LONGLONG, offsetof(Copied, moves), 0, NULL},
@@ -285,5 +278,6 @@ int add_writes(PyObject *module) {
     if (add_type(module, &tally_spec, "Tally", &tally_type) < 0) return -1;
     if (add_type(module, &watch_spec, "Watch", &watch_type) < 0) return -1;
     if (add_type(module, &copied_spec, "Copied", &copied_type) < 0) return -1;
+    if (add_groups(module, tally_type, copied_type) < 0) return -1;
     return add_type(module, &write_spec, "Write", NULL);
 }

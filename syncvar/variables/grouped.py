@@ -9,6 +9,7 @@ from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
 from syncvar.variables.requests import together_request
 from syncvar.variables.shared_copy import written_once
+from syncvar.variables.side_by_side import SideBySide
 from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from syncvar.runtime.group import Request
+    from syncvar.variables.places import Owner
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
 
@@ -73,11 +75,15 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
 
 
 def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
-    chosen = list(pairs)
+    chosen = pairs if type(pairs) is list else list(pairs)
     if not chosen:
         return
+    if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
+        prepared = chosen[0][0]._groups.get((operation, len(chosen)))  # noqa: SLF001  (variables are of this room)
+        if prepared is not None and prepared.write(chosen):
+            return
     variables = _checked_variables(name, chosen)
-    owner = variables[0]._owner  # noqa: SLF001  (variables are of this room)
+    owner = variables[0]._owner  # noqa: SLF001
     strangers = [variable for variable in variables if variable._owner is not owner]  # noqa: SLF001
     if strangers:
         raise UsageError(
@@ -100,6 +106,10 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
     if together:
         if owner.roster is not None and not owner.roster.is_free and owner.roster.counts(variables[0]):
             owner.roster.before_write(variables)
+        if not apart and SideBySide.takes(owner, variables, ops):
+            group = _group(owner, operation, name, variables, ops[0])
+            group.perform(name, lambda number: variables[number]._operand(operation, together[number][1], reduced=True))  # noqa: SLF001
+            return
         storages = [variable._storage for variable in variables]  # noqa: SLF001
 
         def check() -> Request:
@@ -121,6 +131,16 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
             variable._count_write()  # noqa: SLF001
     for variable, x in apart:
         getattr(variable, operation.value)(x)
+
+
+def _group(owner: Owner, operation: Operation, name: str, variables: list[Variable], op: str) -> SideBySide:
+    """Return the prepared group of variables; it is made when they are first written together."""
+    groups = variables[0]._groups  # noqa: SLF001
+    key = operation, len(variables)
+    found = groups.get(key)
+    if found is None or not found.is_of(variables):
+        found = groups[key] = SideBySide(owner, variables, name, op, UFUNCS[operation])
+    return found
 
 
 def _op(action: Action) -> str:

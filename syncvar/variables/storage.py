@@ -105,10 +105,21 @@ class Storage(Copied):
 
     def _take(self, value: NDArray[Any], *, keep: bool = True) -> None:
         """Go to new memory, which is as it has to be before anybody sees it."""
-        array = self._resident(value.shape, value.dtype)
+        self._go_to(self.memory(value.shape, value.dtype), value if keep else None)
+
+    def memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return new memory such as copies lie in, with any content."""
+        array = self._resident(shape, dtype)
         if array is None:
-            array = np.ndarray(value.shape, value.dtype, np.empty(math.prod(value.shape) * value.dtype.itemsize, np.uint8))
-        if keep:
+            array = np.ndarray(shape, dtype, np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
+        return array
+
+    def move_to(self, array: NDArray[Any], value: NDArray[Any]) -> None:
+        """Let the copy lie in an array of its form that nobody else writes to, with a new value; the old memory is its readers'."""
+        self._go_to(array, value)
+
+    def _go_to(self, array: NDArray[Any], value: NDArray[Any] | None) -> None:
+        if value is not None:
             array[...] = value
         view, shown = _view_of(array), _view_of(array)
         self.moves += 1
@@ -187,7 +198,7 @@ class Storage(Copied):
 
 
 def _view_of(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a read-only view of an array's memory, which counts as a reference to its base."""
+    """Return a read-only view of an array's memory, by way of a read-only array of its own, the base of all parts of it."""
     # By way of frombuffer: np.ndarray itself looks through a read-only memoryview.
-    ground = np.frombuffer(memoryview(array.base).toreadonly(), np.uint8)  # type: ignore[arg-type]
+    ground = np.frombuffer(memoryview(array.reshape(-1).view(np.uint8)).toreadonly(), np.uint8)  # type: ignore[arg-type]
     return np.ndarray(array.shape, array.dtype, ground)

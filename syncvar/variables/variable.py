@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.variables.prepared import Read, Write
+    from syncvar.variables.side_by_side import SideBySide
 
 __all__ = ["Variable"]
 
@@ -113,6 +114,7 @@ class Variable(Taught, ArrayProtocol):
         self._kind = f"{self._synchronization.name} {self._aggregation.name}"  # all that decides, beside the context
         self._shape, self._dtype = made.value.shape, made.value.dtype
         self._tally = Tally()
+        self._groups: dict[tuple[Operation, int], SideBySide] = {}  # grouped writes that begin with it, by the number of variables
         self._reads = 0
         self._turned = self._turns = 0  # increments at the last read after one; such reads
         self._pace = "eager"

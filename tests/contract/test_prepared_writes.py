@@ -1,7 +1,9 @@
 """A prepared write does what the plain one does, with either runner, and leaves to it what is not as it was."""
 
+import contextlib
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.runtime.group import Communicator
 from syncvar.variables.policy import Operation
 from syncvar.variables.prepared import DECIDE, DONE, UNDONE
 
@@ -257,3 +260,129 @@ def test_only_one_rank_reads_what_all_have_to(ranks):
         return type(error), "or take this replica's copy" in str(error), v.read_value().tolist()
 
     assert ranks(fn) == [(sv.MismatchError, rank == 0, [1.0] * 3) for rank in range(2)]
+
+
+# -- several variables in one call ------------------------------------------------------------------------------------
+
+
+def several(strategy=None, *, shapes=((), (3,), (2, 2), (0,), (500,)), dtype="f8", aggregation=SUM, sync=ON_WRITE):
+    """Return variables that hold 0, 1, 2, …"""
+    made = []
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        for number, shape in enumerate(shapes):
+            made.append(sv.Variable(np.full(shape, number, dtype), synchronization=sync, aggregation=aggregation))
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "aggregation"), [("f8", SUM), ("f4", MEAN), ("f2", SUM), ("i8", SUM)])
+def test_a_group_gives_the_bytes_of_writes_one_by_one(ranks, dtype, aggregation):
+    """By each operation, in plain code and in run; what is read and kept in between does not change."""
+
+    def fn():
+        draw = np.random.default_rng(sv.rank())
+        wrong = []
+        strategy = sv.MirroredStrategy()
+        for owner in (None, strategy):
+            together, alone = (several(owner, dtype=dtype, aggregation=aggregation) for _ in range(2))
+            kept = []
+
+            def step(owner=owner, together=together, alone=alone, kept=kept, wrong=wrong):
+                for turn in range(12):
+                    values = [np.asarray(draw.standard_normal(v.shape) * 9).astype(dtype) for v in together]
+                    name = ("assign_add", "assign_sub", "assign")[turn // 2 % 3]
+                    pairs = list(zip(together, values, strict=True))
+                    getattr(sv, f"{name}_all")(iter(pairs) if turn == 3 else pairs)
+                    for v, x in zip(alone, values, strict=True):
+                        getattr(v, name)(x)
+                    if any(v.local_value().tobytes() != w.local_value().tobytes() for v, w in zip(together, alone, strict=True)):
+                        wrong.append((owner, turn, name))
+                    if turn in (4, 9) and sv.rank() == turn % 2:  # this rank alone has to go to other memory
+                        kept += [(v.read_value()[...], v.local_value().tobytes()) for v in together]
+
+            step() if owner is None else owner.run(step)
+            wrong += ["what was read has changed" for view, before in kept if view.tobytes() != before]
+            wrong += [f"{v.explain().numbers}" for v in together if v._tally.writes != 12]
+        return wrong
+
+    assert ranks(fn) == [[], []]
+
+
+def test_a_prepared_group_makes_one_prepared_call_in_place(ranks, monkeypatch):
+    performed = []
+    plain = Communicator.perform
+    monkeypatch.setattr(Communicator, "perform", lambda self, name, *rest, **more: performed.append(name) or plain(self, name, *rest, **more))
+
+    def fn():
+        made = several()
+        pairs = [(v, np.ones(v.shape)) for v in made]
+        sv.assign_add_all(pairs)
+        sv.barrier()
+        performed.clear()
+        sv.barrier()
+        places = [v._storage.moves for v in made]
+        for _ in range(20):
+            sv.assign_add_all(pairs)
+        made[1].assign_add(np.ones(3))  # by itself, in the same memory
+        made[1].assign_sub(np.ones(3))
+        one = made[1]._storage.array.ctypes.data - made[0]._storage.array.ctypes.data
+        return [v.numpy().reshape(-1)[:1].tolist() for v in made], [v._storage.moves for v in made] == places, one
+
+    wanted = [[42.0], [43.0], [44.0], [], [46.0]]
+    assert ranks(fn) == [(wanted, True, 8)] * 2
+    assert [name for name in performed if name == "assign_add_all"] == []
+
+
+def test_what_is_wrong_in_a_prepared_group_is_refused_and_told(ranks):
+    """A value of another shape on one rank, other variables on one rank, a variable twice, a variable that is gone."""
+
+    def fn():
+        rank = sv.rank()
+        made = several(shapes=((2,),) * 4)
+        ones = [np.ones(2)] * 4
+        pairs = list(zip(made, ones, strict=True))
+        for _ in range(3):
+            sv.assign_add_all(pairs)
+        odd = [*pairs[:3], (made[3], np.ones(3) if rank else ones[3])]
+        errors = [caught(lambda: sv.assign_add_all(odd))]
+        errors.append(caught(lambda: sv.assign_add_all(pairs[::-1] if rank else pairs)))
+        errors.append(caught(lambda: sv.assign_add_all([*pairs[:3], pairs[2]])))
+        sv.assign_add_all([*pairs[:3], (made[3], [1.0, 1])])  # of another form: all the same
+        sv.assign_add_all(pairs)
+        values = [v.numpy().tolist() for v in made]
+        other = several(shapes=((2,),))[0]
+        sv.assign_add_all([*pairs[:3], (other, ones[0])])  # begins with the same, and has as many
+        sv.assign_add_all(pairs)
+        return [type(one) for one in errors], values, made[3].numpy().tolist(), other.numpy().tolist(), made[0]._storage.is_being_written
+
+    values = [[number + 10.0] * 2 for number in range(4)]
+    config, mismatch = sv.ConfigError, sv.MismatchError
+    wanted = [([first, mismatch, config], values, [15.0] * 2, [2.0] * 2, False) for first in (mismatch, config)]
+    assert ranks(fn) == wanted
+
+
+def test_a_prepared_group_is_looked_at_as_its_first_variable_is(ranks):
+    def fn():
+        sv.get_strategy().check_every = 10
+        made = several()
+        pairs = [(v, np.zeros(v.shape)) for v in made]
+        for _ in range(12):
+            sv.assign_add_all(pairs)
+        if sv.rank():
+            made[2]._storage.array[...] = 7
+        errors = [caught(lambda: sv.assign_add_all(pairs)) for _ in range(8)]
+        return [number for number, error in enumerate(errors, 13) if error is not None], str(errors[7]).count(repr(made[2].name)) > 0
+
+    assert ranks(fn) == [([20], True)] * 2
+
+
+def test_a_group_goes_with_its_variables(ranks):
+    def fn():
+        made = several()
+        pairs = [(v, np.zeros(v.shape)) for v in made]
+        for _ in range(3):
+            sv.assign_add_all(pairs)
+        gone = [weakref.ref(v) for v in made]
+        del made, pairs
+        return [one() for one in gone]
+
+    assert ranks(fn) == [[None] * 5] * 2

@@ -1,0 +1,227 @@
+"""Small variables that are written together again and again: their values travel as one array, their copies lie side by side.
+
+All replicas make one all-reduce of one flat array. Where each keeps its copies is its own business: after the first such write
+they lie one after the other in one piece of memory, which the call changes in place. A copy of which a view is alive is left to
+its reader; then the result is spread over the copies, and at times they are laid side by side anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._reducing import reduction_of
+from syncvar.collectives.all_reduce import reduce_request
+from syncvar.kernel import group_of, which
+from syncvar.runtime.group import Request, fingerprint
+from syncvar.variables.policy import Context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.kernel import Tally
+    from syncvar.variables.places import Owner
+    from syncvar.variables.storage import Storage
+    from syncvar.variables.variable import Variable
+
+    Pairs = list[tuple[Variable, Any]]
+
+__all__ = ["SideBySide"]
+
+SMALL_BYTES = 64 << 10  # of a variable: longer ones are reduced where they lie
+_TOGETHER_BYTES = 16 << 20
+_REPLICA = Context.REPLICA
+
+
+class PlainGroup:
+    """What is looked at, and brought together, for each variable of a group; `kernel/groups.c` does the same.
+
+    Args:
+        variables: Weak references to them.
+        storages: Their memory.
+        tallies: What is counted of each.
+        parts: Where the value of each is brought to.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[weakref.ref[Variable]],
+        storages: Sequence[Storage],
+        tallies: Sequence[Tally],
+        parts: Sequence[NDArray[Any]],
+    ) -> None:
+        self._members = list(zip(variables, parts, strict=True))
+        self._storages, self._tallies = storages, tallies
+        self._moves = [-1] * len(storages)
+
+    def load(self, pairs: Any) -> bool:
+        """Bring the values of (variable, value) pairs together; False where one of them is unusual."""
+        if type(pairs) is not list or len(pairs) != len(self._members):
+            return False
+        for pair, (reference, part) in zip(pairs, self._members, strict=True):
+            if type(pair) is not tuple or len(pair) != 2 or pair[0] is not reference():
+                return False
+            x = pair[1]
+            if type(x) is not np.ndarray or x.dtype is not part.dtype or x.shape != part.shape:
+                return False
+            part[...] = x
+        return True
+
+    def lay(self) -> None:
+        """Take note that the copies lie side by side."""
+        self._moves = [storage.moves for storage in self._storages]
+
+    def begin(self) -> bool:
+        """Mark the copies as being written; False, and no mark, where they do not lie side by side or a view of one is alive."""
+        for storage in self._storages:
+            storage.is_being_written = True
+        for storage, moves in zip(self._storages, self._moves, strict=True):
+            if storage.moves != moves or storage.is_exposed:
+                self.end(False)
+                return False
+        return True
+
+    def end(self, is_done: bool) -> None:
+        """Take the marks off, and count what has been done."""
+        for storage in self._storages:
+            storage.is_being_written = False
+        if is_done:
+            for tally in self._tallies:
+                tally.writes += 1
+                tally.collectives += 1
+
+
+class SideBySide:
+    """Variables of one dtype that are written together, by one operation and op.
+
+    Args:
+        owner: Their strategy.
+        variables: In the order of the pairs.
+        name: The call.
+        op: "sum" or "mean".
+        ufunc: A copy becomes ufunc(copy, combination); None sets it.
+    """
+
+    def __init__(self, owner: Owner, variables: Sequence[Variable], name: str, op: str, ufunc: np.ufunc | None) -> None:
+        self._owner, self._op, self._ufunc = owner, op, ufunc
+        self._storages = tuple([one._storage for one in variables])  # noqa: SLF001  (variables are of this room)
+        self._tallies = tuple([one._tally for one in variables])  # noqa: SLF001
+        shapes = tuple([one.shape for one in variables])
+        ends = list(accumulate(storage.array.size for storage in self._storages))
+        self._places = [(end - storage.array.size, end) for end, storage in zip(ends, self._storages, strict=True)]
+        self._staging = self._memory(ends[-1])
+        self._scratch = np.empty_like(self._staging)
+        self._flat = self._scratch  # the copies, where they lie side by side
+        self._parts = tuple([self._staging[start:stop].reshape(shape) for (start, stop), shape in zip(self._places, shapes, strict=True)])
+        references = tuple([weakref.ref(one) for one in variables])
+        group = None
+        if which(owner.context.config.kernel) == "c":
+            group = group_of(references, self._storages, self._tallies, self._parts)
+        self._group: Any = group or PlainGroup(references, self._storages, self._tallies, self._parts)
+        self._failures = 0
+        communicator = owner.communicator
+        self._communicator, self._channel = communicator, communicator.channel
+        names = tuple([one.name for one in variables])
+        shown = ", ".join(map(repr, names[:3])) + (f", … ({len(names)} variables)" if len(names) > 3 else "")
+        self._what = f"{name} of {shown}"
+        self._digest = fingerprint(name, names, shapes, self._staging.dtype.name, op, owner.reproducible)
+        how = reduction_of(self._staging, op)
+        self._call = communicator.reduce_shortcut(how, self._staging.shape, self._digest, self._what, ufunc)
+
+    @staticmethod
+    def takes(owner: Owner, variables: Sequence[Variable], ops: Sequence[str]) -> bool:
+        """Return whether variables are written so: the same answer on every replica."""
+        communicator = owner.communicator
+        if communicator.channel is None or communicator.size == 1 or len(variables) < 2 or communicator.uneven is not None:
+            return False
+        storages = [one._storage for one in variables]  # noqa: SLF001
+        sizes = [storage.array.nbytes for storage in storages]
+        dtypes = {one.dtype for one in variables}
+        is_plain = len(set(ops)) == len(dtypes) == 1 and dtypes.pop().kind != "b" and not any(storage.is_shared for storage in storages)
+        return is_plain and max(sizes) <= SMALL_BYTES and 0 < sum(sizes) <= _TOGETHER_BYTES
+
+    def is_of(self, variables: Sequence[Variable]) -> bool:
+        """Return whether these are its variables."""
+        return len(variables) == len(self._storages) and all(
+            one._storage is storage for one, storage in zip(variables, self._storages, strict=True)  # noqa: SLF001
+        )
+
+    def _memory(self, count: int) -> NDArray[Any]:
+        first = self._storages[0]
+        return first.memory((count,), first.array.dtype)
+
+    def write(self, pairs: Any) -> bool:
+        """Make a prepared write; False where nothing has been done, and it has to be made by the table."""
+        owner, call = self._owner, self._call
+        stack, roster = owner.places.stack, owner.roster
+        if call is None or self._communicator.channel is not self._channel:
+            return False
+        if not stack:
+            if not owner.is_default:
+                return False
+        elif stack[-1].owner is not owner or stack[-1].context is not _REPLICA:
+            return False
+        tally = self._tallies[0]
+        is_counted = roster is not None and not roster.is_free
+        if is_counted and tally.steps >= roster.until:  # type: ignore[union-attr]
+            return False
+        if not self._group.load(pairs):
+            return False
+        tally.steps += is_counted
+        is_made, is_begun = False, self._group.begin()
+        target = self._flat if is_begun else self._gathered()
+        try:
+            is_made = call(self._staging, target, None, owner.timeout) is not None
+        finally:
+            if is_begun:
+                self._group.end(is_made)
+        if not is_made:
+            tally.steps -= is_counted
+        elif not is_begun:
+            self._spread()
+        return is_made
+
+    def perform(self, name: str, operand: Callable[[int], NDArray[Any]]) -> None:
+        """Make the write by the same call, checked; `operand` returns the value for the variable of a number, or raises."""
+        owner = self._owner
+
+        def check() -> Request:
+            for number, part in enumerate(self._parts):
+                part[...] = operand(number)
+            request = reduce_request(
+                owner.communicator, self._staging, self._op, out=self._gathered(), reproducible=owner.reproducible, apply=self._ufunc
+            )
+            return Request(self._what, self._digest, request.body)
+
+        owner.communicator.perform(name, check, owner.timeout)
+        self._spread()
+
+    def _gathered(self) -> NDArray[Any]:
+        """Return an array that holds all copies, where they have to be known."""
+        if self._ufunc is not None:
+            for storage, (start, stop) in zip(self._storages, self._places, strict=True):
+                self._scratch[start:stop] = storage.array.reshape(-1)
+        return self._scratch
+
+    def _spread(self) -> None:
+        """Give each copy what it has become, and lay all side by side anew, each time after twice as many such writes."""
+        self._failures += 1
+        is_time = not self._failures & (self._failures - 1)
+        flat = self._memory(self._scratch.size) if is_time else self._scratch
+        for storage, tally, (start, stop) in zip(self._storages, self._tallies, self._places, strict=True):
+            value = self._scratch[start:stop].reshape(storage.array.shape)
+            with storage:
+                if is_time:
+                    storage.move_to(flat[start:stop].reshape(storage.array.shape), value)
+                else:
+                    storage.writable(keep=False)[...] = value
+            tally.writes += 1
+            tally.collectives += 1
+        if is_time:
+            self._flat = flat
+            self._group.lay()
