@@ -17,6 +17,7 @@ import select
 import shutil
 import socket
 import stat
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -196,7 +197,8 @@ class ProcessManager:
         """Do nothing: the process manager forgets them with the run."""
 
     def _finish(self) -> None:
-        if os.getpid() == self._process and not _is_mpi_in_use():
+        is_failing = getattr(sys, "last_value", None) is not None  # then the others are to be ended, wherever they are
+        if os.getpid() == self._process and not is_failing and not _is_mpi_in_use():
             with contextlib.suppress(RendezvousError):
                 self._ask("finalize", "finalize_ack")
 

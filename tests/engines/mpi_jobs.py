@@ -12,6 +12,16 @@ from pathlib import Path
 
 MPIS = ("openmpi", "mpich")
 MISSING = "run tests/engines/install_mpi.sh first"
+# What mpirun forwards it may cut anywhere: ranks write to files of their own.
+BEGIN = """
+import os, signal, sys, time
+import numpy as np
+import syncvar as sv
+from syncvar.runtime.context import current
+def note(*words):
+    with open(f"{sys.argv[1]}/rank{os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']}", "a") as file:
+        print(*words, file=file)
+"""
 
 
 def mpirun(mpi):
@@ -101,6 +111,12 @@ class MpiJob:
         await_true(lambda: self.text.count(words) >= count or self.process.poll() is not None, limit_s)
         assert self.text.count(words) >= count, self.text
 
+    def until_noted(self, folder, words, count, limit_s=60.0):
+        """Wait until so many ranks have noted some words."""
+        noted = lambda: sum(words in path.read_text() for path in folder.glob("rank*"))
+        await_true(lambda: noted() >= count or self.process.poll() is not None, limit_s)
+        assert noted() >= count, self.text
+
     def close(self):
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)  # mpirun ends what it has started
@@ -122,3 +138,15 @@ def run(mpi, count, program, limit_s=90.0, **named):
     """Run a job to its end; return exit code and output."""
     with MpiJob(mpi, count, program, **named) as job:
         return job.wait(limit_s)
+
+
+def notes(folder, count=4):
+    """Return what each rank has noted; an empty text where that is nothing."""
+    paths = [folder / f"rank{rank}" for rank in range(count)]
+    return [path.read_text() if path.exists() else "" for path in paths]
+
+
+def script(folder, body):
+    """Write a script; return the arguments that run it."""
+    (folder / "script.py").write_text(BEGIN + body)
+    return [folder / "script.py", folder]

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from mpi_jobs import MPIS, posing, run
+from mpi_jobs import MPIS, notes, posing, run, script
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -13,16 +13,6 @@ PATHS = {  # data path -> setting, and how many ranks are on each host, of four
     "links": ("mpi-only", 4),
     "links of hosts": ("mpi-only", 2),
 }
-# What mpirun forwards it may cut anywhere: ranks write to files of their own.
-BEGIN = """
-import os, signal, sys, time
-import numpy as np
-import syncvar as sv
-from syncvar.runtime.context import current
-def note(*words):
-    with open(f"{sys.argv[1]}/rank{os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']}", "a") as file:
-        print(*words, file=file)
-"""
 MEET = """
 sv.init()
 assert (sv.all_reduce(np.arange(3.0)) == 4 * np.arange(3.0)).all()
@@ -41,17 +31,6 @@ def mpi(request):
 def placed(path):
     setting, each = PATHS[path]
     return {"SYNCVAR_TRANSPORT": setting, "prefix": posing(each) if each < 4 else ()}
-
-
-def notes(folder, count=4):
-    """Return what each rank has noted."""
-    return [(folder / f"rank{rank}").read_text() for rank in range(count)]
-
-
-def script(folder, body):
-    """Write a script; return the arguments that run it."""
-    (folder / "script.py").write_text(BEGIN + body)
-    return [folder / "script.py", folder]
 
 
 @pytest.mark.parametrize("path", PATHS)
