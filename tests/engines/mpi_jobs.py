@@ -47,7 +47,7 @@ def environment(mpi, folder, **more):
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCVAR_", "MASTER_", "OMPI_", "PMI"))}
     environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MPI4PY_MPIABI": mpi, "XDG_RUNTIME_DIR": str(folder)}
-    environ |= {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": "40", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "UCX_LOG_LEVEL": "error", "TMPDIR": str(folder)}
+    environ |= {"SYNCVAR_MEETING_DIR": str(folder), "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "40", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "UCX_LOG_LEVEL": "error", "TMPDIR": str(folder)}
     if mpi == "mpich":
         found = glob.glob("/usr/lib/*/libmpich.so.12")
         assert found, f"there is no libmpich.so.12: {MISSING}"
@@ -59,11 +59,23 @@ def environment(mpi, folder, **more):
     return environ | more
 
 
-def posing(each):
-    """Return what lets so many ranks after each other see a host of their own: a name that differs tells hosts apart."""
-    own = "" if os.geteuid() == 0 else "--map-root-user "
-    inner = f'hostname host$((${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} / {each})) && exec "$@"'
-    return ["unshare", *own.split(), "--uts", "sh", "-c", inner, "sh"]
+# Stands for ssh: the host is this one under another name.
+SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+exec unshare %s--uts sh -c 'hostname "$0" && exec sh -c "$1"' "$host" "$*"
+"""
+
+
+def hosts_of(mpi, count, each, folder):
+    """Return the options by which mpirun starts so many ranks on each of several hosts, as which this one poses."""
+    ssh = Path(folder) / "ssh"
+    ssh.write_text(SSH % ("" if os.geteuid() == 0 else "--map-root-user "))
+    ssh.chmod(0o700)
+    names = ",".join(f"host{number}:{each}" for number in range(count // each))
+    if mpi == "openmpi":
+        return ["--mca", "plm_rsh_agent", str(ssh), "-H", names]
+    return ["-launcher", "ssh", "-launcher-exec", str(ssh), "-hosts", names]
 
 
 def await_true(ask, limit_s=60.0):
@@ -81,17 +93,18 @@ class MpiJob:
     Args:
         mpi: Which MPI.
         count: How many.
-        program: What each runs: arguments of Python, or, with `prefix`, of that.
+        program: What each runs: arguments of Python.
         options: Of mpirun.
-        prefix: What stands before Python.
+        each: How many are on each host, if there are several.
         variables: Further ones.
     """
 
-    def __init__(self, mpi, count, program, options=(), prefix=(), **variables):
+    def __init__(self, mpi, count, program, options=(), each=0, **variables):
         self.folder = Path(tempfile.mkdtemp(prefix="sv", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp")))
         self.out = self.folder / "out"
         environ = environment(mpi, self.folder, **variables)
-        line = [*command(mpi, count, *options), *prefix, sys.executable, *map(str, program)]
+        hosts = hosts_of(mpi, count, each, self.folder) if each else ()
+        line = [*command(mpi, count, *hosts, *options), sys.executable, *map(str, program)]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, cwd=self.folder, start_new_session=True,

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from mpi_jobs import MPIS, notes, posing, run, script
+from mpi_jobs import MPIS, notes, run, script
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -30,7 +30,7 @@ def mpi(request):
 
 def placed(path):
     setting, each = PATHS[path]
-    return {"SYNCVAR_TRANSPORT": setting, "prefix": posing(each) if each < 4 else ()}
+    return {"SYNCVAR_TRANSPORT": setting, "each": each % 4}
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from mpi_jobs import MPIS, MpiJob, notes, posing, run, script
+from mpi_jobs import MPIS, MpiJob, notes, run, script
 
 DIGITS = ["-m", "syncvar.examples.digits", "--epochs", "6"]
 PATHS = {  # name -> setting, and how many ranks are on each host, of four
@@ -51,7 +51,7 @@ def wanted(tmp_path_factory):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_digits_are_trained_to_the_same_weights_under_mpirun(mpi, path, wanted):
     settings, each = PATHS[path]
-    code, text = run(mpi, 4, DIGITS, prefix=posing(each) if each < 4 else (), **settings)
+    code, text = run(mpi, 4, DIGITS, each=each % 4, **settings)
     assert code == 0, text
     assert digest(text) == wanted
     assert "workers=4" in text
@@ -93,7 +93,7 @@ def go(job, folder, count):
 @pytest.mark.parametrize("path", ["arena", "links", "hosts"])
 def test_a_killed_rank_ends_the_job(mpi, path, tmp_path):
     settings, each = PATHS[path]
-    with MpiJob(mpi, 4, script(tmp_path, KILLED), prefix=posing(each) if each < 4 else (), **settings) as job:
+    with MpiJob(mpi, 4, script(tmp_path, KILLED), each=each % 4, **settings) as job:
         go(job, tmp_path, 4)
         code, text = job.wait(60)
     assert code not in (0, None), text
@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_the_job(mpi, path, tmp_path):
 @pytest.mark.parametrize("path", ["arena", "links", "hosts"])
 def test_survivors_of_a_killed_rank_raise_peer_lost_where_mpirun_lets_them_live(path, tmp_path):
     settings, each = PATHS[path]
-    with MpiJob("openmpi", 4, script(tmp_path, KILLED), options=RECOVER, prefix=posing(each) if each < 4 else (), **settings) as job:
+    with MpiJob("openmpi", 4, script(tmp_path, KILLED), options=RECOVER, each=each % 4, **settings) as job:
         go(job, tmp_path, 4)
         job.until_noted(tmp_path, "lost 1 ", 3)
         job.wait(60)  # with the exit code that mpirun has for it: 0
