@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Ray"]
 
+_NEVER_S = 1e6  # Ray refuses an infinite limit
+
 
 class Actor:
     """A rank's process. Ray calls its methods one after the other, in its main thread."""
@@ -50,6 +52,8 @@ class Ray:
     """
 
     def __init__(self, *, cpus: float = 1.0, resources: Mapping[str, float] | None = None, strategy: str = "PACK") -> None:
+        if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < 1e6:
+            raise ConfigError(f"cpus must be a number above 0, not {cpus!r:.100}")
         if strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
             raise ConfigError(f"strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not {strategy!r:.100}")
         self._bundle: dict[str, float] = {"CPU": cpus, **(resources or {})}
@@ -61,10 +65,10 @@ class Ray:
 
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:
         """Reserve a placement group and start an actor in each of its bundles."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + min(timeout_s, _NEVER_S)
         self._connect(workers)
         self._group = placement_group([dict(self._bundle) for _ in range(workers)], strategy=self._strategy)
-        if not self._group.wait(min(timeout_s, 1e6)):
+        if not self._group.wait(min(timeout_s, _NEVER_S)):
             raise LaunchError(
                 f"Ray has not had room for {workers} ranks, each with {self._bundle}, within {timeout_s:g} s: the cluster has "
                 f"{_shown(ray.cluster_resources())}, of which {_shown(ray.available_resources())} are free; add hosts to it, or "
@@ -79,6 +83,8 @@ class Ray:
         ]  # fmt: skip
         try:
             places: list[bytes] = ray.get([actor.arrive.remote() for actor in self._actors], timeout=max(1.0, until - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            raise LaunchError(f"Ray has room for {workers} ranks, and has not started all within {timeout_s:g} s (SYNCVAR_RENDEZVOUS_TIMEOUT_S)") from None
         except ray.exceptions.RayError as error:
             raise LaunchError(f"Ray could not start all {workers} ranks: {error}; do all hosts of the cluster have this version of syncvar?") from error
         return places

@@ -135,7 +135,9 @@ def test_more_ranks_than_a_cluster_of_ray_has_room_for(session):
         """
         import os
         os.environ["SYNCVAR_RENDEZVOUS_TIMEOUT_S"] = "3"
-        tell(five=failure(jobs.who, 5, (1,), engine="ray"), half=len(sv.run(jobs.who, 5, (1,), engine=sv.engines.Ray(cpus=0.5))))
+        tell(five=failure(jobs.who, 5, (1,), engine="ray"))
+        os.environ["SYNCVAR_RENDEZVOUS_TIMEOUT_S"] = "60"
+        tell(half=len(sv.run(jobs.who, 5, (1,), engine=sv.engines.Ray(cpus=0.5))))
         """,
         "ray",
     )
@@ -246,3 +248,18 @@ def test_a_caller_that_is_killed_takes_its_ranks_along(session, tmp_path):
         "ray",
     )
     assert (told["began"], told["stay"], told["then"]) == (2, [], 2)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"cpus": 0}, "cpus must be a number above 0, not 0"), ({"cpus": True}, "cpus must be a number above 0, not True"),
+     ({"strategy": "NEAR"}, "strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not 'NEAR'")],
+    ids=["none", "boolean", "strategy"],
+)  # fmt: skip
+def test_wrong_options_of_ray_are_refused(options, words):
+    import syncvar as sv
+
+    with pytest.raises(sv.ConfigError) as raised:
+        sv.engines.Ray(**options)
+    assert str(raised.value) == words
