@@ -195,3 +195,26 @@ def test_a_job_that_is_signalled_before_its_time_is_over_saves_and_goes_on_after
     # The signal comes up to a minute before it is due, as Slurm's manual says: 30 to 90 s after the start.
     job, out = submitted(cluster, tmp_path, 600, "--time=2", "--signal=TERM@30")
     resumed(cluster, tmp_path, 600, job, out)
+
+
+IN_BATCH = """
+{launch} -m syncvar.examples.resume {folder}/saved --steps 600 --pause $(cat {folder}/pause) &
+trap 'kill -TERM $!' TERM
+wait $!; wait $!   # the first ends with the signal, the second with the launcher
+code=$?
+echo "step ended with $code"
+test $code = 75 && scontrol requeue $SLURM_JOB_ID
+exit $code
+"""
+
+
+@pytest.mark.timeout(300)
+def test_syncvar_launch_in_a_batch_script_saves_at_its_signal_and_goes_on_after_requeue(cluster, tmp_path):
+    """The signal is that of `--signal=B:TERM@…`, sent at once; both nodes are this machine, which counts once, with the slots of both."""
+    (tmp_path / "pause").write_text("0.2")
+    launch = f"{sys.executable} -m syncvar_launcher"
+    job, out = sbatch(cluster, tmp_path, IN_BATCH.format(launch=launch, folder=tmp_path), "-N2", "-n4", "--requeue")
+    saved = tmp_path / "saved"
+    cluster.wait(lambda: saved.is_dir() and any(saved.iterdir()), "a first checkpoint")
+    cluster.ask("scancel", "--batch", "--signal=TERM", str(job))
+    resumed(cluster, tmp_path, 600, job, out)
