@@ -196,16 +196,20 @@ enum { COPY, STORE, FOLD, PUBLISH, AWAIT };
 enum { SOURCE, TARGET, SCRATCH, SLOT, CELLS, MADE, LYING, GOAL };
 
 static int is_known(const Program *self, int64_t memory, int64_t start, int64_t count) {
-    return memory >= 0 && memory < self->memories && start >= 0 && count >= 0 &&
-           start + count <= self->sizes[memory] / self->how.width;
+    if (memory < 0 || memory >= self->memories) return 0;
+    const int64_t size = self->sizes[memory] / self->how.width;
+    return start >= 0 && count >= 0 && count <= size && start <= size - count;
 }
 
 /* Look whether all instructions are whole, and use their memories within their sizes. */
 static int is_sound(const Program *self) {
     Py_ssize_t place = 0;
+    int begins = self->opening == 0; /* the steps begin where an instruction does, after nothing but copies */
     while (place < self->length) {
         const int64_t *step = self->code + place;
         const Py_ssize_t left = self->length - place;
+        if (place == self->opening) begins = 1;
+        if (!begins && *step != COPY) return 0;
         if (*step == COPY || *step == STORE) {
             if (left < 6 || !is_known(self, step[1], step[2], step[5]) || !is_known(self, step[3], step[4], step[5]))
                 return 0;
@@ -225,7 +229,7 @@ static int is_sound(const Program *self) {
             return 0;
         }
     }
-    return 1;
+    return begins || self->opening == self->length;
 }
 
 static PyObject **program_references(PyObject *object, int place) {
@@ -272,7 +276,9 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
     self->how.half = half;
     if (self->memories < 0) goto failed;
     if (read_numbers(named, names, 3 * MEMORIES_MAX) != 3 * self->memories) goto wrong;
+    if (width < 1) goto wrong;
     for (int memory = 0; memory < self->memories; memory++) {
+        if (sizes[memory] < 0 || sizes[memory] > PY_SSIZE_T_MAX / width) goto wrong;
         self->sizes[memory] = sizes[memory] * width;
         self->named[memory].kind = (int)names[3 * memory];
         self->named[memory].rank = (int)names[3 * memory + 1];
@@ -290,7 +296,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
     if (combines ? !has_arithmetic(&self->how, dtype, fold, divide, divisor, divisor_bytes) : divide != Py_None)
         goto wrong;
     if (apply != Py_None && (half || !find_loop(apply, number_of(dtype), &self->apply))) goto wrong;
-    if (width < 1 || !is_sound(self)) goto wrong;
+    if (!is_sound(self)) goto wrong;
     return (PyObject *)self;
 wrong:
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this program cannot be run here");

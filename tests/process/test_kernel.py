@@ -1,8 +1,10 @@
 """The C runner of prepared calls gives the bytes of the Python runner, and leaves to it what is unusual."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -181,3 +183,26 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
     seen = [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
     assert len({rank["digest"] for rank in seen}) == 1, seen
     assert all(rank["native"] > 40 for rank in seen)
+
+
+FUZZ = str(Path(__file__).with_name("program_fuzz.py"))
+
+
+@pytest.mark.needs_kernel
+def test_both_runners_do_the_same_and_broken_programs_do_no_harm():
+    made = subprocess.run([sys.executable, FUZZ, "1", "150"], capture_output=True, text=True, timeout=120, check=False)
+    assert (made.returncode, made.stdout) == (0, "the same\n"), made.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.needs_kernel
+def test_sanitizers_find_nothing(tmp_path):
+    compiler, library = sysconfig.get_config_var("CC").split(), str(tmp_path / "native.so")
+    sources = sorted(map(str, Path(kernel.__file__).parent.glob("*.c")))
+    flags = ["-std=c11", "-O1", "-g", "-shared", "-fPIC", "-fvisibility=hidden", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    include = sysconfig.get_path("include")
+    subprocess.run([*compiler, *flags, f"-I{include}", *sources, "-o", library], check=True, timeout=300)
+    preload = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    made = subprocess.run([sys.executable, FUZZ, "2", "400", library], capture_output=True, text=True, timeout=500, check=False, env=env)
+    assert (made.returncode, made.stdout) == (0, "the same\n"), made.stderr[-4000:]

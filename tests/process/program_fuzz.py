@@ -1,0 +1,178 @@
+"""Random programs by both runners over the same memory, and broken ones by the C runner: python program_fuzz.py SEED COUNT [NATIVE].
+
+NATIVE is a build of the C kernel that takes the place of the installed one.
+"""
+
+import importlib.util
+import sys
+
+import ml_dtypes
+import numpy as np
+
+GUARD = 64  # bytes around each array that nothing may change
+ARENA_BYTES = 1 << 16
+WORDS = 16  # of an entry
+ABORT = 8
+DTYPES = [np.uint8, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex128]
+
+
+def load(path):
+    """Take a build of the C kernel for the installed one."""
+    spec = importlib.util.spec_from_file_location("syncvar.kernel.native", path)
+    made = importlib.util.module_from_spec(spec)
+    sys.modules["syncvar.kernel.native"] = made
+    spec.loader.exec_module(made)
+
+
+def channel_over(memory, size):
+    """Return a channel whose other ranks have published everything already."""
+    from syncvar.kernel import ChannelState, bind
+
+    class Channel(ChannelState):
+        def publish(self):
+            self.phase += 1
+
+    made, words = Channel(), memory.view(np.uint64)
+    entries = [(2 + rank) * WORDS for rank in range(size)]
+    for entry in entries[1:]:
+        words[entry], words[entry + 3] = 1 << 40, 1 << 40
+    made.side = made.last = made.phase = made.tail = 0
+    made.is_settled = True
+    places = (1, 3, 4, 8, 10, ABORT, 14)
+    assert bind(made, memory, entries[0], places, tuple(entries[1:]), (4096,) * size, (64, 4096, 1024), 0, 0, 4)
+    return made
+
+
+class Place:
+    """A memory of a program: an array of its own between guards, or a stretch of the arena."""
+
+    def __init__(self, draw, dtype, arena, offset):
+        itemsize = np.dtype(dtype).itemsize
+        self.count = int(draw.integers(1, 5000))
+        self.offset = offset
+        if offset < 0:
+            whole = np.frombuffer(draw.bytes(self.count * itemsize + 2 * GUARD), np.uint8).copy()
+            self.whole, self.array = whole, whole[GUARD:-GUARD].view(dtype)
+        else:
+            self.count = min(self.count, 8192 // itemsize)
+            self.whole = None
+            self.array = arena[offset : offset + self.count * itemsize].view(dtype)
+
+
+def stretch(draw, places, length=None):
+    number = int(draw.integers(len(places)))
+    most = places[number].count if length is None else min(length, places[number].count)
+    length = int(draw.integers(1, most + 1)) if length is None else most
+    return number, int(draw.integers(0, places[number].count - length + 1)), length
+
+
+def steps_of(draw, places):
+    """Return random steps in which nothing overlaps that must not."""
+    from syncvar.execution.program import AWAIT, COPY, FOLD, PUBLISH, STORE
+
+    made = []
+    for _ in range(int(draw.integers(1, 20))):
+        kind = (COPY, STORE, FOLD, PUBLISH, AWAIT)[int(draw.integers(5))]
+        if kind == PUBLISH:
+            made.append((PUBLISH,))
+        elif kind == AWAIT:
+            made.append((AWAIT, int(draw.integers(0, 3))))
+        elif kind == FOLD:
+            target, start, length = stretch(draw, places)
+            terms = [stretch(draw, places, length) for _ in range(int(draw.integers(1, 6)))]
+            length = min(length, *(term[2] for term in terms))
+            kept = tuple((number, first) for number, first, _ in terms if number != target)
+            if kept and draw.integers(2):
+                kept = ((target, start), *kept)  # in place
+            if len(kept) > 1:
+                made.append((FOLD, kept, target, start, length))
+        else:
+            source, first, length = stretch(draw, places)
+            target, start, length = stretch(draw, places, length)
+            if source != target:
+                made.append((kind, source, first, target, start, length))
+    return made
+
+
+def contents(places, arena):
+    return [arena.tobytes(), *(place.whole.tobytes() for place in places if place.whole is not None)]
+
+
+def both(draw):
+    """Run a random program by both runners; the bytes of all memories are the same afterwards."""
+    from syncvar.execution.program import Code, Kind, Memory
+    from syncvar.kernel import program, run
+    from syncvar.runtime.interpreter import interpret
+    from syncvar.runtime.shared_reduce import Vector
+
+    dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    ufunc = [np.add, np.multiply, np.maximum][int(draw.integers(3 if dtype.kind != "c" else 2))]
+    divisor = 3 if wide.kind in "fc" and draw.integers(2) else 0
+    arena = np.zeros(ARENA_BYTES, np.uint8)
+    arena[4096:] = np.frombuffer(draw.bytes(ARENA_BYTES - 4096), np.uint8) % 60  # no NaN
+    places = [Place(draw, dtype, arena, 16384 + 8192 * number if draw.integers(2) else -1) for number in range(int(draw.integers(2, 6)))]
+    for place in places:
+        place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
+    steps = steps_of(draw, places)
+    code = Code(tuple(Memory(Kind.SCRATCH, -1, number) for number in range(len(places))), tuple(place.count for place in places), (), tuple(steps), None)
+    vector = Vector(np.empty(1, dtype), np.empty(1, dtype), ufunc, wide, divisor)
+    before = contents(places, arena)
+    channel = channel_over(arena, 3)
+    made = program(*code.numbers(), code.names, code.sizes, *vector.arithmetic.native)
+    assert made is not None
+    arrays, offsets = tuple(place.array for place in places), tuple(place.offset for place in places)
+    assert list(run(made, channel, arrays, offsets, keeps_lock=bool(draw.integers(2)))) == []
+    phases, native = channel.phase, contents(places, arena)
+    words = arena[:4096].copy()
+    for place, bytes_before in zip([arena, *(place.whole for place in places if place.whole is not None)], before, strict=True):
+        place[...] = np.frombuffer(bytes_before, np.uint8)
+    channel = channel_over(arena, 3)
+    with np.errstate(all="ignore"):
+        needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, vector.folder()))
+    assert len(needs) == sum(step[0] == 4 for step in steps)
+    assert channel.phase == phases
+    arena[:4096] = words
+    assert contents(places, arena) == native, (dtype, ufunc, divisor, steps)
+    return made, code, vector, channel, arrays, offsets, places, arena
+
+
+def broken(draw, code, vector, channel, arrays, offsets, places, arena):
+    """Change a program anywhere: it is refused, or does nothing outside of its memories."""
+    from syncvar.kernel import program, run
+
+    numbers, opening = code.numbers()
+    changed = np.frombuffer(numbers, np.int64).copy()
+    if not changed.size:
+        return
+    for place in draw.integers(0, changed.size, 3):
+        changed[place] = draw.choice([-1, 0, 1, 2, 3, 4, 7, 10_000, 1 << 40, -(1 << 62), (1 << 62) + 1])
+    cut = int(draw.integers(0, changed.size + 1))
+    opening = int(draw.choice([opening, 0, 6, 1, -1, 12, 1 << 40]))
+    made = program(changed[:cut].tobytes(), opening, code.names, code.sizes, *vector.arithmetic.native)
+    guards = [(place.whole[:GUARD].copy(), place.whole[-GUARD:].copy()) for place in places if place.whole is not None]
+    outside = arena[: 16384].copy()
+    if made is not None:
+        for _ in zip(run(made, channel, arrays, offsets, keeps_lock=True), range(3), strict=False):
+            pass
+        outside.view(np.uint64)[2 * WORDS + 3] = arena.view(np.uint64)[2 * WORDS + 3]  # its own phase
+    assert (arena[:16384] == outside).all()
+    for place, (low, high) in zip([place for place in places if place.whole is not None], guards, strict=True):
+        assert (place.whole[:GUARD] == low).all()
+        assert (place.whole[-GUARD:] == high).all()
+
+
+def main(seed, count):
+    for turn in range(count):
+        draw = np.random.default_rng([seed, turn])
+        made, *rest = both(draw)
+        del made
+        for _ in range(5):
+            broken(draw, *rest)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        load(sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]))
+    print("the same")
