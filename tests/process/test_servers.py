@@ -183,3 +183,15 @@ def test_a_launcher_that_is_killed_leaves_no_server(launch):
 @pytest.mark.parametrize("seed", range(4))
 def test_whoever_is_killed_at_any_moment_every_push_counts_once(seed, tmp_path):
     server_faults.run(seed, tmp_path)
+
+
+@pytest.mark.slow
+def test_servers_of_a_host_that_has_an_agent_are_its_children_and_workers_are_started_again_there(launch):
+    job = start(launch, "-H", "localhost:2", "--max-restarts", "1", "--env", f"PYTHONPATH={HERE}")
+    job.await_events("half", 2)
+    assert servers_of(job) == {}
+    job.kill_rank(1)
+    job.open_gate("on")
+    assert job.wait() == 0, job
+    check_sums(job)
+    assert [event["incarnation"] for event in job.events("joined", rank=1)] == [0, 1], job
