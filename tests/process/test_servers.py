@@ -158,17 +158,6 @@ def test_a_server_takes_no_part_in_calls_of_ranks_and_signals_for_ranks_pass_it_
     assert job.wait() == 0, job
 
 
-def test_dry_run_shows_servers(launch):
-    job = start(launch, "--server-replicas", "1", "--dry-run", script="")
-    assert job.wait() == 0
-    lines = job.out.splitlines()
-    table = lines.index(next(line for line in lines if line.startswith("server ")))
-    assert [line.split() for line in lines[table : table + 3]] == [
-        ["server", "host", "copies", "on"], ["0", os.uname().nodename, "1"], ["1", os.uname().nodename, "0"],
-    ]  # fmt: skip
-    assert "syncvar.serving.process server 0" in job.out
-
-
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_no_server(launch):
     job = start(launch)

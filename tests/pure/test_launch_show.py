@@ -1,6 +1,7 @@
 import pytest
 
 from syncvar.config import RuntimeConfig
+from syncvar_launcher.command import server_command
 from syncvar_launcher.options import launch_keys, parse
 from syncvar_launcher.show import dry_run_text, settings_rows
 
@@ -44,6 +45,16 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
     assert ["lost_after_s", "1.5", "s", "environment"] in rows
     assert ["window_bytes", "67108864", "B", "default"] in rows
     assert "hunter2" not in text
+
+
+def test_servers_are_shown_with_their_copies_and_a_command_line_that_names_them(tmp_path):
+    chosen = parse(["--servers", "2", "--server-replicas", "1", "-m", "train"], {}, tmp_path)
+    commands = [server_command("module", "train", server) for server in range(2)]
+    text = dry_run_text(chosen, [None], [{}], ["x"], servers=[("a", (1,), commands[0]), ("b", (0,), commands[1])])
+    assert "server  host  copies on\n0       a     1\n1       b     0\n" in text
+    assert "command of server 0:\n" in text
+    assert "syncvar.serving.process server 0 -m train\n" in text
+    assert "server" not in dry_run_text(chosen, [None], [{}], ["x"]).split("settings:")[0]
 
 
 def test_a_cleared_environment_is_shown_whole(tmp_path):
