@@ -64,7 +64,7 @@ TASKS = (
             ((), "Without the launcher the same script runs as a world of one."),
             ((*_TF, *_TORCH), "A job started by TF_CONFIG, or by torchrun, is joined as it is: the variables are read."),
             (_MPI, "comm.Abort() is an exception: the launcher ends the other ranks and says who failed. MPI.Wtime() is time.perf_counter()."),
-            ((*_MPI, *_HVD), "Processes that mpirun, srun or horovodrun has started are refused, not joined."),
+            ((*_MPI, *_HVD), "Processes that mpirun, mpiexec, srun or horovodrun has started join each other as they are."),
         ),
     ),
     Task(

@@ -218,7 +218,7 @@ def test_tasks_of_srun_on_several_hosts_meet_in_a_folder_that_all_have_without_a
     (tmp_path / ".syncvar").mkdir(mode=0o700)
     (tmp_path / ".syncvar" / "killed").mkdir()
     os.utime(tmp_path / ".syncvar" / "killed", (1e9, 1e9))  # a run that had not met, in 2001
-    told = [slurm(*place, (2, 1), HOME=tmp_path) for place in ((0, 0, 0), (1, 0, 1), (2, 1, 0))]
+    told = [slurm(*place, (2, 1), HOME=tmp_path, SYNCVAR_RENDEZVOUS_TIMEOUT_S=25) for place in ((0, 0, 0), (1, 0, 1), (2, 1, 0))]
     for rank, (code, out) in enumerate(start(told, "again")):
         assert code == 0, out
         assert out.startswith(f"met {rank} 3 {rank % 2} {rank // 2} 2 6.0 "), out
