@@ -67,6 +67,11 @@ class Row(NamedTuple):
         """Return what it is called in tables."""
         return self.name or self.syncvar
 
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether each rank needs the other of its pair."""
+        return "pair" in self.syncvar or "other" in self.syncvar
+
 
 MPI_SUM, TORCH_SUM = "comm.Allreduce(x, out)", "dist.all_reduce(x)"
 SMALL_TO_MIDDLE = (8, 64 * KI, 1 * MI)

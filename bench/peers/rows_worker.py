@@ -34,6 +34,9 @@ def main() -> None:
         for size in row.sizes:
             if size > chosen.largest or not getattr(row, chosen.library):
                 continue
+            if team.world % 2 and row.is_of_pairs:
+                refused[row.title] = f"it is made in pairs, and there are {team.world} workers"
+                continue
             try:
                 calls[row.title, size] = _verified(row, size, chosen.library, team, names)
             except Refused as problem:

@@ -57,15 +57,17 @@ print("equal", sorted(made))
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "int32"])
 @pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich", "intelmpi"])
 def test_the_same_as_mpi4py(launch, tmp_path, mpi, workers, dtype):
     python = PEERS / mpi / "bin" / "python"
     assert python.exists(), f"no {python}: run `python bench/compare.py --setup --peers {PEERS}`"
     (tmp_path / "mpi.py").write_text(MPI)
     flags = ["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []
+    starter = [PEERS / mpi / "bin" / "mpiexec.hydra"] if mpi == "intelmpi" else [f"mpirun.{mpi}", *flags]
+    own = {"I_MPI_ROOT": str(PEERS / mpi), "LD_LIBRARY_PATH": str(PEERS / mpi / "lib"), "I_MPI_FABRICS": "shm"} if mpi == "intelmpi" else {}
     subprocess.run(
-        [f"mpirun.{mpi}", *flags, "-np", str(workers), str(python), "-m", "mpi4py", str(tmp_path / "mpi.py"), dtype, str(tmp_path)],
-        check=True, timeout=60, stdin=subprocess.DEVNULL, capture_output=True,
+        [*starter, "-n", str(workers), str(python), "-m", "mpi4py", str(tmp_path / "mpi.py"), dtype, str(tmp_path)],
+        check=True, timeout=60, stdin=subprocess.DEVNULL, capture_output=True, env=os.environ | own,
     )  # fmt: skip
     job = launch(OURS, workers=workers, arguments=[dtype, str(tmp_path)])
     assert job.wait(60) == 0, str(job)

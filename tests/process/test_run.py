@@ -94,7 +94,9 @@ def test_a_function_under_the_guard_is_told_to_stand_above_it(tmp_path):
     assert "define it at the top of the file, not under if __name__ == '__main__':" in ended.stderr
 
 
-def test_functions_and_methods_of_a_script_are_found(tmp_path):
+@pytest.mark.parametrize("how", ["auto", "spawn"])
+def test_functions_and_methods_of_a_script_are_found(tmp_path, monkeypatch, how):
+    monkeypatch.setenv("SYNCVAR_LAUNCH_START_METHOD", how)
     ended = scripted(
         tmp_path,
         """
