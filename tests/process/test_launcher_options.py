@@ -203,13 +203,19 @@ def test_modules_and_commands(launch):
 
 
 def test_a_dry_run_starts_nothing(launch, nothing_left_behind):
-    job = launch(ABOUT, workers=3, options=["--dry-run"], arguments=["--lr", "1"])
+    job = launch(ABOUT, workers=3, options=["--dry-run"], arguments=["--lr", "1"], start="auto")
     assert job.wait() == 0, str(job)
     assert job.events() == [], str(job)
     assert not list(Path(os.environ["XDG_RUNTIME_DIR"]).glob("syncvar/????????")), "no directory was made"
     assert nothing_left_behind.own_processes() == {}
     for words in ("SYNCVAR_RANK=0", "--lr 1", "script.py", "lost_after_s", "1.5 s", "OMP_NUM_THREADS"):
         assert words in job.out, str(job)
+    assert "\nworkers: forked: from one process that has imported NumPy and syncvar\n" in job.out, str(job)
+    (job.folder / "features.py").write_text("import os\nos.environ['NPY_DISABLE_CPU_FEATURES'] = 'AVX2'\n")
+    fresh = launch(target=[str(job.folder / "features.py")], options=["--dry-run"], start="auto")
+    assert fresh.wait() == 0, str(fresh)
+    assert "\nworkers: fresh processes: " in fresh.out, str(fresh)
+    assert " names NPY_DISABLE_CPU_FEATURES, which NumPy reads only when it is imported\n" in fresh.out, str(fresh)
 
 
 def test_wrong_options(launch):
