@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Work
     from syncvar.strategies import (
         CentralStorageStrategy,
+        ClusterCoordinator,
         DistributedDataset,
         DistributedIterator,
         InputContext,
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
         MultiWorkerMirroredStrategy,
         ParameterServerStrategy,
         ReduceOp,
+        RemoteValue,
         ReplicaContext,
         ShardedVariable,
         Strategy,
@@ -134,8 +136,8 @@ _HOMES = {
     "syncvar.resident": ("empty", "zeros"),
     "syncvar.runtime.group": ("Work",),
     "syncvar.strategies": (
-        "CentralStorageStrategy", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
-        "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ReduceOp", "ReplicaContext", "ShardedVariable", "Strategy", "Uneven", "ValueContext", "Variable", "get_replica_context",
+        "CentralStorageStrategy", "ClusterCoordinator", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
+        "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ReduceOp", "RemoteValue", "ReplicaContext", "ShardedVariable", "Strategy", "Uneven", "ValueContext", "Variable", "get_replica_context",
         "get_strategy", "has_strategy", "in_cross_replica_context", "uneven",
     ),
     "syncvar.variables": (
@@ -153,6 +155,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
+    "ClusterCoordinator",
     "ConfigError",
     "Corrupt",
     "DeadlineExceeded",
@@ -181,6 +184,7 @@ __all__ = [
     "PlanError",
     "RankFailed",
     "ReduceOp",
+    "RemoteValue",
     "RendezvousError",
     "ReplicaContext",
     "RowOutOfRange",

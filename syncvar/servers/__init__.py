@@ -5,6 +5,7 @@ known. The same classes are driven by the processes of a job and by a simulation
 
 * `messages`: what goes over the wire, and how a message and its arrays become frames.
 * `shard`: a part of a variable on one server: how pushes change it, and who may read it when. `rules`: the optimizers' steps.
+* `board`: functions that wait for a worker.
 * `ledger`: all that one server knows, as a machine that executes entries in order; a mirror executes the same entries.
 * `primary`: the order of a worker's requests, transactions over several servers, snapshots, and copies on a mirror.
 * `server`: the process: what it holds itself, and what it holds for another server.

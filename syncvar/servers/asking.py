@@ -99,6 +99,46 @@ class Asking:
         """Ask for this worker's clock."""
         return self._do(server, "where")
 
+    def put(self, server: int, task: int, says: NDArray[Any]) -> Place:
+        """Put up a task; see `board`."""
+        return self._do(server, "put", task=task, value=self._array(server, says))
+
+    def ask_for_task(self, server: int) -> Place:
+        """Say that this worker wants a task."""
+        return self._do(server, "ask")
+
+    def task(self, server: int) -> Place:
+        """Wait for a task, or for the end of all."""
+        return self._do(server, "task")
+
+    def finish(self, server: int, task: int, value: NDArray[Any], *, failed: bool) -> Place:
+        """Tell what has become of this worker's task."""
+        return self._do(server, "finish", task=task, value=self._array(server, value), failed=failed)
+
+    def outcome(self, server: int, task: int) -> Place:
+        """Wait until a task is over, and read what has become of it."""
+        return self._do(server, "outcome", task=task)
+
+    def drained(self, server: int) -> Place:
+        """Wait until no task is left."""
+        return self._do(server, "drained")
+
+    def progress(self, server: int) -> Place:
+        """Read whether a task is left, and which have failed."""
+        return self._do(server, "progress")
+
+    def forget(self, server: int, tasks: list[int]) -> Place:
+        """Drop outcomes."""
+        return self._do(server, "forget", tasks=tasks)
+
+    def cancel(self, server: int) -> Place:
+        """Take down the tasks that nobody works on."""
+        return self._do(server, "cancel")
+
+    def close(self, server: int) -> Place:
+        """Say that there will be no more tasks."""
+        return self._do(server, "close")
+
     def _do(self, server: int, kind: str, **told: Any) -> Place:
         operations = self._operations.setdefault(server, [])
         operations.append({"do": kind, **told})

@@ -216,6 +216,15 @@ class Client:
             made += self._begin_cut(self._snapshot, now)
         return made
 
+    def give_up(self, ticket: Ticket, now: float) -> list[Outgoing]:
+        """Wait no longer for a request that only reads; what waits behind it is sent. Others are kept: they may be executed."""
+        for sent in self._sent:
+            for number in [number for number, one in sent.items() if one.ticket is ticket and not changes(one.outgoing.message)]:
+                del sent[number]
+        if self._snapshot is ticket:
+            self._snapshot = None
+        return [*self._send_waiting(now), *self._next_cut(now)]
+
     def wake_at(self) -> float:
         """Return the time at which `wake` is due at the latest; infinite for never."""
         busy = self._snapshot is not None or any(self._sent)

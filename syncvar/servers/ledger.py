@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, WireError
+from syncvar.servers.board import Board, Outcome
 from syncvar.servers.shard import Push, Shard, Spec
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
-_READS = ("pull", "expect", "describe", "where", "stats")
+_READS = ("pull", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats")
 
 
 class Request(NamedTuple):
@@ -86,6 +87,7 @@ class Ledger:
         self.count = workers
         self.workers: dict[int, Worker] = {rank: Worker() for rank in range(workers)}
         self.shards: dict[str, Shard] = {}
+        self.board = Board()
         self.entries = 0
         self.staleness: dict[int, int] = {}  # how many ticks reads were ahead of the slowest -> reads
         self.room: Room = np.empty  # makes the arrays of shards, and of rows that are read
@@ -165,6 +167,7 @@ class Ledger:
             return
         worker.incarnation, worker.done, worker.takes_part = incarnation, 0, False
         worker.executed, worker.sent = 0, []
+        self.board.lose(rank)
         worker.phase += 1  # it comes back to a place where no round has begun
         worker.refusals.clear()
 
@@ -193,6 +196,25 @@ class Ledger:
             worker.phase += 1
         elif kind == "leave":
             worker.takes_part = False
+            self.board.lose(rank)
+        else:
+            self._post(rank, operation, arrays)
+
+    def _post(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> None:
+        """Execute an operation on the board."""
+        board, kind = self.board, operation["do"]
+        if kind == "put":
+            board.put(operation["task"], arrays[operation["value"]])
+        elif kind == "ask":
+            board.ask(rank)
+        elif kind == "finish":
+            board.finish(rank, operation["task"], Outcome(operation["failed"], arrays[operation["value"]]))
+        elif kind == "forget":
+            board.forget(operation["tasks"])
+        elif kind == "cancel":
+            board.cancel()
+        elif kind == "close":
+            board.close()
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +250,10 @@ class Ledger:
         elif kind == "tick":
             if type(operation["clock"]) is not int:
                 raise WireError("a tick names the clock that it leads to")
-        elif kind not in ("meet", "leave", *_READS):
+        elif kind in ("put", "finish"):
+            if type(operation["task"]) is not int or arrays[operation["value"]].dtype.name != "uint8":
+                raise WireError(f"a task to {kind} is a number and bytes")
+        elif kind not in ("meet", "leave", "ask", "forget", "cancel", "close", *_READS):
             raise WireError(f"servers know no operation {kind!r:.40}")
 
     def _shard(self, operation: dict[str, Any]) -> Shard:
@@ -253,11 +278,22 @@ class Ledger:
         for operation in operations:
             if operation["do"] in ("expect", "describe") and operation["key"] not in self.shards:
                 return False
+            if not self._is_on_board(rank, operation):
+                return False
             if operation["do"] == "pull":
                 shard = self.shards.get(operation["key"])
                 if shard is not None and not shard.may_read(rank, places):
                     return False
         return True
+
+    def _is_on_board(self, rank: int, operation: dict[str, Any]) -> bool:
+        """Return whether what an operation waits for on the board has come; of others, true."""
+        board, kind = self.board, operation["do"]
+        if kind == "task":
+            return rank in board.given or board.is_closed
+        if kind == "outcome":
+            return board.is_over(operation["task"])
+        return kind != "drained" or board.is_drained
 
     def read(self, rank: int, operations: Iterable[dict[str, Any]], arrays: Arrays) -> Reading:
         """Return what a request reads: an empty map for each operation that reads nothing.
@@ -278,6 +314,21 @@ class Ledger:
             elif kind == "describe":
                 spec = self._shard(operation).spec
                 result = {"whole": list(spec.whole), "dtype": spec.dtype, "aggregation": spec.aggregation, "shards": spec.shards}
+            elif kind == "task":
+                result = {"closed": rank not in self.board.given}
+                if not result["closed"]:
+                    task, says = self.board.given[rank]
+                    result |= {"task": task, "array": len(made.arrays)}
+                    made.arrays.append(says)
+            elif kind == "outcome":
+                outcome = self.board.outcomes.get(operation["task"])
+                result = {"cancelled": outcome is None}
+                if outcome is not None:
+                    result |= {"failed": outcome.failed, "array": len(made.arrays)}
+                    made.arrays.append(outcome.value)
+            elif kind == "progress":
+                failed = [task for task, one in self.board.outcomes.items() if one.failed]
+                result = {"drained": self.board.is_drained, "failed": failed}
             elif kind == "where":
                 worker = self.worker(rank)
                 result = {"clock": worker.clock}

@@ -64,6 +64,7 @@ class Session:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     waiting = sorted(set(ticket.parts) - set(ticket.results))
+                    self.send(self.client.give_up(ticket, time.monotonic()))
                     raise DeadlineExceeded(
                         f"{what}: no answer of server {', '.join(map(str, waiting))} within {allowed:g} s. Another worker may not "
                         f"have come so far (staleness), or the server is overloaded",

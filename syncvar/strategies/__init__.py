@@ -1,7 +1,8 @@
 """Strategies: which replicas a variable has, and in which context a program runs.
 
 * `base`: scope, run, reduce, gather. `mirrored`: the strategies with a copy on every replica. `central_storage`: one
-  copy on each host. `parameter_server`: variables on servers (`server_variables`).
+  copy on each host. `parameter_server`: variables on servers (`server_variables`); `coordinator`:
+  functions for other workers.
 * `contexts`: asking where the program is; the replica context. `reducing`: values over replicas.
 * `uneven`: loops of different lengths.
 * `inputs`: each replica's batches, and the agreement on steps (`offers`, pure).
@@ -21,6 +22,7 @@ from syncvar.strategies.contexts import (
     has_strategy,
     in_cross_replica_context,
 )
+from syncvar.strategies.coordinator import ClusterCoordinator, PerWorkerDataset, RemoteValue
 from syncvar.strategies.inputs import DistributedDataset, DistributedIterator, InputContext
 from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from syncvar.strategies.parameter_server import ParameterServerStrategy
@@ -31,13 +33,16 @@ from syncvar.variables import Variable
 
 __all__ = [
     "CentralStorageStrategy",
+    "ClusterCoordinator",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PerWorkerDataset",
     "ReduceOp",
+    "RemoteValue",
     "ReplicaContext",
     "ShardedVariable",
     "Strategy",

@@ -168,6 +168,7 @@ class ParameterServerStrategy(Strategy):
         self.here = _servers_here()
         self.places = stacks_here()
         self._open: Asking | None = None  # the transaction that is being put together
+        self._is_one = False  # a function runs that a coordinator has scheduled
 
     def __getattr__(self, name: str) -> Any:
         if name in ("context", "_communicator"):  # joining is for what needs the other workers
@@ -209,18 +210,27 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Workers of the job."""
-        return self.here.workers
+        """Workers of the job; 1 in a function that a ClusterCoordinator has scheduled."""
+        return 1 if self._is_one else self.here.workers
 
     @property
     def replica_id(self) -> int:
         """This worker."""
-        return self.here.rank
+        return 0 if self._is_one else self.here.rank
 
     def kind_of_variable(self, synchronization: Any) -> type[Any] | None:
         """Return the class of its variables: those that are each worker's own are the usual ones; of use to this package only."""
         name = getattr(synchronization, "name", synchronization)
         return None if isinstance(name, str) and name.upper() in [one.name for one in _APART] else ServerVariable
+
+    @contextlib.contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Let a scheduled function see this worker as the only one; of use to this package only."""
+        before, self._is_one = self._is_one, True
+        try:
+            yield
+        finally:
+            self._is_one = before
 
     def checked_staleness(self, staleness: Any) -> int | None:
         """Return a bound of staleness.

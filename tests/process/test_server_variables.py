@@ -51,7 +51,7 @@ def test_sums_are_exact_when_a_server_or_a_worker_is_killed(launch, seed):
     draw = random.Random(seed)
     workers = draw.choice([2, 3])
     job = start(launch, counted.SCRIPT, "--server-replicas", "1", "--max-restarts", "2", workers=workers)
-    job.await_events("half", workers)
+    job.await_events("half", workers, limit_s=60)
     server = servers_of(job)[draw.randrange(2)]
     if seed % 2:
         job.open_gate("on")
@@ -79,3 +79,38 @@ def test_the_embedding_converges_though_a_server_is_killed_half_way(launch):
     assert job.wait(60) == 0, job
     assert float(re.search(r"left out: (\S+) ", job.out).group(1)) < 0.13, job
     assert "server 0 has copies of its variables and takes its place" in job.err, job
+
+
+COORDINATED = """
+import numpy as np
+import probe, syncvar as sv
+
+def square(k):
+    if k == 5:
+        probe.note("begun")
+        probe.gate("on")
+    table.scatter_update([k], [k])
+    return k * k
+
+strategy = sv.ParameterServerStrategy(staleness=None)
+with strategy.scope():
+    table = sv.Variable(np.full(40, -1), name="table")
+coordinator = sv.ClusterCoordinator(strategy)
+values = [coordinator.schedule(square, (k,)) for k in range(40)]
+coordinator.join(40)
+probe.note("results", values=coordinator.fetch(values), table=table.numpy().tolist())
+"""
+
+
+@pytest.mark.slow
+def test_functions_of_a_worker_that_is_killed_run_elsewhere(launch):
+    job = start(launch, COORDINATED, "--max-restarts", "1", workers=3)
+    job.await_events("begun", limit_s=60)
+    (event,) = job.events("begun")
+    job.kill_rank(event["rank"])
+    job.await_events("begun", 2, limit_s=60)
+    job.open_gate("on")
+    assert job.wait(60) == 0, job
+    (results,) = job.events("results")
+    assert results["values"] == [k * k for k in range(40)]
+    assert results["table"] == list(range(40))

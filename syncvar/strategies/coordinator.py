@@ -1,0 +1,314 @@
+"""A coordinator: one worker hands functions to the others, which run them beside the variables on the servers."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.servers.asking import Asking
+from syncvar.strategies.parameter_server import ParameterServerStrategy
+from syncvar.wire import pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from syncvar.servers import Ticket
+
+__all__ = ["ClusterCoordinator", "PerWorkerDataset", "RemoteValue"]
+
+_BOARD = 0  # the server that has the tasks
+_FOR_EVER_S = 1e9
+_DATASET = "syncvar per-worker dataset"
+
+
+class RemoteValue:
+    """What a scheduled function will have returned; made by `ClusterCoordinator.schedule`."""
+
+    def __init__(self, coordinator: ClusterCoordinator, task: int) -> None:
+        self._coordinator, self._task = coordinator, task
+        self._outcome: tuple[bool, Any] | None = None
+
+    def fetch(self, timeout: float | None = None) -> Any:
+        """Wait for the result and return it.
+
+        Args:
+            timeout: Seconds; None means the job's default.
+
+        Raises:
+            Exception: What the function raised.
+            UsageError: It was taken back, because another function had failed.
+            DeadlineExceeded: It was not over in time; ask again later.
+        """
+        if self._outcome is None:
+            self._outcome = self._coordinator.outcome_of(self._task, timeout)
+        failed, value = self._outcome
+        if failed:
+            raise value
+        return value
+
+
+class PerWorkerDataset:
+    """A dataset of which each worker has its own iterator; made by `ClusterCoordinator.create_per_worker_dataset`.
+
+    Passed to `schedule` as an argument, the function gets the iterator of the worker that runs it.
+    """
+
+    def __init__(self, number: int, name: list[str]) -> None:
+        self.number, self.name = number, name
+
+    def told(self) -> dict[str, Any]:
+        """Return what travels of it."""
+        return {"is": _DATASET, "number": self.number, "fn": self.name}
+
+
+class ClusterCoordinator:
+    """Rank 0 hands functions to the other workers: `schedule`, `join`, `fetch`.
+
+    All workers run the same script. On rank 0 constructing returns the coordinator. On the others it runs the functions that they
+    are given, until rank 0 has ended, and then ends the process in order: what stands below it is rank 0's. With one worker
+    functions run where they are scheduled.
+
+    A function travels by its name, never as code: it is a function at the top level of the script or of a module. What it gets
+    and returns are numbers, texts, arrays and structures of these. It reads and writes the strategy's variables. If its worker
+    dies, another one runs it again; so what it pushed before may be there twice, unless it is one transaction with a count.
+
+    Args:
+        strategy: With staleness None: the workers have no common steps.
+
+    Raises:
+        ConfigError: Another strategy, or one with a bound of staleness.
+
+    Example:
+        >>> import operator, syncvar as sv
+        >>> coordinator = sv.ClusterCoordinator(sv.ParameterServerStrategy(staleness=None))
+        >>> value = coordinator.schedule(operator.add, (1, 2))
+        >>> coordinator.join()
+        >>> value.fetch(), coordinator.done()
+        (3, True)
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if not isinstance(strategy, ParameterServerStrategy) or strategy.staleness is not None:
+            raise ConfigError(
+                f"ClusterCoordinator needs sv.ParameterServerStrategy(staleness=None), not {strategy!r:.80}: functions go to any "
+                f"worker, so workers have no steps that others could wait for"
+            )
+        self._strategy = strategy
+        self._tasks = 0
+        self._datasets = 0
+        self._cancelled: set[int] = set()
+        self._reported: set[int] = set()
+        self._iterators: dict[int, Iterator[Any]] = {}
+        self._alone: dict[int, tuple[bool, Any]] | None = {} if strategy.num_replicas_in_sync == 1 else None
+        if strategy.replica_id != 0:
+            self._serve()
+        if self._alone is None:
+            atexit.register(self._close)
+
+    def schedule(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> RemoteValue:
+        """Let a worker call `fn(*args, **kwargs)`; returns at once.
+
+        Raises:
+            ConfigError: `fn` has no importable name, or an argument cannot travel.
+            Exception: What an earlier function raised, once; those that had not begun are taken back.
+        """
+        self._raise_first()
+        if not isinstance(args, tuple | list):
+            raise ConfigError(f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)")
+        told = [one.told() if isinstance(one, PerWorkerDataset) else one for one in args]
+        if any(isinstance(one, RemoteValue) for one in told):
+            raise ConfigError("a RemoteValue cannot be an argument of schedule: pass value.fetch()")
+        call = pack_object([_name_of(fn), told, dict(kwargs or {})])
+        self._tasks += 1
+        if self._alone is not None:
+            self._alone[self._tasks] = self._called(call)
+        else:
+            asking = Asking()
+            asking.put(_BOARD, self._tasks, np.frombuffer(call, np.uint8))
+            self._strategy.push(asking, "schedule")
+        return RemoteValue(self, self._tasks)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until all scheduled functions are over.
+
+        Raises:
+            Exception: What one of them raised, once; those that had not begun are taken back.
+            DeadlineExceeded: They were not over in time.
+        """
+        if self._alone is None:
+            asking = Asking()
+            asking.drained(_BOARD)
+            self._ask(asking, "join", timeout)
+        self._raise_first()
+
+    def done(self) -> bool:
+        """Return whether all scheduled functions are over, without waiting for them."""
+        return self._alone is not None or bool(self._progress()["drained"])
+
+    def fetch(self, values: Any, timeout: float | None = None) -> Any:
+        """Return a structure with each RemoteValue in it replaced by its result."""
+        if isinstance(values, RemoteValue):
+            return values.fetch(timeout)
+        if isinstance(values, dict):
+            return {key: self.fetch(one, timeout) for key, one in values.items()}
+        if isinstance(values, list | tuple):
+            return type(values)([self.fetch(one, timeout) for one in values])
+        return values
+
+    def create_per_worker_dataset(self, fn: Callable[[], Any]) -> PerWorkerDataset:
+        """Return a dataset whose iterator each worker makes for itself: iter(fn()), when it first needs it.
+
+        Raises:
+            ConfigError: `fn` has no importable name.
+        """
+        self._datasets += 1
+        return PerWorkerDataset(self._datasets, _name_of(fn))
+
+    def outcome_of(self, task: int, timeout: float | None) -> tuple[bool, Any]:
+        """Wait for a task; returns whether it failed, and its result or error. Of use to this package only."""
+        if self._alone is not None:
+            self._reported.add(task)
+            return self._alone.pop(task)
+        if task not in self._cancelled:
+            asking = Asking()
+            at = asking.outcome(_BOARD, task)
+            ticket = self._ask(asking, "fetch", timeout)
+            told = ticket.results[_BOARD][at[1]]
+            if not told["cancelled"]:
+                value = unpack_object(ticket.array(*at).tobytes())
+                self._reported.add(task)
+                asking = Asking()
+                asking.forget(_BOARD, [task])
+                self._strategy.push(asking, "fetch")
+                return (True, _error_of(*value)) if told["failed"] else (False, value)
+            self._cancelled.add(task)
+        return True, UsageError("the function was taken back before it began, because another one had failed")
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, asking: Asking, what: str, timeout: float | None = None) -> Ticket:
+        session = self._strategy.session
+        return session.wait(session.request(asking.parts()), what, self._strategy.timeout if timeout is None else timeout)
+
+    def _progress(self) -> dict[str, Any]:
+        asking = Asking()
+        at = asking.progress(_BOARD)
+        return self._ask(asking, "asking for functions").results[_BOARD][at[1]]
+
+    def _raise_first(self) -> None:
+        """Raise what the first function has raised of which nobody was told, and take back those that have not begun."""
+        failed = [task for task, (bad, _) in self._alone.items() if bad] if self._alone is not None else self._progress()["failed"]
+        task = min((one for one in failed if one not in self._reported), default=None)
+        if task is None:
+            return
+        if self._alone is None:
+            asking = Asking()
+            asking.cancel(_BOARD)
+            self._strategy.push(asking, "cancel")
+        _, error = self.outcome_of(task, None)
+        self._reported.update(failed)
+        raise error
+
+    def _close(self) -> None:
+        with contextlib.suppress(SyncvarError):
+            asking = Asking()
+            asking.close(_BOARD)
+            self._ask(asking, "ending the workers")
+
+    def _serve(self) -> NoReturn:
+        """Run what this worker is given until there is no more, then end the process."""
+        outcome: tuple[int, bool, bytes] | None = None
+        while True:
+            asking = Asking()
+            if outcome is not None:
+                task, failed, value = outcome
+                asking.finish(_BOARD, task, np.frombuffer(value, np.uint8), failed=failed)
+            asking.ask_for_task(_BOARD)
+            at = asking.task(_BOARD)
+            ticket = self._ask(asking, "waiting for a function", _FOR_EVER_S)
+            told = ticket.results[_BOARD][at[1]]
+            if told["closed"]:
+                raise SystemExit(0)
+            failed, value = self._called(ticket.array(*at).tobytes())
+            self._strategy.here.settle("a scheduled function", self._strategy.timeout)
+            outcome = told["task"], failed, _packed(value, failed=failed)
+
+    def _called(self, call: bytes) -> tuple[bool, Any]:
+        """Make a call; returns whether it failed, and its result or its error."""
+        name, given, named = unpack_object(call)
+        try:
+            arguments = [self._iterator(one) if isinstance(one, dict) and one.get("is") == _DATASET else one for one in given]
+            with self._strategy.as_one():
+                return False, _found(name)(*arguments, **named)
+        except SyncvarError as error:
+            if self._strategy.session.client.broken is not None:
+                raise
+            return True, error
+        except Exception as error:  # the function's own: rank 0 is told
+            return True, error
+
+    def _iterator(self, told: dict[str, Any]) -> Iterator[Any]:
+        number = told["number"]
+        if number not in self._iterators:
+            self._iterators[number] = iter(_found(told["fn"])())
+        return self._iterators[number]
+
+
+def _name_of(fn: Any) -> list[str]:
+    """Return module and qualified name of a function.
+
+    Raises:
+        ConfigError: It is not found by them.
+    """
+    module, name = getattr(fn, "__module__", "") or "", getattr(fn, "__qualname__", "")
+    try:
+        found = _found([module, name]) if module and name else None
+    except (ImportError, AttributeError):
+        found = None
+    if found is not fn:
+        raise ConfigError(
+            f"schedule takes a function that the workers find by its name, not {fn!r:.80}: define it with def at the top level of the "
+            f"script, and pass what it needs as arguments"
+        )
+    return [module, name]
+
+
+def _found(name: list[str]) -> Any:
+    module, path = name
+    found: Any = sys.modules.get(module) or importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _packed(value: Any, *, failed: bool) -> bytes:
+    if failed:
+        kind = type(value)
+        text = "".join(traceback.format_exception(value))
+        return pack_object([[kind.__module__, kind.__qualname__], str(value), text])
+    try:
+        return pack_object(value)
+    except ConfigError as error:
+        return pack_object([["syncvar.errors", "ConfigError"], f"what the function returned cannot travel: {error}", ""])
+
+
+def _error_of(name: list[str], text: str, where: str) -> Exception:
+    """Return the error that a function has raised elsewhere."""
+    kind: Any = getattr(builtins, name[1], None) if name[0] == "builtins" else None
+    with contextlib.suppress(ImportError, AttributeError):
+        kind = kind or _found(name)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        kind = RuntimeError
+    error: Exception = kind.__new__(kind)
+    error.args = (text,)
+    if where:
+        error.add_note(f"raised by a worker:\n{where}")
+    return error

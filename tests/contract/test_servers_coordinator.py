@@ -1,0 +1,144 @@
+"""A coordinator and the workers that it gives functions: results, errors, datasets, workers that are lost."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import syncvar as sv
+from syncvar.servers.board import Board, Outcome
+from syncvar.servers.local import LocalServers
+from syncvar.testing import run_ranks
+
+seen = {}
+mine = threading.local()  # workers are threads here
+
+
+def double(x):
+    return 2 * x
+
+
+def add(x):
+    assert mine.strategy.num_replicas_in_sync == 1
+    mine.strategy.run(lambda: mine.v.assign_add(x))
+
+
+def fail(text):
+    raise KeyError(text)
+
+
+def take(rows):
+    return next(rows)
+
+
+def rows():
+    return iter(range(100))
+
+
+def waits(which):
+    seen["calls"].append(which)
+    if which == "first" and seen["calls"].count("first") == 1:
+        seen["begun"].set()
+        assert seen["may_go_on"].wait(20)
+    return which
+
+
+def job(workers, program, servers=2):
+    """Run a program on rank 0, its coordinator made; the others serve it."""
+    local = LocalServers(workers, servers)
+
+    def each():
+        strategy = sv.ParameterServerStrategy(staleness=None)
+        with strategy.scope():
+            mine.strategy, mine.v = strategy, sv.Variable(np.zeros(3, np.int64))
+        coordinator = sv.ClusterCoordinator(strategy)
+        try:
+            return program(coordinator, local)
+        finally:
+            coordinator._close()
+
+    results = run_ranks(workers, each, servers=local, timeout_s=30)
+    assert not [one for one in results[1:] if not isinstance(one, SystemExit)], results
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_functions_run_and_errors_are_told_once(workers):
+    def program(coordinator, _local):
+        values = [coordinator.schedule(double, (np.arange(k),)) for k in range(6)]
+        for _ in range(5):
+            coordinator.schedule(add, ([1, 2, 3],))
+        coordinator.join()
+        assert coordinator.done()
+        assert [one.tolist() for one in coordinator.fetch(values)] == [[2 * one for one in range(k)] for k in range(6)]
+        assert coordinator.fetch({"a": (values[2], 7)})["a"][1] == 7
+        assert mine.v.numpy().tolist() == [5, 10, 15]
+        with pytest.raises(KeyError, match="no such thing"):
+            coordinator.schedule(fail, ("no such thing",))
+            coordinator.join()
+        coordinator.join()
+        assert coordinator.schedule(double, (4,)).fetch() == 8
+        with pytest.raises(sv.ConfigError, match="top level"):
+            coordinator.schedule(lambda: 1)
+        with pytest.raises(sv.ConfigError, match="RemoteValue"):
+            coordinator.schedule(double, (values[0],))
+        dataset = coordinator.create_per_worker_dataset(rows)
+        taken = coordinator.fetch([coordinator.schedule(take, (dataset,)) for _ in range(6)])
+        assert min(taken) == 0
+        assert len(taken) == 6
+
+    job(workers, program)
+
+
+def test_the_function_of_a_lost_worker_is_run_by_another_one():
+    seen.update(calls=[], begun=threading.Event(), may_go_on=threading.Event())
+
+    def program(coordinator, local):
+        first = coordinator.schedule(waits, ("first",))
+        assert seen["begun"].wait(20)
+        (given,) = (rank for rank in local._servers[0].primaries[0].ledger.board.given)
+        local.lose_worker(given)
+        result = first.fetch(20)  # of the other one
+        seen["may_go_on"].set()
+        return result, seen["calls"]
+
+    local = LocalServers(3)
+
+    def each():
+        coordinator = sv.ClusterCoordinator(sv.ParameterServerStrategy(staleness=None))
+        try:
+            return program(coordinator, local)
+        finally:
+            coordinator._close()
+
+    results = run_ranks(3, each, servers=local, timeout_s=30)
+    assert results[0] == ("first", ["first", "first"]), results
+    kinds = sorted(type(one).__name__ for one in results[1:])
+    assert kinds == ["GroupBroken", "SystemExit"], results
+
+
+def test_a_coordinator_wants_variables_without_common_steps():
+    with pytest.raises(sv.ConfigError, match="staleness=None"):
+        sv.ClusterCoordinator(sv.ParameterServerStrategy())
+
+
+def test_a_board_gives_tasks_in_order_and_a_lost_workers_first():
+    board = Board()
+    for task in range(3):
+        board.put(task, np.zeros(1, np.uint8))
+    board.ask(1)
+    board.ask(2)
+    assert {rank: task for rank, (task, _) in board.given.items()} == {1: 0, 2: 1}
+    board.lose(1)
+    board.finish(1, 0, Outcome(False, np.zeros(0, np.uint8)))  # late, and not its own any more
+    board.ask(3)
+    assert board.given[3][0] == 0
+    assert not board.is_over(2)
+    assert board.cancel() == [2]
+    assert board.is_over(2)
+    board.finish(2, 1, Outcome(True, np.zeros(0, np.uint8)))
+    board.finish(3, 0, Outcome(False, np.zeros(0, np.uint8)))
+    assert board.is_drained
+    assert sorted(board.outcomes) == [0, 1]
