@@ -136,9 +136,7 @@ WORDS = (
     _word("sv", "Win File Spawn Status Request Datatype",
           "windows, files, spawning and derived types of MPI are not here: arrays travel as they are"),
     # Strategies and training.
-    _word("sv", "ParameterServerStrategy ClusterCoordinator ParameterServerStrategyV2",
-          "there are no parameter servers: every worker runs the same script; sv.CentralStorageStrategy() "
-          "keeps one copy of each variable on a host, sv.MultiWorkerMirroredStrategy() one in each worker"),
+    _word("sv", "ParameterServerStrategyV2", "write sv.ParameterServerStrategy(), with syncvar-launch --servers 2"),
     _word("sv", "OneDeviceStrategy TPUStrategy",
           "write sv.MirroredStrategy(), which has one replica without the launcher"),
     _word("sv", "TFConfigClusterResolver ClusterResolver SlurmClusterResolver",

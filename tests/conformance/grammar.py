@@ -2,7 +2,7 @@
 
 __all__ = ["BadCase", "check", "operations", "ranks_of", "variables_of"]
 
-STRATEGIES = ("mirrored", "multi_worker_mirrored", "central_storage", "default")
+STRATEGIES = ("mirrored", "multi_worker_mirrored", "central_storage", "parameter_server", "default")
 CONTEXTS = ("replica", "cross", "outside", "merge", "spmd")
 
 _SCATTERS = ("add", "sub", "mul", "div", "min", "max", "update")
@@ -49,6 +49,11 @@ _OPERATIONS = {
     "input_context": ("", ("args", "batches"), ()),
     "partition": ("", ("partitioner", "args", "shape", "dtype"), ()),
     "row_ranges": ("", ("rows", "shards"), ()),
+    "lookup": ("", ("indices",), ("var",)),
+    "sharding": ("", (), ("var",)),
+    "set_staleness": ("", ("staleness",), ("var",)),
+    **dict.fromkeys(("read_all", "snapshot"), ("", ("vars",), ())),
+    **dict.fromkeys(("tick", "barrier"), ("", (), ())),
 }  # fmt: skip
 _KINDS = {
     "container_misuse": ("add", "index", "iter", "asarray"),

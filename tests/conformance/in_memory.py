@@ -14,6 +14,7 @@ from conductor import Outcome
 
 from syncvar.config import RuntimeConfig
 from syncvar.runtime.context import current, use
+from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks
 
 _CONFIG = RuntimeConfig(collective_timeout_s=5.0)
@@ -29,7 +30,8 @@ def run(case):
             context = current()
             return interpreter.run_case(collection.without_category(case), "case", folder, lambda: use(context))
 
-        answers = run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=20.0)
+        servers = LocalServers(case["replicas"], 2) if case["strategy"] == "parameter_server" else None
+        answers = run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=20.0, servers=servers)
     for rank, answer in enumerate(answers):
         if isinstance(answer, BaseException):
             found.append(f"rank {rank}: {type(answer).__name__}: {answer}")

@@ -22,6 +22,7 @@ _STRATEGIES = {
     "mirrored": "MirroredStrategy",
     "multi_worker_mirrored": "MultiWorkerMirroredStrategy",
     "central_storage": "CentralStorageStrategy",
+    "parameter_server": "ParameterServerStrategy",
 }
 
 
@@ -71,8 +72,10 @@ class _Run(DataOperations):
             self._look_at(error)
             return self.differences, self.broken
         # Nothing else orders another rank's write before a one-sided read of it.
-        meet = any(spec.get("ranks") for spec in case["variables"].values()) or any(
-            step["op"] == "read_from" for step in grammar.operations(case)
+        meet = (
+            any(spec.get("ranks") for spec in case["variables"].values())
+            or any(step["op"] == "read_from" for step in grammar.operations(case))
+            or case["strategy"] == "parameter_server"
         )
         for index, step in enumerate(case["steps"]):
             if self._takes_part(step):
@@ -90,7 +93,10 @@ class _Run(DataOperations):
 
     def _prepare(self):
         case = self.case
-        options = case.get("options") or {}
+        options = dict(case.get("options") or {})
+        if "variable_partitioner" in options:
+            ((kind, given),) = options["variable_partitioner"].items()
+            options["variable_partitioner"] = getattr(sv.partitioners, kind)(**given)
         if case["strategy"] == "default":
             self.strategy = sv.get_strategy()
             make, scope = None, contextlib.nullcontext
@@ -386,6 +392,28 @@ class _Run(DataOperations):
 
     def do_initializer_calls(self, step, _x, _place):
         return self.calls[step.get("var", "v")]
+
+    def do_lookup(self, step, _x, _place):
+        return self._variable(step).lookup(step["indices"])
+
+    def do_sharding(self, step, _x, _place):
+        v = self._variable(step)
+        return {"is_sharded": isinstance(v, sv.ShardedVariable), "num_shards": v.num_shards, "row_ranges": v.row_ranges}
+
+    def do_set_staleness(self, step, _x, _place):
+        self._variable(step).set_staleness(step["staleness"])
+
+    def do_read_all(self, step, _x, place):
+        return place.strategy.read_all([self.variables[name] for name in step["vars"]])
+
+    def do_snapshot(self, step, _x, place):
+        return place.strategy.snapshot([self.variables[name] for name in step["vars"]])
+
+    def do_tick(self, _step, _x, place):
+        place.strategy.tick()
+
+    def do_barrier(self, _step, _x, _place):
+        sv.barrier()
 
     def do_read_from(self, step, _x, _place):
         return self._variable(step).read_from(step["rank"])

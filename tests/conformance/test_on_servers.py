@@ -1,0 +1,40 @@
+"""The cases of variables on servers: over real processes with two servers, and in memory."""
+
+import os
+import sys
+
+import collection
+import grammar
+import in_memory
+import pytest
+from conductor import conduct
+
+_CASES = collection.load("servers")
+_CATEGORIES = sorted({case["category"] for case in _CASES})
+
+
+def _with_servers(replicas, _folder, environment):
+    line = [sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--servers", "2", "--no-timestamps"]
+    return line, environment
+
+
+def test_every_case_is_in_the_grammar():
+    for case in _CASES:
+        grammar.check(collection.without_category(case))
+    assert len({case["id"] for case in _CASES}) == len(_CASES)
+
+
+@pytest.mark.parametrize("replicas", [pytest.param(n, marks=[] if n == 2 else [pytest.mark.slow]) for n in (1, 2, 3)])
+def test_cases_over_processes(replicas):
+    assert "SYNCVAR_RANK" not in os.environ
+    chosen = [case for case in _CASES if case["replicas"] == replicas]
+    outcomes = conduct(chosen, start=_with_servers)
+    assert len(outcomes) == len(chosen)
+    failed = [one for one in outcomes.values() if not one.passed]
+    assert not failed, f"{len(failed)} of {len(chosen)} failed\n" + "\n".join(map(str, failed))
+
+
+@pytest.mark.parametrize("category", _CATEGORIES)
+def test_cases_in_memory(category):
+    failed = [one for one in (in_memory.run(case) for case in _CASES if case["category"] == category) if not one.passed]
+    assert not failed, "\n".join(map(str, failed))
