@@ -99,6 +99,10 @@ class Asking:
         """Ask for this worker's clock."""
         return self._do(server, "where")
 
+    def stats(self, server: int) -> Place:
+        """Read numbers for metrics."""
+        return self._do(server, "stats")
+
     def put(self, server: int, task: int, says: NDArray[Any]) -> Place:
         """Put up a task; see `board`."""
         return self._do(server, "put", task=task, value=self._array(server, says))

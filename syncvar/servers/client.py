@@ -22,7 +22,7 @@ from syncvar.errors import (
 from syncvar.roles import server_number
 from syncvar.servers.ledger import changes, reads
 from syncvar.servers.messages import Outgoing
-from syncvar.servers.primary import WINDOW
+from syncvar.servers.primary import PATIENCE, WINDOW
 from syncvar.servers.server import RESEND_S
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Client:
         self.broken: SyncvarError | None = None
         self._mirrors = [tuple(one)[:1] for one in mirrors] or [()] * servers
         self._gone: set[int] = set()
-        self._resend_s = resend_s
+        self._resend_s = self._patience_s = resend_s
         self._numbers = [0] * servers
         self._changed = [0] * servers
         self._transactions = 0
@@ -181,6 +181,7 @@ class Client:
         server = message["server"]
         if not 0 <= server < self.servers or sender != self._target(server) or self.broken is not None:
             return []
+        self._patience_s = self._resend_s
         kind = message["kind"]
         if kind == "answer":
             if message["incarnation"] != self.incarnation:
@@ -228,13 +229,14 @@ class Client:
     def wake_at(self) -> float:
         """Return the time at which `wake` is due at the latest; infinite for never."""
         busy = self._snapshot is not None or any(self._sent)
-        return self._sent_at + self._resend_s if busy else float("inf")
+        return self._sent_at + self._patience_s if busy else float("inf")
 
     def wake(self, now: float) -> list[Outgoing]:
-        """Send again what has no answer."""
+        """Send again what has no answer; each time nothing comes, wait twice as long: servers may be busy."""
         if self.wake_at() > now:
             return []
         self._sent_at = now
+        self._patience_s = min(2 * self._patience_s, PATIENCE * self._resend_s)
         made = self._again(lambda _: True)
         if self._snapshot is not None:
             made += self._cut_messages(self._snapshot)

@@ -89,6 +89,7 @@ class Ledger:
         self.shards: dict[str, Shard] = {}
         self.board = Board()
         self.entries = 0
+        self._in_rounds: set[Shard] = set()  # in which pushes wait for those of other workers
         self.staleness: dict[int, int] = {}  # how many ticks reads were ahead of the slowest -> reads
         self.room: Room = np.empty  # makes the arrays of shards, and of rows that are read
 
@@ -118,9 +119,11 @@ class Ledger:
             self._fence(entry["rank"], entry["incarnation"])
         else:
             raise WireError(f"a ledger has no entry {kind!r:.40}")
-        places = self.places()
-        for shard in self.shards.values():
-            shard.settle(places)
+        if self._in_rounds:
+            places = self.places()
+            for shard in list(self._in_rounds):
+                if shard.settle(places):
+                    self._in_rounds.discard(shard)
 
     def _request(self, request: Request) -> None:
         message = request.message
@@ -183,7 +186,10 @@ class Ledger:
         kind = operation["do"]
         if kind == "push":
             place = (worker.clock, worker.phase) if worker.takes_part and rank < self.count else None
-            self.shards[operation["key"]].push(rank, place, _push(operation, arrays))
+            shard = self.shards[operation["key"]]
+            shard.push(rank, place, _push(operation, arrays))
+            if shard.staleness == 0:
+                self._in_rounds.add(shard)
         elif kind == "create":
             if operation["key"] not in self.shards:
                 bound = operation["staleness"]

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from syncvar.servers.ledger import Worker
     from syncvar.servers.messages import Arrays, Message
 
-__all__ = ["WINDOW", "Primary"]
+__all__ = ["PATIENCE", "WINDOW", "Primary"]
+
+PATIENCE = 16
+"""What has no answer is sent again after up to so many times the usual interval, which doubles each time."""
 
 WINDOW = 64
 """So many requests of a worker may be unanswered; more than that a server does not keep."""
@@ -68,7 +71,7 @@ class Primary:
         self.ledger = ledger
         self.mirror = mirror
         self.is_retired = False
-        self._resend_s = resend_s
+        self._resend_s = self._patience_s = resend_s
         self._held: dict[int, _Held] = {}
         self._votes: dict[tuple[int, int, int], dict[int, str]] = {}  # rank, incarnation, transaction -> server -> reason
         self._cuts: dict[tuple[int, int], _Cut] = {}
@@ -99,6 +102,7 @@ class Primary:
                 self._take(Request(message, arrays))
             elif kind == "copied":
                 self._copied = max(self._copied, message["index"])
+                self._patience_s = self._resend_s
             elif kind == "retired":
                 self.is_retired = True
                 self._unsaid.clear()
@@ -124,7 +128,7 @@ class Primary:
         """Return when `wake` has something to do at the latest; infinite for never."""
         times = [cut.until for cut in self._cuts.values()]
         if self._log:
-            times.append(self._copied_at + self._resend_s)
+            times.append(self._copied_at + self._patience_s)
         times += [
             self._of(rank).voted_at + self._resend_s
             for rank, worker in self.ledger.workers.items()
@@ -140,8 +144,9 @@ class Primary:
         for key in [key for key, cut in self._cuts.items() if cut.until <= now]:
             del self._cuts[key]
             self._go_on()
-        if self._log and self._copied_at + self._resend_s <= now:
+        if self._log and self._copied_at + self._patience_s <= now:
             self._copied_at = now
+            self._patience_s = min(2 * self._patience_s, PATIENCE * self._resend_s)
             self._out += [copy for _, copy in self._log]
         for rank, worker in list(self.ledger.workers.items()):
             if worker.staged is not None and self._of(rank).voted_at + self._resend_s <= now:

@@ -140,8 +140,8 @@ class Shard:
         self._rounds.setdefault((*place, number), {})[rank] = push
         self._counts[rank] = place, number + 1
 
-    def settle(self, places: Mapping[int, Position]) -> None:
-        """Apply the rounds that are over, in their order.
+    def settle(self, places: Mapping[int, Position]) -> bool:
+        """Apply the rounds that are over, in their order; return whether none is left.
 
         Args:
             places: Where each worker is that takes part.
@@ -150,9 +150,10 @@ class Shard:
             first = min(self._rounds)
             brought = self._rounds[first]
             if any(rank not in brought and place <= first[:2] for rank, place in places.items()):
-                return
+                return False
             self._settled = max(self._settled, first)
             self._combine([push for _, push in sorted(self._rounds.pop(first).items())])
+        return True
 
     def set_staleness(self, staleness: int | None) -> None:
         """Change the bound; what waits is applied first."""

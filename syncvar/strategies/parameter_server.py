@@ -368,6 +368,28 @@ class ParameterServerStrategy(Strategy):
             asking.tick(server, here.clock)
         here.pushes.append((self.session.request(asking.parts()), "tick"))
 
+    def staleness_counts(self) -> dict[int, int]:
+        """Return how stale reads may have been: ticks that readers were ahead of the slowest worker -> reads, of all workers so far.
+
+        Reads of variables with staleness None are not counted.
+
+        Example:
+            >>> import syncvar as sv
+            >>> strategy = sv.ParameterServerStrategy(staleness=0)
+            >>> with strategy.scope():
+            ...     v = sv.Variable(0)
+            >>> int(v), 0 in strategy.staleness_counts()
+            (0, True)
+        """
+        asking = Asking()
+        found = [asking.stats(server) for server in range(self.here.count)]
+        told = self.ask(asking, "staleness_counts")
+        made: dict[int, int] = {}
+        for server, number in found:
+            for ticks, reads in told.results[server][number]["staleness"].items():
+                made[ticks] = made.get(ticks, 0) + reads
+        return dict(sorted(made.items()))
+
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Make all writes of a block one: applied together on all servers, or not at all, and seen so by snapshots.

@@ -167,6 +167,7 @@ def test_a_read_waits_for_those_that_are_further_behind_than_its_bound():
             may_tick.set()
             ticket.join(20)
             assert done.is_set()
+            assert strategy.staleness_counts() == {2: 1}
             return seen[0]
         v.assign_add(100)
         assert may_tick.wait(20)
