@@ -121,6 +121,8 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
             "SYNCVAR_ENCRYPTION=control-only"
         )
     mpi, is_ours = _library()
+    if is_ours:  # before those of the meeting and the context are registered: it runs after them
+        atexit.register(_finalize, mpi, os.getpid(), config.rendezvous_timeout_s)
     world = mpi.COMM_WORLD
     rank, size = world.rank, world.size
     _compare(rank, size, mpi.Get_library_version().partition("\n")[0].partition(",")[0].strip("\0 "), environ)
@@ -131,8 +133,6 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
     _await(request, until, f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them to come to sv.init()")
     comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises as exceptions; else MPI would end the job
     fabric = Fabric(mpi, comm)
-    if is_ours:  # before those of the meeting and the context are registered: it runs after them
-        atexit.register(_finalize, fabric, os.getpid(), config.rendezvous_timeout_s)
     cards = MpiCards(fabric, config.rendezvous_timeout_s)
     everyone = cards.exchange({"host": socket.gethostname(), "boot": _boot(), "run": secrets.token_hex(8)})
     places = places_of([(one["host"], one["boot"]) for one in everyone])
@@ -193,14 +193,18 @@ def _library() -> tuple[Any, bool]:
     return MPI, is_ours
 
 
-def _finalize(fabric: Fabric, process: int, timeout_s: float) -> None:
-    """End MPI in order; not where this rank let go of its links: MPI_Finalize waits for all, and some may be gone."""
-    if os.getpid() != process or fabric.is_broken or fabric.mpi.Is_finalized():
+def _finalize(mpi: Any, process: int, timeout_s: float) -> None:
+    """End MPI in order; not where this rank fails or let go of its links: MPI_Finalize waits for all, and some may be gone."""
+    if os.getpid() != process or mpi.Is_finalized() or getattr(sys, "last_value", None) is not None:
         return
-    with contextlib.suppress(RendezvousError):  # MPI_Finalize waits on, with a whole core
-        _await(fabric.comm.Ibarrier(), time.monotonic() + timeout_s, "")
-    fabric.close()
-    fabric.mpi.Finalize()
+    if MPI in _kept:
+        fabric = _kept[MPI].cards.fabric
+        if fabric.is_broken:
+            return
+        with contextlib.suppress(RendezvousError):  # MPI_Finalize waits on, with a whole core
+            _await(fabric.comm.Ibarrier(), time.monotonic() + timeout_s, "")
+        fabric.close()
+    mpi.Finalize()
 
 
 def _compare(rank: int, size: int, library: str, environ: Mapping[str, str]) -> None:

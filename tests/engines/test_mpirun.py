@@ -162,3 +162,11 @@ def test_processes_of_mpirun_may_each_be_alone_on_purpose(mpi, tmp_path):
     code, text = run(mpi, 2, script(tmp_path, CONTRADICTED), SYNCVAR_WORLD_SIZE="1")
     assert (code, text) == (0, "")
     assert notes(tmp_path, 2) == ["met 1\n"] * 2
+
+
+@WITH_MPI
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_a_single_process_of_mpirun_is_a_world_of_one(mpi, transport, tmp_path):
+    code, text = run(mpi, 1, script(tmp_path, CONTRADICTED), SYNCVAR_TRANSPORT=transport)
+    assert (code, text) == (0, "")
+    assert notes(tmp_path, 1) == ["met 1\n"]
