@@ -337,7 +337,7 @@ def _native(code: Code, vector: Vector) -> Any:
 
 @lru_cache(maxsize=256)
 def _suits_native(how: Arithmetic) -> bool:
-    return native_program(b"", 0, (), (), *how.native) is not None
+    return isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), *how.native) is not None
 
 
 def _offsets(channel: Channel, vector: Vector, code: Code, placed: Placed) -> tuple[tuple[Any, ...], tuple[int, ...]]:

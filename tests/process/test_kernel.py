@@ -59,6 +59,25 @@ def test_a_mean_of_floats_is_not_taken_for_one_of_integers(launch):
     assert [sorted(event["table"]) for event in job.events("raised")] == [["0", "1"]] * 2, str(job)
 
 
+LOCATED = """
+import numpy as np, syncvar as sv
+
+size = sv.world_size()
+for count in (5, 100_000):
+    for op, wanted in (("minloc", 0), ("maxloc", size - 1)):
+        values, ranks = sv.all_reduce(np.full(count, sv.rank(), np.float32), op)
+        assert (values == wanted).all() and (ranks == wanted).all()
+sv.register_op("added", lambda left, right: left + right)
+assert (sv.all_reduce(np.ones(100_000), "added") == size).all()
+"""
+
+
+@pytest.mark.needs_kernel
+def test_ops_that_numpy_has_no_loop_for_are_not_looked_for_among_its_loops(launch):
+    job = launch(LOCATED, workers=3, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait(30) == 0, str(job)
+
+
 INTERRUPTED = """
 import signal
 import numpy as np, syncvar as sv
