@@ -19,7 +19,7 @@ of the message; then its shape and its bytes. A WHOLE entry has the message. A T
 receiver reads it there and answers, or asks for it in PARTs. Long messages are numbered; number s uses place s % 8, and the
 answer is 2s - 1 for "send it in parts" and 2s for "taken".
 
-The bytes of an entry are written before FILLED, and read before USED is written: on x86-64, which alone takes this path, that is
+FILLED may come to the end of an entry in steps; NEWS grows when it is there. The bytes of an entry are written before FILLED, and read before USED is written: on x86-64, which alone takes this path, that is
 the order in which the other process sees them.
 
 Cost: 260 KiB of the arena for each ordered pair that talks.
@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.layout import LINE_BYTES
+from syncvar.arena.layout import ABORT, LINE_BYTES
 from syncvar.errors import ArenaFull
+from syncvar.kernel import message_end
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -151,6 +152,23 @@ class Boxes:
         places = self.channels.places
         return self.channels.reach((places[source], self._arena.local_rank))
 
+    def native_end(self, box: Outbox | Inbox, other: int, identity: int, objects: tuple[Any, ...]) -> Any:
+        """Return the C runner of one end of a pair's messages; None where Python runs them.
+
+        Args:
+            box: Where they lie.
+            other: The other rank, in the world.
+            identity: Of the pair's calls.
+            objects: What it asks and tells; see `messages.c`.
+        """
+        channels = self.channels
+        if not channels.is_native:
+            return None
+        looks, shares_cores = channels.patience((channels.places[other],))
+        return message_end(
+            self._arena.memory, box.start, box.ring, RING_BYTES, _ENTRY_BYTES_MAX, ABORT * 8, identity, looks, shares_cores, objects
+        )
+
     def _word_of(self, source: int) -> int:
         """Return the index of the word that says where the box of messages from a rank is; 0 while it has no list."""
         arena = self._arena
@@ -162,6 +180,7 @@ class _Box:
     def __init__(self, arena: Arena, start: int) -> None:
         self._arena = arena
         self.words = arena.words
+        self.start = start
         self.base = start // 8
         self.ring = start + _HEADER_WORDS * 8  # where it begins in the arena
 
@@ -375,6 +394,8 @@ class Inbox(_Box):
             if form != Form.GAP:
                 break
             words[base + USED] = used + nbytes_entry
+        if words[base + FILLED] - used < nbytes_entry:
+            return None  # the C runner publishes a long entry piece by piece
         dimensions = what >> 24
         end = word + _FIXED_WORDS + dimensions
         shape = tuple(words[word + _FIXED_WORDS : end])

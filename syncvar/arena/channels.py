@@ -145,6 +145,14 @@ class Channels:
         """Return whether all ranks of a group share this arena."""
         return all(rank in self.places for rank in members)
 
+    def patience(self, regions: Sequence[int]) -> tuple[int, bool]:
+        """Return how often the C runner looks for ranks, and whether it gives way between looks: of threads of one process neither."""
+        own = self.words[self._table + _PROCESS]
+        others = [self.arena.table(region) // 8 for region in regions if region != self.arena.local_rank]
+        if any(self.words[table + _PROCESS] == own != 0 for table in others):
+            return 0, False
+        return _LOOKS_SHARED if self.shares_cores else _LOOKS_ALONE, self.shares_cores
+
     def make(self, group: int, members: Sequence[int], rank: int) -> Channel:
         """Make this rank's channel of a group; the others find it by the group's identity.
 
@@ -402,14 +410,11 @@ class Channel(ChannelState):
 
     def _bind(self) -> bool:
         """Tell the C runner where the words of all ranks are; returns whether it takes so many."""
-        tables = [self.arena.table(region) // 8 for region in self.regions]
-        own = tables.pop(self.rank)
-        is_one_process = any(self.words[table + _PROCESS] == self.words[own + _PROCESS] != 0 for table in tables)
-        shares_cores = self._channels.shares_cores
+        looks, shares_cores = self._channels.patience(self.regions)
         return bind(
             self, self.arena.memory, self.entry, (CHECK, PHASE, DONE, _SOURCE, TARGET, ABORT, _SEGMENTS), self.others,
             tuple(self.words[entry + _SMALL] for entry in self._entries), (SMALL_BYTES, SEGMENT_BYTES, self._part_bytes), self.rank,
-            shares_cores and not is_one_process, 0 if is_one_process else _LOOKS_SHARED if shares_cores else _LOOKS_ALONE,
+            shares_cores, looks,
         )  # fmt: skip
 
     def slot_call(self, **parts: Any) -> Any:

@@ -22,11 +22,11 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.loading import unexpected
 from syncvar.plans import Chunk, Plan, Recv, Send
-from syncvar.runtime.at_once import NOT_YET, put_at_once, take_at_once
+from syncvar.runtime.at_once import NOT_YET, Line
 from syncvar.runtime.context import current
 from syncvar.runtime.executor import LinkOperation, prepare
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.messages import Letter, Receiving, Sending, Tally
+from syncvar.runtime.messages import Inward, Letter, Outward, Receiving, Sending, Tally
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import dtype_from_index, pack_object, unpack_object
@@ -92,6 +92,10 @@ def send(
     if _foreign:
         raise unexpected(send, _foreign)
     communicator = communicator_of(group)
+    if not async_op and timeout is None and type(dest) is int is type(tag):
+        line = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
+        if line is not None and line.native is not None and communicator.uneven is None and line.native.send(x):
+            return None
     if is_foreign(x):
         return in_kind(partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x)
     return _sent("send", communicator, lambda: _message(x), ARRAY, dest, tag, timeout, async_op=async_op)
@@ -142,17 +146,18 @@ def _sent(
     if dest == rank:
         _own(communicator, tag).put(kind, make().copy())
         return done() if async_op else None
-    stream = _stream(communicator, rank, dest, tag)
+    line = _line(communicator, rank, dest, tag)
+    stream = line.stream
     eager_bytes = current().config.eager_bytes
 
     def words_of(array: NDArray[Any]) -> str:
         shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
         return f"{name}({shown} to rank {communicator.members[dest]}, tag {tag})"
 
-    if stream.end is not None and (timeout is None or is_seconds(timeout)):
+    if line.end is not None and (timeout is None or is_seconds(timeout)):
         try:
             array = make()
-            if array.nbytes <= eager_bytes and put_at_once(stream, array, kind, lambda: (words_of(array), array_record(array).dtype)):
+            if array.nbytes <= eager_bytes and line.put(array, kind, lambda: (words_of(array), array_record(array).dtype)):
                 return done() if async_op else None
         except ConfigError:
             pass  # it is raised again with the number of the call, which the receiver hears of
@@ -170,7 +175,7 @@ def _sent(
             yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
         letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
-        operation = LinkOperation if stream.end is None else partial(Sending, outward=stream.end, letter=letter)
+        operation = partial(Sending, outward=line.end, letter=letter) if isinstance(line.end, Outward) else LinkOperation
         return Request(words_of(array), fingerprint("message"), body(), operation)
 
     return stream.perform(name, check, timeout, async_op=async_op)
@@ -218,6 +223,12 @@ def recv(
     if _foreign:
         raise unexpected(recv, _foreign)
     communicator = communicator_of(group)
+    if not async_op and timeout is None and type(source) is int is type(tag):
+        line = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
+        if line is not None and line.native is not None and communicator.uneven is None:
+            made = line.native.receive(out)
+            if made is not None:
+                return made
     if is_foreign(out):
         return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)
     return _received("recv", communicator, lambda kind, made: _delivered(kind, made, out), source, tag, timeout, out=out, async_op=async_op)
@@ -269,7 +280,8 @@ def _received(
     if source == rank:
         own = _own(communicator, tag)
         return own.start(name, finish) if async_op else own.take(name, finish)
-    stream = _stream(communicator, source, rank, tag)
+    line = _line(communicator, source, rank, tag)
+    stream = line.stream
 
     def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
@@ -286,12 +298,14 @@ def _received(
             return finish(record.kind, made)
 
         what = f"{name}(from rank {communicator.members[source]}, tag {tag})"
-        operation = LinkOperation if stream.end is None else partial(Receiving, inward=stream.end, landing=landing, finish=finish)
+        operation = LinkOperation if not isinstance(line.end, Inward) else partial(
+            Receiving, inward=line.end, landing=landing, finish=finish
+        )
         return Request(what, fingerprint("message"), body(), operation)
 
-    if stream.end is not None and (timeout is None or is_seconds(timeout)):
+    if line.end is not None and (timeout is None or is_seconds(timeout)):
         try:
-            result = take_at_once(stream, check, landing, finish, timeout, waits=not async_op)
+            result = line.take(check, landing, finish, timeout, waits=not async_op)
         except SyncvarError as error:
             if not async_op:
                 raise
@@ -330,7 +344,7 @@ def _plan(stream: Communicator, *steps: Step) -> Prepared:
     return prepare(Plan("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members)
 
 
-def _stream(communicator: Communicator, source: int, dest: int, tag: int) -> Communicator:
+def _line(communicator: Communicator, source: int, dest: int, tag: int) -> Line:
     """Return the pair's own calls: message number k of the sender meets message number k of the receiver.
 
     A tag may be a step's number. What is kept of one that is not used any more is the number of its next message.
@@ -343,19 +357,20 @@ def _stream(communicator: Communicator, source: int, dest: int, tag: int) -> Com
         identity = fingerprint("message", communicator.identity, source, dest, tag)
         pair = (communicator.members[source], communicator.members[dest])
         context = current()
-        found = streams[source, dest, tag] = context.communicator(identity, pair, shares=False)
+        made = context.communicator(identity, pair, shares=False)
         post, engine = context.post, context.engine
+        end: Inward | Outward | None = None
         if post is not None and engine is not None and all(map(post.serves, pair)):
-            is_sender = communicator.member_rank == source
-            found.end = post.outward(pair[1]) if is_sender else post.inward(pair[0])
-            found.tally = Tally(identity, found.next_call)
-            engine.count_by(found.tally)
+            end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
+            made.tally = Tally(identity, made.next_call)
+            engine.count_by(made.tally)
+        found = streams[source, dest, tag] = Line(made, end, ARRAY)
     return found
 
 
-def _let_go(streams: dict[tuple[int, int, int], Communicator]) -> None:
-    for key, stream in list(streams.items()):
-        engine = stream.engine
+def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
+    for key, line in list(streams.items()):
+        stream, engine = line.stream, line.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
             del streams[key]
             engine.rest(stream.identity, stream.members[1 - stream.member_rank])

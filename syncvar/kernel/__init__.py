@@ -9,6 +9,7 @@ version 1. Before it is used for the first time, that is tried out with this Num
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "ChannelState", "Copied", "Tally", "Watch", "bind", "entrance", "group_of", "program", "remember", "run", "slot_call", "told", "which",
+    "ChannelState", "Copied", "Tally", "Watch", "bind", "entrance", "group_of", "message_end", "program", "remember", "run", "slot_call",
+    "told", "which",
     "why_not_native", "write",
 ]  # fmt: skip
 
@@ -64,6 +66,12 @@ if _native is not None and getattr(_native, "FORM", 0) != _FORM:
     _native, _missing = None, "the C kernel is of another version of syncvar: install syncvar again"
 if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
+
+
+_messages: ModuleType | None = None
+if _native is not None:  # and so arrays are as it expects
+    with contextlib.suppress(ImportError):
+        _messages = importlib.import_module("syncvar.kernel.messages")
 
 
 class ChannelState:
@@ -200,6 +208,11 @@ def group_of(variables: tuple[Any, ...], storages: tuple[Any, ...], tallies: tup
     if _native is None:
         return None
     return _native.Group(variables, storages, tallies, parts, tuple([part.nbytes for part in parts]), np.ndarray)
+
+
+def message_end(*parts: Any) -> Any:
+    """Return the C runner of one end of a pair's messages, or None where there is none; see `messages.c`."""
+    return None if _messages is None else _messages.End(*parts)
 
 
 def write(

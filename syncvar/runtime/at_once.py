@@ -2,6 +2,8 @@
 
 Nothing is started, and no lock of the engine taken. What is unusual (a known refusal, queued writes, another thread in the same
 call, a full box) is left to the long way; a wait that takes long is left to the engine, with the number that the call has.
+
+Arrays of a dtype and shape that have gone or come once are left to the C runner, where there is one, which does the same.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import numpy as np
 
 from syncvar.arena.boxes import what_of
 from syncvar.errors import SyncvarError
-from syncvar.runtime.messages import WAY
+from syncvar.runtime.messages import WAY, Inward, Outward
 from syncvar.runtime.recorder import Told
+from syncvar.wire import dtype_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.group import Communicator, Request
     from syncvar.runtime.messages import Landing
 
-__all__ = ["NOT_YET", "Sort", "put_at_once", "take_at_once"]
+__all__ = ["NOT_YET", "Line"]
 
 NOT_YET = object()
 _SORTS_MAX = 64  # of a pair and tag
@@ -46,120 +49,160 @@ class Sort(NamedTuple):
     is_buffer: bool
 
 
-def put_at_once(stream: Communicator, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]) -> bool:
-    """Send a message that is not long, if there is room for it now.
+class Line:
+    """The messages of a pair and tag, as one of the two ranks makes them.
 
     Args:
-        stream: The pair's calls.
-        array: The message.
-        kind: Of the message.
-        words: Returns the call in words and the index of the array's dtype; asked once for each dtype and shape.
+        stream: Their calls.
+        end: This rank's end of the box through which they go; None where the ranks share no arena.
+        array: The kind of messages that are arrays.
 
-    Returns:
-        False when nothing has been done.
+    Attributes:
+        native: The C runner of this end, once it has something to do.
     """
-    engine, outward, tally = stream.engine, stream.end, stream.tally
-    if engine is None or tally is None or not engine.is_quiet or not array.flags.c_contiguous:
-        return False
-    sorts: dict[Any, Sort] = stream.shortcuts  # type: ignore[assignment]
-    key = array.dtype, array.shape, kind
-    sort = sorts.get(key)
-    if sort is None:
-        said, dtype = words()
-        if len(sorts) >= _SORTS_MAX:
-            sorts.clear()
-        told = Told(said, stream.identity, stream.members, 0, array.nbytes, WAY)
-        sort = sorts[key] = Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
-    if not stream.busy.acquire(blocking=False):
-        return False
-    number, begin = stream.next_call, monotonic_ns()
-    try:
-        if not outward.lock.acquire(blocking=False):
+
+    __slots__ = ("_array", "_sorts", "end", "native", "stream")
+
+    def __init__(self, stream: Communicator, end: Inward | Outward | None, array: int) -> None:
+        self.stream = stream
+        self.end = end
+        self.native: Any = None
+        self._array = array
+        self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
+
+    def put(self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]) -> bool:
+        """Send a message that is not long, if there is room for it now.
+
+        Args:
+            array: The message.
+            kind: Of the message.
+            words: Returns the call in words and the index of the array's dtype; asked once for each dtype and shape.
+
+        Returns:
+            False when nothing has been done.
+        """
+        stream, outward = self.stream, self.end
+        engine, tally = stream.engine, stream.tally
+        if engine is None or tally is None or not isinstance(outward, Outward) or not engine.is_quiet or not array.flags.c_contiguous:
             return False
-        try:
-            box = outward.box()
-            if box is None:
-                return False
-            data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
-            while not box.put(sort.what, stream.identity, number, array.shape, data, array.nbytes):
-                room = box.room_at(array.shape, array.nbytes)
-                if room is None or not outward.wait(room[:1], room[1]):
-                    return False
-            tally.next_call = stream.next_call = number + 1
-        finally:
-            outward.lock.release()
-    except BaseException as error:  # the other rank may have the message, or not
-        stream.interrupt(number, begin, error)
-        raise
-    else:
-        stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
-        return True
-    finally:
-        stream.busy.release()
-
-
-def take_at_once(
-    stream: Communicator, request: Callable[[], Request], landing: Landing, finish: Callable[[int, NDArray[Any]], Any],
-    timeout: float | None, *, waits: bool,
-) -> Any:  # fmt: skip
-    """Receive a message that is there or comes soon; where it does not, the engine waits.
-
-    Args:
-        stream: The pair's calls.
-        request: Makes the call, where the engine has to go on.
-        landing: Where the message is written to.
-        finish: Makes the result.
-        timeout: Seconds, or None for the job's default.
-        waits: Whether to wait at all.
-
-    Returns:
-        The result, or NOT_YET when nothing has been done.
-
-    Raises:
-        SyncvarError: As `recv`.
-    """
-    engine, inward, tally = stream.engine, stream.end, stream.tally
-    if engine is None or tally is None or not engine.is_quiet or engine.is_busy_here or not stream.busy.acquire(blocking=False):
-        return NOT_YET
-    try:
+        key = array.dtype, array.shape, kind
+        known = sort = self._sorts.get(key)
+        if sort is None:
+            said, dtype = words()
+            told = Told(said, stream.identity, stream.members, 0, array.nbytes, WAY)
+            sort = Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
+        if not stream.busy.acquire(blocking=False):
+            return False
         number, begin = stream.next_call, monotonic_ns()
-        stream.next_call = number + 1
-        key = stream.identity, number
         try:
-            taken = inward.take(key, landing)
-            while taken is None and waits and inward.wait():
-                news = inward.seen
-                taken = inward.take(key, landing)
-                if inward.seen == news:  # another thread has the box
-                    break
-            if taken is not None:
-                tally.next_call = number + 1
-                result = finish(*taken)
-                stream.recorder.add((_told(stream, request, taken[1].nbytes), number, begin, monotonic_ns(), get_ident()))
-                return result
-            if not waits:
-                stream.next_call = number
-                return NOT_YET
-        except SyncvarError as error:
-            tally.next_call = number + 1
-            stream.recorder.begin(_told(stream, request, 0), number, begin).end(error)
-            stream.recorder.failed(error)
-            raise
-        except BaseException as error:
+            if not outward.lock.acquire(blocking=False):
+                return False
+            try:
+                box = outward.box()
+                if box is None:
+                    return False
+                data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
+                while not box.put(sort.what, stream.identity, number, array.shape, data, array.nbytes):
+                    room = box.room_at(array.shape, array.nbytes)
+                    if room is None or not outward.wait(room[:1], room[1]):
+                        return False
+                tally.next_call = stream.next_call = number + 1
+            finally:
+                outward.lock.release()
+        except BaseException as error:  # the other rank may have the message, or not
             stream.interrupt(number, begin, error)
             raise
-        return engine.take_over(stream.operation(number, request(), begin), timeout)
-    finally:
-        stream.busy.release()
+        else:
+            stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
+            if known is None:
+                self._keep(key, sort)
+            return True
+        finally:
+            stream.busy.release()
 
+    def take(
+        self, request: Callable[[], Request], landing: Landing, finish: Callable[[int, NDArray[Any]], Any], timeout: float | None,
+        *, waits: bool,
+    ) -> Any:  # fmt: skip
+        """Receive a message that is there or comes soon; where it does not, the engine waits.
 
-def _told(stream: Communicator, request: Callable[[], Request], nbytes: int) -> Told:
-    tolds: dict[int, Told] = stream.shortcuts  # type: ignore[assignment]
-    found = tolds.get(nbytes)
-    if found is None:
-        if len(tolds) >= _SORTS_MAX:
-            tolds.clear()
-        made = request()
+        Args:
+            request: Makes the call, where the engine has to go on.
+            landing: Where the message is written to.
+            finish: Makes the result.
+            timeout: Seconds, or None for the job's default.
+            waits: Whether to wait at all.
+
+        Returns:
+            The result, or NOT_YET when nothing has been done.
+
+        Raises:
+            SyncvarError: As `recv`.
+        """
+        stream, inward = self.stream, self.end
+        engine, tally = stream.engine, stream.tally
+        if engine is None or tally is None or not isinstance(inward, Inward) or not engine.is_quiet or engine.under_way:
+            return NOT_YET
+        if not stream.busy.acquire(blocking=False):
+            return NOT_YET
+        try:
+            number, begin = stream.next_call, monotonic_ns()
+            stream.next_call = number + 1
+            key = stream.identity, number
+            try:
+                taken = inward.take(key, landing)
+                while taken is None and waits and inward.wait():
+                    news = inward.seen
+                    taken = inward.take(key, landing)
+                    if inward.seen == news:  # another thread has the box
+                        break
+                if taken is not None:
+                    tally.next_call = number + 1
+                    result = finish(*taken)
+                    sort = self._met(request, *taken)
+                    stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
+                    return result
+                if not waits:
+                    stream.next_call = number
+                    return NOT_YET
+            except SyncvarError as error:
+                tally.next_call = number + 1
+                stream.recorder.begin(self._told(request, 0), number, begin).end(error)
+                stream.recorder.failed(error)
+                raise
+            except BaseException as error:
+                stream.interrupt(number, begin, error)
+                raise
+            return engine.take_over(stream.operation(number, request(), begin), timeout)
+        finally:
+            stream.busy.release()
+
+    def _told(self, request: Callable[[], Request], nbytes: int) -> Told:
+        stream, made = self.stream, request()
         made.body.close()
-        found = tolds[nbytes] = Told(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
-    return found
+        return Told(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
+
+    def _met(self, request: Callable[[], Request], kind: int, message: NDArray[Any]) -> Sort:
+        """Return what messages such as this one have in common."""
+        key = message.dtype, message.shape, kind
+        found = self._sorts.get(key)
+        if found is None:
+            what = what_of(kind, dtype_index(message.dtype), message.ndim)
+            found = Sort(what, self._told(request, message.nbytes), is_buffer=False)
+            self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple[np.dtype[Any], tuple[int, ...], int], sort: Sort) -> None:
+        """Know messages of this dtype, shape and kind from now on; the C runner takes arrays."""
+        if len(self._sorts) >= _SORTS_MAX:
+            self._sorts.clear()
+        self._sorts[key] = sort
+        dtype, shape, kind = key
+        stream, end = self.stream, self.end
+        if kind != self._array or stream.engine is None or end is None:
+            return
+        if self.native is None:
+            objects = stream, stream.tally, stream.engine, stream.recorder.add, stream.busy.locked
+            self.native = end.native_end(stream.identity, objects, stream.engine.under_way)
+        if self.native is not None:
+            self.native.remember(dtype, shape, sort.what, sort.told.nbytes, sort.told)

@@ -239,9 +239,9 @@ class Engine:
         return is_good or (self.failure is None and not self._book.may_refuse(group, call))
 
     @property
-    def is_busy_here(self) -> bool:
-        """Whether a started call goes through shared memory: whoever waits without the engine does not help it on."""
-        return bool(self._shared)
+    def under_way(self) -> list[Any]:
+        """The started calls that go through shared memory: whoever waits without the engine does not help them on."""
+        return self._shared
 
     def is_awaited(self, group: int, call: int) -> bool:
         """Return whether a frame has come for a call that has not begun here."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from syncvar.arena.channels import Channel
+    from syncvar.runtime.at_once import Line
     from syncvar.runtime.engine import Engine
     from syncvar.runtime.kernels import Reduction
     from syncvar.runtime.messages import Tally
@@ -211,7 +212,6 @@ class Communicator:
         self.uneven: Uneven | None = None
         self.is_pair = False  # its calls are messages
         self.tally: Tally | None = None  # of those that go through a box
-        self.end: Any = None  # this rank's end of that box: an Outward or an Inward
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.next_call = 0
@@ -220,7 +220,7 @@ class Communicator:
         self.channel = channel
         self.hosts = hosts
         self._forced = dict(forced or {})
-        self.streams: dict[tuple[int, int, int], Communicator] = {}  # messages: (source, dest, tag) -> the pair's calls
+        self.streams: dict[tuple[int, int, int], Line] = {}  # messages: by (source, dest, tag)
         self.own_messages: dict[int, Any] = {}  # by tag: what this rank sends itself, see collectives._mailbox
         self.prepares = True
         self.shortcuts: dict[Any, Shortcut] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of

@@ -112,6 +112,11 @@ class Outward:
             self._has_none = self._box is None
         return self._box
 
+    def native_end(self, identity: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
+        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
+        own = (*objects, self.lock.locked, {}, under_way, np.ndarray, np.empty)
+        return None if self._box is None else self._boxes.native_end(self._box, self.dest, identity, own)
+
     def tell_link(self) -> None:
         """Say that a message goes over a link, lest the receiver look for it in the box."""
         with self.lock:
@@ -169,6 +174,11 @@ class Inward:
         """Whether looking can end a wait: nothing that has been told comes over a link, as far as is known."""
         box = self._box
         return box.by_link <= self.links if box is not None else not self.has_no_box
+
+    def native_end(self, identity: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
+        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
+        own = (*objects, self.lock.locked, self._kept, under_way, np.ndarray, np.empty)
+        return None if self._box is None else self._boxes.native_end(self._box, self.source, identity, own)
 
     def wait(self) -> bool:
         """Look for a short while whether there is something new."""

@@ -1,0 +1,430 @@
+/* Messages that need no waiting, through a box in the arena: what `runtime/at_once.py` does, for arrays of a dtype and shape
+ * that it has met before. Whatever is unusual is left to it, before anything has been changed.
+ *
+ * `arena/boxes.py` says what lies where in a box. The bytes of an entry are stored before FILLED (release), and read after
+ * it (acquire); they have been read before USED is stored (release). A long entry is published piece by piece, so that the
+ * receiver copies the first ones while the last ones are still to come. The interpreter's lock is kept: what takes longer
+ * than some microseconds is left to Python.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#else
+#define RELAX() ((void)0)
+#endif
+
+#define LINE 64
+#define PIECE 8192      /* bytes that are published at a time */
+#define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
+#define SORTS 8         /* dtypes and shapes that are known of a pair and tag; the oldest goes */
+#define NDIM_MAX 13
+
+/* Words of a box, and of an entry. */
+enum { FILLED = 0, NEWS = 1, USED = 8, FULL = 9 };
+enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5 };
+enum { GAP = 0, WHOLE = 1 };
+
+/* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1; `kernel` tries it out. */
+typedef struct {
+    PyObject_HEAD char *data;
+    int ndim;
+    intptr_t *shape;
+    intptr_t *strides;
+    PyObject *base;
+    PyObject *dtype;
+    int flags;
+} Array;
+
+#define IN_ONE_PIECE 0x0001
+#define ALIGNED 0x0100
+#define WRITEABLE 0x0400
+
+/* What messages of one dtype and shape have in common. */
+typedef struct {
+    PyObject *dtype, *shape_object, *told;
+    uint64_t what;
+    int ndim;
+    intptr_t shape[NDIM_MAX];
+    uint64_t nbytes;
+} Sort;
+
+/* One end of a pair and tag. */
+enum { STREAM_OBJECT, TALLY, ENGINE, ADD, BUSY_LOCKED, BOX_LOCKED, KEPT, SHARED, ARRAY_TYPE, MAKE, OBJECTS };
+
+typedef struct {
+    PyObject_HEAD Py_buffer memory;
+    int has_memory;
+    uint64_t *words; /* of the box */
+    char *ring;
+    uint64_t ring_bytes, entry_bytes_max, identity, used; /* as far as it has been looked at */
+    uint64_t *abort;
+    int looks, shares_cores;
+    PyObject *objects[OBJECTS];
+    Sort sorts[SORTS];
+    int next_sort;
+} End;
+
+static PyObject *name_is_quiet, *name_next_call;
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static uint64_t seen(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+static void store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
+static uint64_t in_lines(uint64_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
+
+/* Where the bytes of an entry begin. */
+static uint64_t data_at(int ndim, uint64_t nbytes) {
+    const uint64_t head = 8 * (SHAPE + (uint64_t)ndim);
+    return nbytes < 1024 ? head : in_lines(head);
+}
+
+/* Return whether a message may go or come now: no refusal is known, nobody else is at it. */
+static int may_begin(const End *self) {
+    PyObject *quiet = PyObject_GetAttr(self->objects[ENGINE], name_is_quiet);
+    Py_XDECREF(quiet);
+    int is_free = quiet == Py_True;
+    for (int which = BUSY_LOCKED; is_free && which <= BOX_LOCKED; which++) {
+        PyObject *locked = PyObject_CallNoArgs(self->objects[which]);
+        Py_XDECREF(locked);
+        is_free = locked == Py_False;
+    }
+    if (PyErr_Occurred()) PyErr_Clear(); /* Python will say what is wrong */
+    return is_free;
+}
+
+static int is_of(const End *self, const Sort *sort, PyObject *value, int flags) {
+    if (sort->told == NULL || (PyObject *)Py_TYPE(value) != self->objects[ARRAY_TYPE]) return 0;
+    const Array *array = (const Array *)value;
+    if (array->dtype != sort->dtype || array->ndim != sort->ndim || (array->flags & flags) != flags) return 0;
+    for (int axis = 0; axis < sort->ndim; axis++)
+        if (array->shape[axis] != sort->shape[axis]) return 0;
+    return 1;
+}
+
+/* Add a message to the flight recorder, and count it. */
+static int note(End *self, const Sort *sort, PyObject *number, int64_t begin) {
+    PyObject *entry = Py_BuildValue(
+        "(OOLLk)", sort->told, number, (long long)begin, (long long)now_ns(), (unsigned long)PyThread_get_thread_ident()
+    );
+    PyObject *added = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(self->objects[ADD], entry, NULL);
+    Py_XDECREF(entry);
+    Py_XDECREF(added);
+    return added == NULL ? -1 : 0;
+}
+
+static int count_it(const End *self, uint64_t call) {
+    PyObject *following = PyLong_FromUnsignedLongLong(call + 1);
+    const int done = following == NULL ? -1
+                                       : PyObject_SetAttr(self->objects[STREAM_OBJECT], name_next_call, following) |
+                                             PyObject_SetAttr(self->objects[TALLY], name_next_call, following);
+    Py_XDECREF(following);
+    return done;
+}
+
+/* Return the number of the next message as an object; its value in `call`. */
+static PyObject *next_number(const End *self, uint64_t *call) {
+    PyObject *number = PyObject_GetAttr(self->objects[STREAM_OBJECT], name_next_call);
+    if (number == NULL) return NULL;
+    *call = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred()) Py_CLEAR(number);
+    return number;
+}
+
+/* -- sending ------------------------------------------------------------------------------------------------------- */
+
+static void put(End *self, const Sort *sort, uint64_t call, const char *data, uint64_t filled, uint64_t gap) {
+    uint64_t *words = self->words;
+    const uint64_t at = data_at(sort->ndim, sort->nbytes), length = in_lines(at + sort->nbytes);
+    if (gap) {
+        uint64_t *before = (uint64_t *)(self->ring + filled % self->ring_bytes);
+        before[LENGTH] = gap;
+        before[WHAT] = GAP;
+        filled += gap;
+    }
+    char *start = self->ring + filled % self->ring_bytes;
+    uint64_t *entry = (uint64_t *)start;
+    entry[LENGTH] = length;
+    entry[WHAT] = sort->what | WHOLE;
+    entry[STREAM] = self->identity;
+    entry[CALL] = call;
+    entry[NBYTES] = sort->nbytes;
+    for (int axis = 0; axis < sort->ndim; axis++) entry[SHAPE + axis] = (uint64_t)sort->shape[axis];
+    uint64_t done = 0;
+    while (sort->nbytes - done > PIECE) {
+        memcpy(start + at + done, data + done, PIECE);
+        done += PIECE;
+        store(words + FILLED, filled + (at + done) / LINE * LINE);
+    }
+    memcpy(start + at + done, data + done, sort->nbytes - done);
+    store(words + FILLED, filled + length);
+    store(words + NEWS, words[NEWS] + 1);
+}
+
+static PyObject *send_now(PyObject *object, PyObject *x) {
+    End *self = (End *)object;
+    const Sort *sort = NULL;
+    for (int which = 0; which < SORTS && sort == NULL; which++)
+        if (is_of(self, &self->sorts[which], x, IN_ONE_PIECE | ALIGNED)) sort = &self->sorts[which];
+    if (sort == NULL || !may_begin(self)) Py_RETURN_FALSE;
+
+    const uint64_t length = in_lines(data_at(sort->ndim, sort->nbytes) + sort->nbytes);
+    const uint64_t filled = self->words[FILLED], place = filled % self->ring_bytes;
+    const uint64_t gap = place + length > self->ring_bytes ? self->ring_bytes - place : 0;
+    if (length > self->entry_bytes_max) Py_RETURN_FALSE;
+    if (filled + gap + length - self->used > self->ring_bytes) {
+        if (seen(self->words + FULL)) Py_RETURN_FALSE;
+        self->used = seen(self->words + USED);
+        if (filled + gap + length - self->used > self->ring_bytes) Py_RETURN_FALSE;
+    }
+    uint64_t call;
+    PyObject *number = next_number(self, &call);
+    if (number == NULL) return NULL;
+    const int64_t begin = now_ns();
+    if (count_it(self, call) < 0) {
+        Py_DECREF(number);
+        return NULL;
+    }
+    put(self, sort, call, ((Array *)x)->data, filled, gap);
+    const int noted = note(self, sort, number, begin);
+    Py_DECREF(number);
+    if (noted < 0) return NULL;
+    Py_RETURN_TRUE;
+}
+
+/* -- receiving ----------------------------------------------------------------------------------------------------- */
+
+/* Wait a short while until FILLED is at least so far; return where it is then. */
+static uint64_t wait_for(const End *self, uint64_t need) {
+    int64_t until = 0;
+    int looks = 0;
+    uint64_t filled;
+    while ((filled = seen(self->words + FILLED)) < need) {
+        if (++looks <= self->looks) {
+            RELAX();
+            continue;
+        }
+        if (!self->shares_cores || seen(self->abort)) break;
+        const int64_t now = now_ns();
+        if (until == 0) until = now + YIELD_NS;
+        if (now >= until) break;
+        looks = 0;
+        sched_yield();
+    }
+    return filled;
+}
+
+/* Copy the bytes of an entry as they come; return whether all have. */
+static int take(const End *self, uint64_t used, const Sort *sort, char *target) {
+    const uint64_t at = data_at(sort->ndim, sort->nbytes), length = in_lines(at + sort->nbytes);
+    const char *start = self->ring + used % self->ring_bytes + at;
+    uint64_t done = 0;
+    while (1) {
+        const uint64_t there = seen(self->words + FILLED) - used;
+        uint64_t ready = there >= length ? sort->nbytes : there > at ? there - at : 0;
+        memcpy(target + done, start + done, ready - done);
+        done = ready;
+        if (there >= length) return 1;
+        if (wait_for(self, used + there + 1) <= used + there) return 0;
+    }
+}
+
+static PyObject *receive_now(PyObject *object, PyObject *out) {
+    End *self = (End *)object;
+    if (!may_begin(self) || PyDict_Size(self->objects[KEPT]) || PyList_Size(self->objects[SHARED])) Py_RETURN_NONE;
+    const int64_t begin = now_ns();
+    uint64_t call, again, used = self->words[USED];
+    uint64_t *entry;
+    while (1) {
+        if (wait_for(self, used + 1) <= used) Py_RETURN_NONE;
+        entry = (uint64_t *)(self->ring + used % self->ring_bytes);
+        if ((entry[WHAT] & 0xFF) != GAP) break;
+        used += entry[LENGTH];
+        store(self->words + USED, used);
+    }
+    PyObject *number = next_number(self, &call), *made = NULL, *result = NULL;
+    if (number == NULL) return NULL;
+    if ((entry[WHAT] & 0xFF) != WHOLE || entry[STREAM] != self->identity || entry[CALL] != call) goto unusual;
+    const Sort *sort = NULL;
+    for (int which = 0; which < SORTS && sort == NULL; which++) {
+        const Sort *one = &self->sorts[which];
+        if (one->told == NULL || (one->what | WHOLE) != entry[WHAT] || one->nbytes != entry[NBYTES]) continue;
+        sort = one;
+        for (int axis = 0; axis < one->ndim; axis++)
+            if ((uint64_t)one->shape[axis] != entry[SHAPE + axis]) sort = NULL;
+    }
+    if (sort == NULL || used % self->ring_bytes + in_lines(data_at(sort->ndim, sort->nbytes) + sort->nbytes) > self->ring_bytes)
+        goto unusual;
+    if (out != Py_None) {
+        if (!is_of(self, sort, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
+        made = Py_NewRef(out);
+    } else {
+        made = PyObject_CallFunctionObjArgs(self->objects[MAKE], sort->shape_object, sort->dtype, NULL);
+        if (made == NULL) goto done;
+        /* That may have run other threads, or the collector of garbage; from here on nothing does. */
+        PyObject *now = next_number(self, &again);
+        if (now == NULL) goto done;
+        Py_DECREF(now);
+        if (again != call || self->words[USED] != used || sort->told == NULL || !may_begin(self)) goto unusual;
+    }
+    if (!take(self, used, sort, ((Array *)made)->data)) goto unusual;
+    if (count_it(self, call) < 0) goto done;
+    store(self->words + USED, used + entry[LENGTH]);
+    if (note(self, sort, number, begin) == 0) result = Py_NewRef(made);
+    goto done;
+unusual:
+    result = Py_NewRef(Py_None);
+done:
+    Py_DECREF(number);
+    Py_XDECREF(made);
+    return result;
+}
+
+/* -- making one ---------------------------------------------------------------------------------------------------- */
+
+/* remember(dtype, shape, what, nbytes, told): messages of this dtype and shape are taken from now on. */
+static PyObject *remember(PyObject *object, PyObject *arguments) {
+    End *self = (End *)object;
+    PyObject *dtype, *shape, *told;
+    unsigned long long what, nbytes;
+    if (!PyArg_ParseTuple(arguments, "OO!KKO", &dtype, &PyTuple_Type, &shape, &what, &nbytes, &told)) return NULL;
+    Sort made = {dtype, shape, told, what, (int)PyTuple_Size(shape), {0}, nbytes};
+    if (PyTuple_Size(shape) > NDIM_MAX) Py_RETURN_NONE;
+    for (int axis = 0; axis < made.ndim; axis++) made.shape[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
+    if (PyErr_Occurred()) return NULL;
+    Sort *place = &self->sorts[self->next_sort++ % SORTS], before = *place;
+    Py_INCREF(dtype);
+    Py_INCREF(shape);
+    Py_INCREF(told);
+    *place = made;
+    Py_XDECREF(before.dtype);
+    Py_XDECREF(before.shape_object);
+    Py_XDECREF(before.told);
+    Py_RETURN_NONE;
+}
+
+static int end_traverse(PyObject *object, visitproc visit, void *arg) {
+    End *self = (End *)object;
+    Py_VISIT(Py_TYPE(object));
+    for (int which = 0; which < OBJECTS; which++) Py_VISIT(self->objects[which]);
+    for (int which = 0; which < SORTS; which++) {
+        Py_VISIT(self->sorts[which].dtype);
+        Py_VISIT(self->sorts[which].shape_object);
+        Py_VISIT(self->sorts[which].told);
+    }
+    return 0;
+}
+
+static int end_clear(PyObject *object) {
+    End *self = (End *)object;
+    for (int which = 0; which < SORTS; which++) {
+        Py_CLEAR(self->sorts[which].told);
+        Py_CLEAR(self->sorts[which].dtype);
+        Py_CLEAR(self->sorts[which].shape_object);
+    }
+    for (int which = 0; which < OBJECTS; which++) Py_CLEAR(self->objects[which]);
+    return 0;
+}
+
+static void end_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    end_clear(object);
+    if (((End *)object)->has_memory) PyBuffer_Release(&((End *)object)->memory);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+/* End(memory, box, ring, ring_bytes, entry_bytes_max, abort, identity, looks, shares_cores, objects): box, ring and abort are bytes from the
+ * beginning of the memory. */
+static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *memory, *objects;
+    unsigned long long box, ring, ring_bytes, entry_bytes_max, abort_at, identity;
+    int looks, shares_cores;
+    if (keywords != NULL && PyDict_Size(keywords)) {
+        PyErr_SetString(PyExc_TypeError, "an end takes no keywords");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(
+            arguments, "OKKKKKKiiO!", &memory, &box, &ring, &ring_bytes, &entry_bytes_max, &abort_at, &identity, &looks, &shares_cores,
+            &PyTuple_Type, &objects
+        ))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    End *self = (End *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
+    self->has_memory = 1;
+    const uint64_t whole = (uint64_t)self->memory.len;
+    if (PyTuple_Size(objects) != OBJECTS || ring_bytes == 0 || ring_bytes % LINE || ring % LINE || box % LINE || abort_at % 8 ||
+        ring_bytes > whole || ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
+        entry_bytes_max > ring_bytes) {
+        PyErr_SetString(PyExc_ValueError, "the box does not lie in this memory");
+        goto failed;
+    }
+    char *start = self->memory.buf;
+    self->words = (uint64_t *)(start + box);
+    self->ring = start + ring;
+    self->abort = (uint64_t *)(start + abort_at);
+    self->ring_bytes = ring_bytes;
+    self->entry_bytes_max = entry_bytes_max;
+    self->identity = identity;
+    self->used = seen(self->words + USED);
+    self->looks = looks;
+    self->shares_cores = shares_cores;
+    for (int which = 0; which < OBJECTS; which++) self->objects[which] = Py_NewRef(PyTuple_GetItem(objects, which));
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static PyMethodDef end_methods[] = {
+    {"send", send_now, METH_O, "send(x): True when the message is in the box, False when nothing has been done"},
+    {"receive", receive_now, METH_O, "receive(out): the message, or None when nothing has been done"},
+    {"remember", remember, METH_VARARGS, "remember(dtype, shape, what, nbytes, told)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot end_slots[] = {
+    {Py_tp_new, end_new},
+    {Py_tp_dealloc, end_dealloc},
+    {Py_tp_traverse, end_traverse},
+    {Py_tp_clear, end_clear},
+    {Py_tp_methods, end_methods},
+    {Py_tp_doc, "One end of the messages of a pair and tag."},
+    {0, NULL},
+};
+
+static PyType_Spec end_spec = {"syncvar.kernel.messages.End", sizeof(End), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, end_slots};
+
+static int prepare_module(PyObject *module) {
+    name_is_quiet = PyUnicode_InternFromString("is_quiet");
+    name_next_call = PyUnicode_InternFromString("next_call");
+    if (name_is_quiet == NULL || name_next_call == NULL) return -1;
+    PyObject *type = PyType_FromSpec(&end_spec);
+    if (type == NULL) return -1;
+    const int added = PyModule_AddObjectRef(module, "End", type);
+    Py_DECREF(type);
+    return added;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "syncvar.kernel.messages", .m_doc = "Messages in C; see messages.c.", .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit_messages(void) { return PyModuleDef_Init(&definition); }
