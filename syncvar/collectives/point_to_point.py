@@ -20,10 +20,11 @@ from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._mailbox import Mailbox, done, failed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.kernel import remember_end
 from syncvar.loading import unexpected
 from syncvar.plans import Chunk, Plan, Recv, Send
 from syncvar.runtime.at_once import NOT_YET, Line
-from syncvar.runtime.context import current
+from syncvar.runtime.context import current, entered_by_door
 from syncvar.runtime.executor import LinkOperation, prepare
 from syncvar.runtime.group import Request, fingerprint
 from syncvar.runtime.messages import Inward, Letter, Outward, Receiving, Sending, Tally
@@ -95,6 +96,7 @@ def send(
     if not async_op and timeout is None and type(dest) is int is type(tag):
         line = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
         if line is not None and line.native is not None and communicator.uneven is None and line.native.send(x):
+            _remember(send, line, communicator, dest, tag)
             return None
     if is_foreign(x):
         return in_kind(partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x)
@@ -228,6 +230,7 @@ def recv(
         if line is not None and line.native is not None and communicator.uneven is None:
             made = line.native.receive(out)
             if made is not None:
+                _remember(recv, line, communicator, source, tag)
                 return made
     if is_foreign(out):
         return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)
@@ -342,6 +345,18 @@ def _plan(stream: Communicator, *steps: Step) -> Prepared:
     count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
     rounds = tuple((step,) for step in steps)
     return prepare(Plan("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members)
+
+
+if not TYPE_CHECKING:
+    send = entered_by_door(send, is_sending=True)
+    recv = entered_by_door(recv, is_sending=False)
+
+
+def _remember(door: Any, line: Line, communicator: Communicator, peer: int, tag: int) -> None:
+    """Let messages of the world find the C runner at once from now on."""
+    if not line.is_remembered and communicator is current().world:
+        line.is_remembered = True
+        remember_end(door, line.native, communicator.streams, peer, tag)
 
 
 def _line(communicator: Communicator, source: int, dest: int, tag: int) -> Line:

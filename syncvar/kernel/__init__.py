@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "ChannelState", "Copied", "Tally", "Watch", "bind", "entrance", "group_of", "message_end", "program", "remember", "run", "slot_call",
-    "told", "which",
-    "why_not_native", "write",
+    "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end", "program",
+    "remember", "remember_end", "run", "slot_call", "told", "which",
 ]  # fmt: skip
 
 _native: ModuleType | None
@@ -213,6 +212,31 @@ def group_of(variables: tuple[Any, ...], storages: tuple[Any, ...], tallies: tup
 def message_end(*parts: Any) -> Any:
     """Return the C runner of one end of a pair's messages, or None where there is none; see `messages.c`."""
     return None if _messages is None else _messages.End(*parts)
+
+
+def message_door(function: Any, state: Any, *, is_sending: bool) -> Any:
+    """Return a callable that makes in C what it can of `send` or `recv`, and calls the function for anything else.
+
+    Args:
+        function: What it stands for; its name, documentation and signature are the callable's.
+        state: As for `entrance`.
+        is_sending: It is `send`.
+    """
+    return function if _messages is None else _messages.Door(function, state, is_sending)
+
+
+def remember_end(door: Any, end: Any, streams: Any, peer: int, tag: int) -> None:
+    """Let the callable that `message_door` has returned find one end of a pair's messages.
+
+    Args:
+        door: That callable.
+        end: What `message_end` has returned; nothing is done with None.
+        streams: The world's, while it is the same.
+        peer: The other rank.
+        tag: The tag.
+    """
+    if _messages is not None and end is not None:
+        door.remember(end, streams, peer, tag)
 
 
 def write(

@@ -55,6 +55,8 @@ typedef struct {
     uint64_t nbytes;
 } Sort;
 
+struct Door;
+
 /* One end of a pair and tag. */
 enum { STREAM_OBJECT, TALLY, ENGINE, ADD, BUSY_LOCKED, BOX_LOCKED, KEPT, SHARED, ARRAY_TYPE, MAKE, OBJECTS };
 
@@ -69,9 +71,23 @@ typedef struct {
     PyObject *objects[OBJECTS];
     Sort sorts[SORTS];
     int next_sort;
+    struct Door *door; /* where it is remembered, if anywhere */
 } End;
 
-static PyObject *name_is_quiet, *name_next_call;
+#define REMEMBERED 64 /* ends, by peer and tag; of two in one place the newer one stays */
+
+/* Stands for `send` or `recv`. */
+typedef struct Door {
+    PyObject_HEAD PyObject *function, *state;
+    int is_sending;
+    struct {
+        End *end;
+        const void *streams; /* of the world whose line it is; only compared */
+        long long peer, tag;
+    } ends[REMEMBERED];
+} Door;
+
+static PyObject *name_is_quiet, *name_next_call, *name_default, *name_world, *name_streams, *name_uneven, *name_is_bound, *name_tag, *name_out;
 
 static int64_t now_ns(void) {
     struct timespec now;
@@ -337,9 +353,19 @@ static int end_clear(PyObject *object) {
     return 0;
 }
 
+static void forget(End *end) {
+    Door *door = end->door;
+    if (door == NULL) return;
+    end->door = NULL;
+    for (int place = 0; place < REMEMBERED; place++)
+        if (door->ends[place].end == end) door->ends[place].end = NULL;
+    Py_DECREF((PyObject *)door);
+}
+
 static void end_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
+    forget((End *)object);
     end_clear(object);
     if (((End *)object)->has_memory) PyBuffer_Release(&((End *)object)->memory);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -410,15 +436,185 @@ static PyType_Slot end_slots[] = {
 
 static PyType_Spec end_spec = {"syncvar.kernel.messages.End", sizeof(End), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, end_slots};
 
-static int prepare_module(PyObject *module) {
-    name_is_quiet = PyUnicode_InternFromString("is_quiet");
-    name_next_call = PyUnicode_InternFromString("next_call");
-    if (name_is_quiet == NULL || name_next_call == NULL) return -1;
-    PyObject *type = PyType_FromSpec(&end_spec);
-    if (type == NULL) return -1;
-    const int added = PyModule_AddObjectRef(module, "End", type);
+/* -- the door: send and recv ---------------------------------------------------------------------------------------- */
+
+static PyTypeObject *end_type;
+
+static unsigned place_of(long long peer, long long tag) {
+    return (unsigned)((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
+}
+
+/* Return a number, or -1 where the value is no plain integer of this range. */
+static long long plain_number(PyObject *value) {
+    if (Py_TYPE(value) != &PyLong_Type) return -1;
+    const long long number = PyLong_AsLongLong(value);
+    if (number == -1 && PyErr_Occurred()) PyErr_Clear();
+    return number;
+}
+
+/* Return an attribute without a reference of one's own: somebody else holds it as long as no Python runs. */
+static PyObject *peek(PyObject *owner, PyObject *name) {
+    PyObject *found = owner == NULL ? NULL : PyObject_GetAttr(owner, name);
+    Py_XDECREF(found);
+    return found;
+}
+
+/* Return whether this thread's world is the one with these streams, outside a block of sv.uneven. */
+static int is_current(const Door *self, const void *streams) {
+    PyObject *context = peek(self->state, name_default), *world = context == Py_None ? NULL : peek(context, name_world);
+    const int same = world != NULL && peek(world, name_streams) == streams && peek(world, name_uneven) == Py_None &&
+                     peek(self->state, name_is_bound) == Py_False;
+    if (PyErr_Occurred()) PyErr_Clear();
+    return same;
+}
+
+/* Return what the end makes of a call; None or False where the function has to make it, NULL for an error. */
+static PyObject *through_end(Door *self, PyObject *arguments, PyObject *keywords) {
+    const Py_ssize_t positions = self->is_sending ? 2 : 1;
+    PyObject *out = Py_None, *name, *value;
+    long long tag = 0;
+    if (PyTuple_Size(arguments) != positions) Py_RETURN_NONE;
+    if (keywords != NULL) {
+        Py_ssize_t place = 0;
+        while (PyDict_Next(keywords, &place, &name, &value)) {
+            if (name == name_tag)
+                tag = plain_number(value);
+            else if (name == name_out && !self->is_sending)
+                out = value;
+            else
+                Py_RETURN_NONE;
+        }
+    }
+    const long long peer = plain_number(PyTuple_GetItem(arguments, positions - 1));
+    if (peer < 0 || tag < 0) Py_RETURN_NONE;
+    const unsigned place = place_of(peer, tag);
+    End *end = self->ends[place].end;
+    if (end == NULL || self->ends[place].peer != peer || self->ends[place].tag != tag) Py_RETURN_NONE;
+    if (!is_current(self, self->ends[place].streams)) Py_RETURN_NONE;
+    Py_INCREF((PyObject *)end);
+    PyObject *made = self->is_sending ? send_now((PyObject *)end, PyTuple_GetItem(arguments, 0)) : receive_now((PyObject *)end, out);
+    Py_DECREF((PyObject *)end);
+    return made;
+}
+
+static PyObject *door_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Door *self = (Door *)object;
+    PyObject *made = through_end(self, arguments, keywords);
+    if (made == Py_True) {
+        Py_DECREF(made);
+        Py_RETURN_NONE;
+    }
+    if (made != Py_None && made != Py_False) return made;
+    Py_DECREF(made);
+    return PyObject_Call(self->function, arguments, keywords);
+}
+
+/* remember(end, streams, peer, tag): messages of the world with this peer and tag come and go here. */
+static PyObject *door_remember(PyObject *object, PyObject *arguments) {
+    Door *self = (Door *)object;
+    PyObject *end, *streams;
+    long long peer, tag;
+    if (!PyArg_ParseTuple(arguments, "OOLL", &end, &streams, &peer, &tag)) return NULL;
+    if (Py_TYPE(end) == end_type && ((End *)end)->door == NULL) {
+        const unsigned place = place_of(peer, tag);
+        if (self->ends[place].end != NULL) forget(self->ends[place].end);
+        self->ends[place].end = (End *)end;
+        self->ends[place].streams = streams;
+        self->ends[place].peer = peer;
+        self->ends[place].tag = tag;
+        ((End *)end)->door = (Door *)Py_NewRef(object);
+    }
+    Py_RETURN_NONE;
+}
+
+static int door_traverse(PyObject *object, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((Door *)object)->function);
+    Py_VISIT(((Door *)object)->state);
+    return 0;
+}
+
+static int door_clear(PyObject *object) {
+    Py_CLEAR(((Door *)object)->function);
+    Py_CLEAR(((Door *)object)->state);
+    return 0;
+}
+
+static void door_dealloc(PyObject *object) { /* no end remembers it any more: each holds it */
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    door_clear(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
     Py_DECREF(type);
-    return added;
+}
+
+static PyObject *door_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *function, *state;
+    int is_sending;
+    if (keywords != NULL || !PyArg_ParseTuple(arguments, "OOp", &function, &state, &is_sending)) return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Door *self = (Door *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    self->function = Py_NewRef(function);
+    self->state = Py_NewRef(state);
+    self->is_sending = is_sending;
+    return (PyObject *)self;
+}
+
+/* All else is the function's: its name, documentation, signature. */
+static PyObject *door_getattr(PyObject *object, PyObject *name) {
+    static const char *const own[] = {"remember", "__class__", "__reduce__", "__reduce_ex__"};
+    PyObject *function = ((Door *)object)->function;
+    if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
+    for (size_t which = 0; which < sizeof own / sizeof *own; which++)
+        if (PyUnicode_CompareWithASCIIString(name, own[which]) == 0) return PyObject_GenericGetAttr(object, name);
+    return PyObject_GetAttr(function, name);
+}
+
+static PyObject *door_reduce(PyObject *object, PyObject *unused) {
+    (void)unused;
+    return PyObject_GetAttrString(((Door *)object)->function, "__qualname__");
+}
+
+static PyObject *door_repr(PyObject *object) { return PyObject_Repr(((Door *)object)->function); }
+
+static PyMethodDef door_methods[] = {
+    {"remember", door_remember, METH_VARARGS, "remember(end, streams, peer, tag)"},
+    {"__reduce__", door_reduce, METH_NOARGS, "Functions are pickled by name."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot door_slots[] = {
+    {Py_tp_new, door_new},
+    {Py_tp_call, door_call},
+    {Py_tp_dealloc, door_dealloc},
+    {Py_tp_traverse, door_traverse},
+    {Py_tp_clear, door_clear},
+    {Py_tp_getattro, door_getattr},
+    {Py_tp_repr, door_repr},
+    {Py_tp_methods, door_methods},
+    {Py_tp_doc, "send or recv: messages of the world that need no waiting take no step of Python; any other call is the function's."},
+    {0, NULL},
+};
+
+static PyType_Spec door_spec = {"syncvar.kernel.messages.Door", sizeof(Door), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, door_slots};
+
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name) {
+    PyObject *type = PyType_FromSpec(spec);
+    if (type != NULL && PyModule_AddObjectRef(module, name, type) < 0) Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
+static int prepare_module(PyObject *module) {
+    PyObject **const names[] = {
+        &name_is_quiet, &name_next_call, &name_default, &name_world, &name_streams, &name_uneven, &name_is_bound, &name_tag, &name_out,
+    };
+    static const char *const texts[] = {"is_quiet", "next_call", "default", "world", "streams", "uneven", "is_bound", "tag", "out"};
+    for (size_t which = 0; which < sizeof names / sizeof *names; which++)
+        if ((*names[which] = PyUnicode_InternFromString(texts[which])) == NULL) return -1;
+    end_type = add_type(module, &end_spec, "End");
+    return end_type == NULL || add_type(module, &door_spec, "Door") == NULL ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NULL}};

@@ -59,14 +59,16 @@ class Line:
 
     Attributes:
         native: The C runner of this end, once it has something to do.
+        is_remembered: `send` or `recv` finds it without a step of Python.
     """
 
-    __slots__ = ("_array", "_sorts", "end", "native", "stream")
+    __slots__ = ("_array", "_sorts", "end", "is_remembered", "native", "stream")
 
     def __init__(self, stream: Communicator, end: Inward | Outward | None, array: int) -> None:
         self.stream = stream
         self.end = end
         self.native: Any = None
+        self.is_remembered = False
         self._array = array
         self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
 

@@ -30,7 +30,7 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
-from syncvar.kernel import entrance, told, which
+from syncvar.kernel import entrance, message_door, told, which
 from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
@@ -381,6 +381,11 @@ def current(*, alone: bool = False) -> Context:
 def entered_natively(function: Any, **arguments: Any) -> Any:
     """Return a callable that runs a public function's prepared calls in C where they are of the job of this process; see `entrance`."""
     return entrance(function, _state, **arguments)
+
+
+def entered_by_door(function: Any, *, is_sending: bool) -> Any:
+    """Return the same for `send` and `recv`; see `message_door`."""
+    return message_door(function, _state, is_sending=is_sending)
 
 
 @contextlib.contextmanager
