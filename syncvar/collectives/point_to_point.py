@@ -20,14 +20,14 @@ from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._mailbox import Mailbox, done, failed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.kernel import remember_end
+from syncvar.kernel import Count, remember_end
 from syncvar.loading import unexpected
 from syncvar.plans import Chunk, Plan, Recv, Send
 from syncvar.runtime.at_once import NOT_YET, Line
 from syncvar.runtime.context import current, entered_by_door
 from syncvar.runtime.executor import LinkOperation, prepare
 from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.messages import Inward, Letter, Outward, Receiving, Sending, Tally
+from syncvar.runtime.messages import Inward, Letter, Outward, Receiving, Sending
 from syncvar.runtime.operation import Stage
 from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import dtype_from_index, pack_object, unpack_object
@@ -180,7 +180,7 @@ def _sent(
         operation = partial(Sending, outward=line.end, letter=letter) if isinstance(line.end, Outward) else LinkOperation
         return Request(words_of(array), fingerprint("message"), body(), operation)
 
-    return stream.perform(name, check, timeout, async_op=async_op)
+    return line.perform(name, check, timeout, async_op=async_op)
 
 
 def recv(
@@ -315,7 +315,7 @@ def _received(
             return failed(error)
         if result is not NOT_YET:
             return done(result) if async_op else result
-    return stream.perform(name, check, timeout, async_op=async_op)
+    return line.perform(name, check, timeout, async_op=async_op)
 
 
 def _unpacked(kind: int, made: NDArray[Any]) -> Any:
@@ -356,7 +356,7 @@ def _remember(door: Any, line: Line, communicator: Communicator, peer: int, tag:
     """Let messages of the world find the C runner at once from now on."""
     if not line.is_remembered and communicator is current().world:
         line.is_remembered = True
-        remember_end(door, line.native, communicator.streams, peer, tag)
+        remember_end(door, line.native, peer, tag)
 
 
 def _line(communicator: Communicator, source: int, dest: int, tag: int) -> Line:
@@ -377,9 +377,9 @@ def _line(communicator: Communicator, source: int, dest: int, tag: int) -> Line:
         end: Inward | Outward | None = None
         if post is not None and engine is not None and all(map(post.serves, pair)):
             end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
-            made.tally = Tally(identity, made.next_call)
-            engine.count_by(made.tally)
-        found = streams[source, dest, tag] = Line(made, end, ARRAY)
+            made.count = Count(identity, made.next_call)
+            engine.count_by(made.count)
+        found = streams[source, dest, tag] = Line(context, made, end, ARRAY)
     return found
 
 

@@ -122,6 +122,31 @@ if _native is not None:
     Watch = _native.Watch  # type: ignore[misc]
 
 
+class Count:
+    """How far the messages of a pair and tag are: calls that the engine has not seen, for `Engine.count_by`.
+
+    Attributes:
+        identity: Of the pair's calls.
+        next_call: It grows when a call is over, or has been seen by the other rank: frames of it that come later are of no use then.
+        number: Of the next message. Whoever numbers one by the pair's communicator looks here first, and tells it here then.
+    """
+
+    if TYPE_CHECKING:
+        identity: int
+        next_call: int
+        number: int
+    else:
+        __slots__ = ("__weakref__", "identity", "next_call", "number")
+
+    def __init__(self, identity: int, next_call: int) -> None:
+        self.identity = identity
+        self.next_call = self.number = next_call
+
+
+if _messages is not None:
+    Count = _messages.Count  # type: ignore[misc]
+
+
 def why_not_native() -> str:
     """Return why there is no C runner in this process; empty where there is one."""
     return _missing
@@ -225,18 +250,17 @@ def message_door(function: Any, state: Any, *, is_sending: bool) -> Any:
     return function if _messages is None else _messages.Door(function, state, is_sending)
 
 
-def remember_end(door: Any, end: Any, streams: Any, peer: int, tag: int) -> None:
+def remember_end(door: Any, end: Any, peer: int, tag: int) -> None:
     """Let the callable that `message_door` has returned find one end of a pair's messages.
 
     Args:
         door: That callable.
         end: What `message_end` has returned; nothing is done with None.
-        streams: The world's, while it is the same.
         peer: The other rank.
         tag: The tag.
     """
     if _messages is not None and end is not None:
-        door.remember(end, streams, peer, tag)
+        door.remember(end, peer, tag)
 
 
 def write(

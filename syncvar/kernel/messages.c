@@ -10,8 +10,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <sched.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 #include <time.h>
 
 #if defined(__x86_64__)
@@ -57,8 +59,14 @@ typedef struct {
 
 struct Door;
 
+/* How far the messages of a pair and tag are; `kernel` says what its members mean. */
+typedef struct {
+    PyObject_HEAD PyObject *identity, *references;
+    long long next_call, number;
+} Count;
+
 /* One end of a pair and tag. */
-enum { STREAM_OBJECT, TALLY, ENGINE, ADD, BUSY_LOCKED, BOX_LOCKED, KEPT, SHARED, ARRAY_TYPE, MAKE, OBJECTS };
+enum { COUNT, ENGINE, CONTEXT, ADD, BUSY_LOCKED, BOX_LOCKED, KEPT, SHARED, ARRAY_TYPE, MAKE, OBJECTS };
 
 typedef struct {
     PyObject_HEAD Py_buffer memory;
@@ -82,12 +90,12 @@ typedef struct Door {
     int is_sending;
     struct {
         End *end;
-        const void *streams; /* of the world whose line it is; only compared */
         long long peer, tag;
     } ends[REMEMBERED];
 } Door;
 
-static PyObject *name_is_quiet, *name_next_call, *name_default, *name_world, *name_streams, *name_uneven, *name_is_bound, *name_tag, *name_out;
+static PyObject *name_is_quiet, *name_uneven, *name_is_bound, *name_tag, *name_out;
+static PyTypeObject *count_type, *end_type;
 
 static int64_t now_ns(void) {
     struct timespec now;
@@ -129,34 +137,22 @@ static int is_of(const End *self, const Sort *sort, PyObject *value, int flags) 
     return 1;
 }
 
-/* Add a message to the flight recorder, and count it. */
-static int note(End *self, const Sort *sort, PyObject *number, int64_t begin) {
-    PyObject *entry = Py_BuildValue(
-        "(OOLLk)", sort->told, number, (long long)begin, (long long)now_ns(), (unsigned long)PyThread_get_thread_ident()
-    );
-    PyObject *added = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(self->objects[ADD], entry, NULL);
-    Py_XDECREF(entry);
+/* Add a message to the flight recorder. */
+static int note(End *self, const Sort *sort, long long call, int64_t begin) {
+    PyObject *entry = PyTuple_New(5);
+    if (entry == NULL) return -1;
+    PyTuple_SetItem(entry, 0, Py_NewRef(sort->told));
+    PyTuple_SetItem(entry, 1, PyLong_FromLongLong(call));
+    PyTuple_SetItem(entry, 2, PyLong_FromLongLong(begin));
+    PyTuple_SetItem(entry, 3, PyLong_FromLongLong(now_ns()));
+    PyTuple_SetItem(entry, 4, PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+    PyObject *added = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->objects[ADD], entry, NULL);
+    Py_DECREF(entry);
     Py_XDECREF(added);
     return added == NULL ? -1 : 0;
 }
 
-static int count_it(const End *self, uint64_t call) {
-    PyObject *following = PyLong_FromUnsignedLongLong(call + 1);
-    const int done = following == NULL ? -1
-                                       : PyObject_SetAttr(self->objects[STREAM_OBJECT], name_next_call, following) |
-                                             PyObject_SetAttr(self->objects[TALLY], name_next_call, following);
-    Py_XDECREF(following);
-    return done;
-}
-
-/* Return the number of the next message as an object; its value in `call`. */
-static PyObject *next_number(const End *self, uint64_t *call) {
-    PyObject *number = PyObject_GetAttr(self->objects[STREAM_OBJECT], name_next_call);
-    if (number == NULL) return NULL;
-    *call = PyLong_AsUnsignedLongLong(number);
-    if (PyErr_Occurred()) Py_CLEAR(number);
-    return number;
-}
+static Count *count_of(const End *self) { return (Count *)self->objects[COUNT]; }
 
 /* -- sending ------------------------------------------------------------------------------------------------------- */
 
@@ -204,18 +200,12 @@ static PyObject *send_now(PyObject *object, PyObject *x) {
         self->used = seen(self->words + USED);
         if (filled + gap + length - self->used > self->ring_bytes) Py_RETURN_FALSE;
     }
-    uint64_t call;
-    PyObject *number = next_number(self, &call);
-    if (number == NULL) return NULL;
+    Count *count = count_of(self);
+    const long long call = count->number;
     const int64_t begin = now_ns();
-    if (count_it(self, call) < 0) {
-        Py_DECREF(number);
-        return NULL;
-    }
-    put(self, sort, call, ((Array *)x)->data, filled, gap);
-    const int noted = note(self, sort, number, begin);
-    Py_DECREF(number);
-    if (noted < 0) return NULL;
+    count->next_call = count->number = call + 1;
+    put(self, sort, (uint64_t)call, ((Array *)x)->data, filled, gap);
+    if (note(self, sort, call, begin) < 0) return NULL;
     Py_RETURN_TRUE;
 }
 
@@ -260,7 +250,9 @@ static PyObject *receive_now(PyObject *object, PyObject *out) {
     End *self = (End *)object;
     if (!may_begin(self) || PyDict_Size(self->objects[KEPT]) || PyList_Size(self->objects[SHARED])) Py_RETURN_NONE;
     const int64_t begin = now_ns();
-    uint64_t call, again, used = self->words[USED];
+    Count *count = count_of(self);
+    const long long call = count->number;
+    uint64_t used = self->words[USED];
     uint64_t *entry;
     while (1) {
         if (wait_for(self, used + 1) <= used) Py_RETURN_NONE;
@@ -269,9 +261,8 @@ static PyObject *receive_now(PyObject *object, PyObject *out) {
         used += entry[LENGTH];
         store(self->words + USED, used);
     }
-    PyObject *number = next_number(self, &call), *made = NULL, *result = NULL;
-    if (number == NULL) return NULL;
-    if ((entry[WHAT] & 0xFF) != WHOLE || entry[STREAM] != self->identity || entry[CALL] != call) goto unusual;
+    PyObject *made = NULL, *result = NULL;
+    if ((entry[WHAT] & 0xFF) != WHOLE || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call) goto unusual;
     const Sort *sort = NULL;
     for (int which = 0; which < SORTS && sort == NULL; which++) {
         const Sort *one = &self->sorts[which];
@@ -289,23 +280,60 @@ static PyObject *receive_now(PyObject *object, PyObject *out) {
         made = PyObject_CallFunctionObjArgs(self->objects[MAKE], sort->shape_object, sort->dtype, NULL);
         if (made == NULL) goto done;
         /* That may have run other threads, or the collector of garbage; from here on nothing does. */
-        PyObject *now = next_number(self, &again);
-        if (now == NULL) goto done;
-        Py_DECREF(now);
-        if (again != call || self->words[USED] != used || sort->told == NULL || !may_begin(self)) goto unusual;
+        if (count->number != call || self->words[USED] != used || sort->told == NULL || !may_begin(self)) goto unusual;
     }
     if (!take(self, used, sort, ((Array *)made)->data)) goto unusual;
-    if (count_it(self, call) < 0) goto done;
+    count->next_call = count->number = call + 1;
     store(self->words + USED, used + entry[LENGTH]);
-    if (note(self, sort, number, begin) == 0) result = Py_NewRef(made);
+    if (note(self, sort, call, begin) == 0) result = Py_NewRef(made);
     goto done;
 unusual:
     result = Py_NewRef(Py_None);
 done:
-    Py_DECREF(number);
     Py_XDECREF(made);
     return result;
 }
+
+/* -- how far they are ----------------------------------------------------------------------------------------------- */
+
+static PyMemberDef count_members[] = {
+    {"identity", T_OBJECT_EX, offsetof(Count, identity), READONLY, NULL},
+    {"next_call", T_LONGLONG, offsetof(Count, next_call), 0, NULL},
+    {"number", T_LONGLONG, offsetof(Count, number), 0, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Count, references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyObject *count_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *identity;
+    long long next_call;
+    if (keywords != NULL || !PyArg_ParseTuple(arguments, "OL", &identity, &next_call)) return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Count *self = (Count *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    self->identity = Py_NewRef(identity);
+    self->next_call = self->number = next_call;
+    return (PyObject *)self;
+}
+
+static void count_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    if (((Count *)object)->references != NULL) PyObject_ClearWeakRefs(object);
+    Py_CLEAR(((Count *)object)->identity);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot count_slots[] = {
+    {Py_tp_new, count_new},
+    {Py_tp_dealloc, count_dealloc},
+    {Py_tp_members, count_members},
+    {Py_tp_doc, "How far the messages of a pair and tag are."},
+    {0, NULL},
+};
+
+static PyType_Spec count_spec = {"syncvar.kernel.messages.Count", sizeof(Count), 0, Py_TPFLAGS_DEFAULT, count_slots};
 
 /* -- making one ---------------------------------------------------------------------------------------------------- */
 
@@ -394,7 +422,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
     self->has_memory = 1;
     const uint64_t whole = (uint64_t)self->memory.len;
-    if (PyTuple_Size(objects) != OBJECTS || ring_bytes == 0 || ring_bytes % LINE || ring % LINE || box % LINE || abort_at % 8 ||
+    if (PyTuple_Size(objects) != OBJECTS || Py_TYPE(PyTuple_GetItem(objects, COUNT)) != count_type || ring_bytes == 0 || ring_bytes % LINE || ring % LINE || box % LINE || abort_at % 8 ||
         ring_bytes > whole || ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
         entry_bytes_max > ring_bytes) {
         PyErr_SetString(PyExc_ValueError, "the box does not lie in this memory");
@@ -438,8 +466,6 @@ static PyType_Spec end_spec = {"syncvar.kernel.messages.End", sizeof(End), 0, Py
 
 /* -- the door: send and recv ---------------------------------------------------------------------------------------- */
 
-static PyTypeObject *end_type;
-
 static unsigned place_of(long long peer, long long tag) {
     return (unsigned)((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
 }
@@ -459,11 +485,9 @@ static PyObject *peek(PyObject *owner, PyObject *name) {
     return found;
 }
 
-/* Return whether this thread's world is the one with these streams, outside a block of sv.uneven. */
-static int is_current(const Door *self, const void *streams) {
-    PyObject *context = peek(self->state, name_default), *world = context == Py_None ? NULL : peek(context, name_world);
-    const int same = world != NULL && peek(world, name_streams) == streams && peek(world, name_uneven) == Py_None &&
-                     peek(self->state, name_is_bound) == Py_False;
+/* Return whether an end is of this thread's world, outside a block of sv.uneven. That of a job that has been left refuses itself. */
+static int is_current(const Door *self, const End *end) {
+    const int same = peek(self->state, name_is_bound) == Py_False && peek(end->objects[CONTEXT], name_uneven) == Py_None;
     if (PyErr_Occurred()) PyErr_Clear();
     return same;
 }
@@ -490,7 +514,7 @@ static PyObject *through_end(Door *self, PyObject *arguments, PyObject *keywords
     const unsigned place = place_of(peer, tag);
     End *end = self->ends[place].end;
     if (end == NULL || self->ends[place].peer != peer || self->ends[place].tag != tag) Py_RETURN_NONE;
-    if (!is_current(self, self->ends[place].streams)) Py_RETURN_NONE;
+    if (!is_current(self, end)) Py_RETURN_NONE;
     Py_INCREF((PyObject *)end);
     PyObject *made = self->is_sending ? send_now((PyObject *)end, PyTuple_GetItem(arguments, 0)) : receive_now((PyObject *)end, out);
     Py_DECREF((PyObject *)end);
@@ -509,17 +533,16 @@ static PyObject *door_call(PyObject *object, PyObject *arguments, PyObject *keyw
     return PyObject_Call(self->function, arguments, keywords);
 }
 
-/* remember(end, streams, peer, tag): messages of the world with this peer and tag come and go here. */
+/* remember(end, peer, tag): messages of the world with this peer and tag come and go here. */
 static PyObject *door_remember(PyObject *object, PyObject *arguments) {
     Door *self = (Door *)object;
-    PyObject *end, *streams;
+    PyObject *end;
     long long peer, tag;
-    if (!PyArg_ParseTuple(arguments, "OOLL", &end, &streams, &peer, &tag)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "OLL", &end, &peer, &tag)) return NULL;
     if (Py_TYPE(end) == end_type && ((End *)end)->door == NULL) {
         const unsigned place = place_of(peer, tag);
         if (self->ends[place].end != NULL) forget(self->ends[place].end);
         self->ends[place].end = (End *)end;
-        self->ends[place].streams = streams;
         self->ends[place].peer = peer;
         self->ends[place].tag = tag;
         ((End *)end)->door = (Door *)Py_NewRef(object);
@@ -580,7 +603,7 @@ static PyObject *door_reduce(PyObject *object, PyObject *unused) {
 static PyObject *door_repr(PyObject *object) { return PyObject_Repr(((Door *)object)->function); }
 
 static PyMethodDef door_methods[] = {
-    {"remember", door_remember, METH_VARARGS, "remember(end, streams, peer, tag)"},
+    {"remember", door_remember, METH_VARARGS, "remember(end, peer, tag)"},
     {"__reduce__", door_reduce, METH_NOARGS, "Functions are pickled by name."},
     {NULL, NULL, 0, NULL},
 };
@@ -607,14 +630,13 @@ static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *n
 }
 
 static int prepare_module(PyObject *module) {
-    PyObject **const names[] = {
-        &name_is_quiet, &name_next_call, &name_default, &name_world, &name_streams, &name_uneven, &name_is_bound, &name_tag, &name_out,
-    };
-    static const char *const texts[] = {"is_quiet", "next_call", "default", "world", "streams", "uneven", "is_bound", "tag", "out"};
+    PyObject **const names[] = {&name_is_quiet, &name_uneven, &name_is_bound, &name_tag, &name_out};
+    static const char *const texts[] = {"is_quiet", "uneven", "is_bound", "tag", "out"};
     for (size_t which = 0; which < sizeof names / sizeof *names; which++)
         if ((*names[which] = PyUnicode_InternFromString(texts[which])) == NULL) return -1;
     end_type = add_type(module, &end_spec, "End");
-    return end_type == NULL || add_type(module, &door_spec, "Door") == NULL ? -1 : 0;
+    count_type = add_type(module, &count_spec, "Count");
+    return end_type == NULL || count_type == NULL || add_type(module, &door_spec, "Door") == NULL ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NULL}};

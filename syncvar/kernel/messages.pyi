@@ -1,5 +1,11 @@
 from typing import Any
 
+class Count:
+    identity: int
+    next_call: int
+    number: int
+    def __init__(self, identity: int, next_call: int, /) -> None: ...
+
 class End:
     def __init__(
         self, memory: Any, box: int, ring: int, ring_bytes: int, entry_bytes_max: int, abort: int, identity: int, looks: int,
@@ -12,4 +18,4 @@ class End:
 class Door:
     def __init__(self, function: Any, state: Any, is_sending: bool, /) -> None: ...
     def __call__(self, *arguments: Any, **keywords: Any) -> Any: ...
-    def remember(self, end: End, streams: Any, peer: int, tag: int, /) -> None: ...
+    def remember(self, end: End, peer: int, tag: int, /) -> None: ...

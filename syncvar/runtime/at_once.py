@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.context import Context
     from syncvar.runtime.group import Communicator, Request
     from syncvar.runtime.messages import Landing
 
@@ -53,6 +54,7 @@ class Line:
     """The messages of a pair and tag, as one of the two ranks makes them.
 
     Args:
+        context: In which this rank makes them.
         stream: Their calls.
         end: This rank's end of the box through which they go; None where the ranks share no arena.
         array: The kind of messages that are arrays.
@@ -62,14 +64,15 @@ class Line:
         is_remembered: `send` or `recv` finds it without a step of Python.
     """
 
-    __slots__ = ("_array", "_sorts", "end", "is_remembered", "native", "stream")
+    __slots__ = ("_array", "_context", "_sorts", "end", "is_remembered", "native", "stream")
 
-    def __init__(self, stream: Communicator, end: Inward | Outward | None, array: int) -> None:
+    def __init__(self, context: Context, stream: Communicator, end: Inward | Outward | None, array: int) -> None:
         self.stream = stream
         self.end = end
         self.native: Any = None
         self.is_remembered = False
         self._array = array
+        self._context = context
         self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
 
     def put(self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]) -> bool:
@@ -84,8 +87,8 @@ class Line:
             False when nothing has been done.
         """
         stream, outward = self.stream, self.end
-        engine, tally = stream.engine, stream.tally
-        if engine is None or tally is None or not isinstance(outward, Outward) or not engine.is_quiet or not array.flags.c_contiguous:
+        engine, count = stream.engine, stream.count
+        if engine is None or count is None or not isinstance(outward, Outward) or not engine.is_quiet or not array.flags.c_contiguous:
             return False
         key = array.dtype, array.shape, kind
         known = sort = self._sorts.get(key)
@@ -95,7 +98,7 @@ class Line:
             sort = Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
         if not stream.busy.acquire(blocking=False):
             return False
-        number, begin = stream.next_call, monotonic_ns()
+        number, begin = self.number(), monotonic_ns()
         try:
             if not outward.lock.acquire(blocking=False):
                 return False
@@ -108,7 +111,7 @@ class Line:
                     room = box.room_at(array.shape, array.nbytes)
                     if room is None or not outward.wait(room[:1], room[1]):
                         return False
-                tally.next_call = stream.next_call = number + 1
+                count.next_call = count.number = stream.next_call = number + 1
             finally:
                 outward.lock.release()
         except BaseException as error:  # the other rank may have the message, or not
@@ -142,14 +145,14 @@ class Line:
             SyncvarError: As `recv`.
         """
         stream, inward = self.stream, self.end
-        engine, tally = stream.engine, stream.tally
-        if engine is None or tally is None or not isinstance(inward, Inward) or not engine.is_quiet or engine.under_way:
+        engine, count = stream.engine, stream.count
+        if engine is None or count is None or not isinstance(inward, Inward) or not engine.is_quiet or engine.under_way:
             return NOT_YET
         if not stream.busy.acquire(blocking=False):
             return NOT_YET
         try:
-            number, begin = stream.next_call, monotonic_ns()
-            stream.next_call = number + 1
+            number, begin = self.number(), monotonic_ns()
+            stream.next_call = count.number = number + 1
             key = stream.identity, number
             try:
                 taken = inward.take(key, landing)
@@ -159,16 +162,16 @@ class Line:
                     if inward.seen == news:  # another thread has the box
                         break
                 if taken is not None:
-                    tally.next_call = number + 1
+                    count.next_call = number + 1
                     result = finish(*taken)
                     sort = self._met(request, *taken)
                     stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
                     return result
                 if not waits:
-                    stream.next_call = number
+                    stream.next_call = count.number = number
                     return NOT_YET
             except SyncvarError as error:
-                tally.next_call = number + 1
+                count.next_call = number + 1
                 stream.recorder.begin(self._told(request, 0), number, begin).end(error)
                 stream.recorder.failed(error)
                 raise
@@ -178,6 +181,22 @@ class Line:
             return engine.take_over(stream.operation(number, request(), begin), timeout)
         finally:
             stream.busy.release()
+
+    def perform(self, name: str, check: Callable[[], Request], timeout: float | None, *, async_op: bool) -> Any:
+        """Make a call on the long way; see `Communicator.perform`."""
+        self.number()
+        try:
+            return self.stream.perform(name, check, timeout, async_op=async_op)
+        finally:
+            if self.stream.count is not None:
+                self.stream.count.number = self.stream.next_call
+
+    def number(self) -> int:
+        """Return the number of the next message; from here on the communicator knows it too."""
+        stream, count = self.stream, self.stream.count
+        if count is not None and count.number > stream.next_call:
+            stream.next_call = count.number
+        return stream.next_call
 
     def _told(self, request: Callable[[], Request], nbytes: int) -> Told:
         stream, made = self.stream, request()
@@ -204,7 +223,7 @@ class Line:
         if kind != self._array or stream.engine is None or end is None:
             return
         if self.native is None:
-            objects = stream, stream.tally, stream.engine, stream.recorder.add, stream.busy.locked
+            objects = stream.count, stream.engine, self._context, stream.recorder.add, stream.busy.locked
             self.native = end.native_end(stream.identity, objects, stream.engine.under_way)
         if self.native is not None:
             self.native.remember(dtype, shape, sort.what, sort.told.nbytes, sort.told)

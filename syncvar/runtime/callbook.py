@@ -17,8 +17,8 @@ from syncvar.wire import Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from syncvar.kernel import Count
     from syncvar.runtime.group import Communicator
-    from syncvar.runtime.messages import Tally
     from syncvar.runtime.operation import Operation
     from syncvar.transports import Frame
     from syncvar.wire import Message
@@ -75,7 +75,7 @@ class CallBook:
         self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
         self._passed: dict[int, deque[_Passed]] = {}
         self._has_skipped = False
-        self.counted: weakref.WeakValueDictionary[int, Communicator | Tally] = weakref.WeakValueDictionary()
+        self.counted: weakref.WeakValueDictionary[int, Communicator | Count] = weakref.WeakValueDictionary()
 
     @property
     def has_refusals(self) -> bool:

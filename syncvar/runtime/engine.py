@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
+    from syncvar.kernel import Count
     from syncvar.runtime.group import Communicator
-    from syncvar.runtime.messages import Tally
     from syncvar.runtime.queued import Queued
     from syncvar.transports import Control, Transport
 
@@ -361,7 +361,7 @@ class Engine:
         self._resting.append((group, peer))
         self._transport.wake()
 
-    def count_by(self, counting: Communicator | Tally) -> None:
+    def count_by(self, counting: Communicator | Count) -> None:
         """Take the number of a group's next call from who counts them: calls in shared memory pass the book by."""
         self._book.counted[counting.identity] = counting
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from syncvar.arena.channels import Channel
+    from syncvar.kernel import Count
     from syncvar.runtime.at_once import Line
     from syncvar.runtime.engine import Engine
     from syncvar.runtime.kernels import Reduction
-    from syncvar.runtime.messages import Tally
     from syncvar.runtime.operation import Operation, Stage
     from syncvar.runtime.shortcut import Shortcut
 
@@ -211,7 +211,7 @@ class Communicator:
         self.whole = self.members  # with the ranks that have left a block of sv.uneven, without which its calls are made
         self.uneven: Uneven | None = None
         self.is_pair = False  # its calls are messages
-        self.tally: Tally | None = None  # of those that go through a box
+        self.count: Count | None = None  # of those that go through a box
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.next_call = 0
@@ -557,7 +557,9 @@ class Communicator:
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)
-        if engine is not None and (self.is_shared or self.tally is not None):
+        if engine is not None and self.count is not None:
+            engine.count(self.identity, max(self.next_call, self.count.number))
+        elif engine is not None and self.is_shared:
             engine.count(self.identity, self.next_call)
 
     def destroy(self) -> None:

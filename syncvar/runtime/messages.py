@@ -37,22 +37,9 @@ if TYPE_CHECKING:
     Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]  # of (kind, dtype, shape): where to write a message
     Taken = tuple[int, NDArray[Any]]  # kind, message
 
-__all__ = ["WAY", "Inward", "Letter", "Outward", "Post", "Receiving", "Sending", "Tally"]
+__all__ = ["WAY", "Inward", "Letter", "Outward", "Post", "Receiving", "Sending"]
 
 WAY = "arena message"  # in flight records
-
-
-class Tally:
-    """How far the calls of a pair are that the engine has not seen, for `Engine.count_by`.
-
-    The number grows when a call is over, or has been seen by the other rank: frames of it that come later are of no use then.
-    """
-
-    __slots__ = ("__weakref__", "identity", "next_call")
-
-    def __init__(self, identity: int, next_call: int) -> None:
-        self.identity = identity
-        self.next_call = next_call
 
 
 class Post:
