@@ -7,6 +7,7 @@ cycle of ranks that all send first gets the launcher's verdict instead of waitin
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never
@@ -152,17 +153,9 @@ def _sent(
     stream = line.stream
     eager_bytes = current().config.eager_bytes
 
-    def words_of(array: NDArray[Any]) -> str:
+    def words_of(array: NDArray[Any]) -> tuple[str, int]:
         shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
-        return f"{name}({shown} to rank {communicator.members[dest]}, tag {tag})"
-
-    if line.end is not None and (timeout is None or is_seconds(timeout)):
-        try:
-            array = make()
-            if array.nbytes <= eager_bytes and line.put(array, kind, lambda: (words_of(array), array_record(array).dtype)):
-                return done() if async_op else None
-        except ConfigError:
-            pass  # it is raised again with the number of the call, which the receiver hears of
+        return f"{name}({shown} to rank {communicator.members[dest]}, tag {tag})", array_record(array).dtype
 
     def check() -> Request:
         array = make()
@@ -178,8 +171,16 @@ def _sent(
 
         letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
         operation = partial(Sending, outward=line.end, letter=letter) if isinstance(line.end, Outward) else LinkOperation
-        return Request(words_of(array), fingerprint("message"), body(), operation)
+        return Request(words_of(array)[0], fingerprint("message"), body(), operation)
 
+    if line.end is not None and (timeout is None or is_seconds(timeout)):
+        with contextlib.suppress(ConfigError):  # it is raised again with the number of the call, which the receiver hears of
+            mine = make()
+            if mine.nbytes <= eager_bytes:
+                if line.put(mine, kind, partial(words_of, mine)):
+                    return done() if async_op else None
+            elif not async_op and line.tell(mine, kind, partial(words_of, mine), check, timeout):
+                return None
     return line.perform(name, check, timeout, async_op=async_op)
 
 

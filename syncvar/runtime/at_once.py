@@ -1,4 +1,4 @@
-"""Messages that need no waiting engine: one that finds room in the box, or one that is there or comes soon.
+"""Messages that need no waiting engine: one that finds room in the box, one that is there or comes soon, a long one that is taken soon.
 
 Nothing is started, and no lock of the engine taken. What is unusual (a known refusal, queued writes, another thread in the same
 call, a full box) is left to the long way; a wait that takes long is left to the engine, with the number that the call has.
@@ -16,7 +16,7 @@ import numpy as np
 
 from syncvar.arena.boxes import what_of
 from syncvar.errors import SyncvarError
-from syncvar.runtime.messages import WAY, Inward, Outward
+from syncvar.runtime.messages import WAY, Inward, Outward, Sending
 from syncvar.runtime.recorder import Told
 from syncvar.wire import dtype_index
 
@@ -90,12 +90,7 @@ class Line:
         engine, count = stream.engine, stream.count
         if engine is None or count is None or not isinstance(outward, Outward) or not engine.is_quiet or not array.flags.c_contiguous:
             return False
-        key = array.dtype, array.shape, kind
-        known = sort = self._sorts.get(key)
-        if sort is None:
-            said, dtype = words()
-            told = Told(said, stream.identity, stream.members, 0, array.nbytes, WAY)
-            sort = Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
+        sort = self._sort_of(array, kind, words)
         if not stream.busy.acquire(blocking=False):
             return False
         number, begin = self.number(), monotonic_ns()
@@ -119,11 +114,66 @@ class Line:
             raise
         else:
             stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
-            if known is None:
-                self._keep(key, sort)
+            self._keep((array.dtype, array.shape, kind), sort)
             return True
         finally:
             stream.busy.release()
+
+    def tell(
+        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]], request: Callable[[], Request], timeout: float | None
+    ) -> bool:
+        """Send a long message: tell of it, and wait until it has been taken; where that takes long, the engine waits.
+
+        Args:
+            array: The message.
+            kind: Of the message.
+            words: As for `put`.
+            request: Makes the call, where the engine has to go on.
+            timeout: Seconds, or None for the job's default.
+
+        Returns:
+            False when nothing has been done.
+
+        Raises:
+            SyncvarError: As `send`.
+        """
+        stream, outward = self.stream, self.end
+        engine, count = stream.engine, stream.count
+        if engine is None or count is None or not isinstance(outward, Outward) or not engine.is_quiet or engine.under_way:
+            return False
+        if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
+            return False
+        try:
+            sort = self._sort_of(array, kind, words)
+            call, begin = self.number(), monotonic_ns()
+            told = outward.tell(sort.what, stream.identity, call, array.shape, array)
+            if not told:
+                return False
+            count.next_call = count.number = stream.next_call = call + 1
+            try:
+                if outward.is_taken_soon(told):
+                    stream.recorder.add((sort.told, call, begin, monotonic_ns(), get_ident()))
+                    return True
+            except BaseException as error:
+                outward.give_up(told)
+                stream.interrupt(call, begin, error)
+                raise
+            operation = stream.operation(call, request(), begin)
+            assert isinstance(operation, Sending)
+            operation.go_on_with(told)
+            engine.take_over(operation, timeout)
+            return True
+        finally:
+            stream.busy.release()
+
+    def _sort_of(self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]) -> Sort:
+        """Return what messages such as this one have in common."""
+        sort = self._sorts.get((array.dtype, array.shape, kind))
+        if sort is not None:
+            return sort
+        stream, (said, dtype) = self.stream, words()
+        told = Told(said, stream.identity, stream.members, 0, array.nbytes, WAY)
+        return Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
 
     def take(
         self, request: Callable[[], Request], landing: Landing, finish: Callable[[int, NDArray[Any]], Any], timeout: float | None,
@@ -210,14 +260,15 @@ class Line:
         if found is None:
             what = what_of(kind, dtype_index(message.dtype), message.ndim)
             found = Sort(what, self._told(request, message.nbytes), is_buffer=False)
-            self._keep(key, found)
+        self._keep(key, found)
         return found
 
     def _keep(self, key: tuple[np.dtype[Any], tuple[int, ...], int], sort: Sort) -> None:
-        """Know messages of this dtype, shape and kind from now on; the C runner takes arrays."""
-        if len(self._sorts) >= _SORTS_MAX:
-            self._sorts.clear()
-        self._sorts[key] = sort
+        """Know messages of this dtype, shape and kind from now on; the C runner takes arrays, and forgets what it knew first."""
+        if key not in self._sorts:
+            if len(self._sorts) >= _SORTS_MAX:
+                self._sorts.clear()
+            self._sorts[key] = sort
         dtype, shape, kind = key
         stream, end = self.stream, self.end
         if kind != self._array or stream.engine is None or end is None:

@@ -99,6 +99,30 @@ class Outward:
             self._has_none = self._box is None
         return self._box
 
+    def tell(self, what: int, stream: int, call: int, shape: tuple[int, ...], work: NDArray[Any]) -> int:
+        """Tell the receiver of a long message in one piece; returns its number in the box, 0 where that cannot be. See `Outbox.tell`."""
+        if not self.lock.acquire(blocking=False):
+            return 0
+        try:
+            box = self.box()
+            if box is None:
+                return 0
+            address, offset = work.__array_interface__["data"][0], self.arena.locate(work)
+            return box.tell(what, stream, call, shape, work.nbytes, address, 0 if offset is None else offset + 1)
+        finally:
+            self.lock.release()
+
+    def is_taken_soon(self, number: int) -> bool:
+        """Look for a short while whether a long message has been taken."""
+        box = self.box()
+        return box is not None and self.wait((box.answers_at(number),), (number << 1) - 1) and box.answer(number) == 2
+
+    def give_up(self, number: int) -> None:
+        """Say that a long message is not to be read any more."""
+        box = self.box()
+        if box is not None:
+            box.give_up(number)
+
     def native_end(self, identity: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
         """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
         own = (*objects, self.lock.locked, {}, under_way, np.ndarray, np.empty)
@@ -442,10 +466,13 @@ class Sending(_Message):
     def fail(self, error: BaseException) -> None:
         """End without a result; the receiver uses nothing of the message."""
         if self._number and not self.is_over:
-            box = self._outward.box()
-            if box is not None:
-                box.give_up(self._number)
+            self._outward.give_up(self._number)
         super().fail(error)
+
+    def go_on_with(self, number: int) -> None:
+        """Go on with a long message that has been told already."""
+        self._number = number
+        self.state = State.RUNNING
 
     def _start(self, outlet: Outlet) -> None:
         if not self._put():
@@ -456,22 +483,19 @@ class Sending(_Message):
     def _put(self) -> bool:
         """Put the message in the box, or tell of it; False where that cannot be."""
         outward, (what, shape, work, waits) = self._outward, self._letter
+        if waits:
+            self._number = outward.tell(what, self.group, self.call, shape, work)
+            return self._number != 0
         if not outward.lock.acquire(blocking=False):
             return False
         try:
             box = outward.box()
-            if box is None:
+            if box is None or not box.put(what, self.group, self.call, shape, self._bytes, work.nbytes):
                 return False
-            if not waits:
-                if not box.put(what, self.group, self.call, shape, self._bytes, work.nbytes):
-                    return False
-                self._done(None, work.nbytes)
-                return True
-            address, offset = work.__array_interface__["data"][0], outward.arena.locate(work)
-            self._number = box.tell(what, self.group, self.call, shape, work.nbytes, address, 0 if offset is None else offset + 1)
-            return self._number != 0
         finally:
             outward.lock.release()
+        self._done(None, work.nbytes)
+        return True
 
     def _go_on_in_box(self) -> None:
         outward, box = self._outward, self._outward.box()

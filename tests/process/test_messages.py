@@ -1,6 +1,7 @@
-"""Cycles of messages over real processes, where the launcher is sure that nobody can move."""
+"""Messages over real processes: both runners and links, cycles where nobody can move, a rank that is killed in the middle."""
 
 import pytest
+from sanitizing import sanitized
 
 SENDING = """
 import numpy as np
@@ -26,3 +27,102 @@ def test_a_cycle_gets_a_verdict_and_the_world_goes_on(launch, script, workers):
     for event in job.events("raised"):
         assert "deadlock" in event["text"]
         assert len(event["table"]) == workers
+
+
+TALKING = """
+import hashlib, random, sys
+import numpy as np
+import probe, syncvar as sv
+from syncvar.collectives import point_to_point
+
+steps, asked, digest = int(sys.argv[1]), [0], hashlib.sha256()
+for name in ("_sent", "_received"):
+    def counted(*arguments, through=getattr(point_to_point, name), **keywords):
+        asked[0] += 1
+        return through(*arguments, **keywords)
+
+    setattr(point_to_point, name, counted)
+rank, chance = sv.rank(), random.Random(5)
+outs = {}
+for step in range(steps):
+    source = chance.randrange(2)
+    dtype = chance.choice(["float64", "int16", "bool"])
+    shape = chance.choice([(), (1,), (3, 4), (500,), (5000,), (2, 8192)])
+    tag, has_out, values = chance.randrange(3), chance.random() < 0.5, np.random.default_rng(step)
+    x = values.integers(0, 2, shape).astype(dtype)
+    if rank == source:
+        sv.send(x, 1 - rank, tag=tag)
+        continue
+    out = outs.setdefault((dtype, shape), np.empty(shape, dtype)) if has_out else None
+    got = sv.recv(source, tag=tag, out=out)
+    assert out is None or got is out
+    assert got.dtype == x.dtype and got.shape == x.shape and got.tobytes() == x.tobytes(), (step, got, x)
+    digest.update(got.tobytes())
+probe.note("talked", asked=asked[0], digest=digest.hexdigest())
+"""
+
+
+@pytest.mark.needs_kernel
+@pytest.mark.parametrize(("steps", "transports"), [(600, ["auto"]), pytest.param(6000, ["auto", "zmq"], marks=pytest.mark.slow)])
+def test_both_runners_and_links_bring_the_same_messages(launch, steps, transports):
+    seen = {}
+    for transport in transports:
+        for runner in ("c", "python"):
+            job = launch(TALKING, arguments=[str(steps)], env={"SYNCVAR_KERNEL": runner, "SYNCVAR_TRANSPORT": transport})
+            assert job.wait(120) == 0, str(job)
+            seen[transport, runner] = job.events("talked")
+    assert len({tuple(sorted(event["digest"] for event in events)) for events in seen.values()}) == 1, seen
+    assert all(event["asked"] < steps * 0.9 for event in seen["auto", "c"]), seen
+    assert all(event["asked"] == steps for way, events in seen.items() if way != ("auto", "c") for event in events), seen
+
+
+@pytest.mark.needs_kernel
+@pytest.mark.slow
+def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
+    variables = sanitized("messages", tmp_path)
+    job = launch(
+        TALKING, arguments=["3000"], options=["--start-method", "spawn", *(f"--env={name}={value}" for name, value in variables.items())],
+        env={"SYNCVAR_KERNEL": "c"},
+    )  # fmt: skip
+    assert job.wait(200) == 0, str(job)
+    assert all(event["asked"] < 2700 for event in job.events("talked")), str(job)
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+import probe, syncvar as sv
+
+what, other, x = sys.argv[1], 1 - sv.rank(), np.ones(1_000_000)
+if sv.rank() == 1:
+    for _ in range(20):
+        sv.recv(0)
+    sv.send(np.ones(3), 0)
+    if what == "told":
+        work = sv.send(x, 0, async_op=True)  # nobody answers any more
+        sv.recv(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until_it_fails():
+    while True:
+        sv.send(x, 1) if what == "sending" else sv.recv(1)
+
+
+for _ in range(20):
+    sv.send(x, 1)
+if what == "told":
+    sv.recv(1)
+    sv.send(1.0, 1)
+error = probe.failure(until_it_fails)
+assert isinstance(error, sv.PeerLost), error
+raise error
+"""
+
+
+@pytest.mark.parametrize("what", ["sending", *(pytest.param(what, marks=pytest.mark.slow) for what in ("receiving", "told"))])
+def test_a_rank_that_is_killed_between_messages_is_named(launch, what):
+    job = launch(KILLED, arguments=[what], env={"SYNCVAR_SINGLE_COPY": "off" if what == "sending" else "auto"})
+    assert job.wait(60) != 0, str(job)
+    assert [event["rank"] for event in job.events("raised")] == [0], str(job)
+    assert "rank 1" in job.events("raised")[0]["text"], str(job)
