@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end", "program",
-    "remember", "remember_end", "run", "slot_call", "told", "which",
+    "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
 ]  # fmt: skip
 
 _native: ModuleType | None
@@ -41,6 +41,7 @@ except ImportError as error:
 
 
 _FORM = 2  # as in native.c
+_MESSAGES_FORM = 1  # of `messages.c`
 
 
 def _differs(native: Any) -> str:
@@ -71,6 +72,8 @@ _messages: ModuleType | None = None
 if _native is not None:  # and so arrays are as it expects
     with contextlib.suppress(ImportError):
         _messages = importlib.import_module("syncvar.kernel.messages")
+if getattr(_messages, "FORM", 0) != _MESSAGES_FORM:  # one that was built before: Python's own steps do the same
+    _messages = None
 
 
 class ChannelState:

@@ -642,6 +642,7 @@ static int prepare_module(PyObject *module) {
         if ((*names[which] = PyUnicode_InternFromString(texts[which])) == NULL) return -1;
     end_type = add_type(module, &end_spec, "End");
     count_type = add_type(module, &count_spec, "Count");
+    if (PyModule_AddIntConstant(module, "FORM", 1) < 0) return -1; /* `kernel` expects it: a change of what Python sees here is another */
     return end_type == NULL || count_type == NULL || add_type(module, &door_spec, "Door") == NULL ? -1 : 0;
 }
 
