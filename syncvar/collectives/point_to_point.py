@@ -1,7 +1,7 @@
 """Send and receive: one array, or one object, from one rank to another.
 
 Messages from one rank to another with the same tag arrive in the order sent; those of different tags do not disturb
-each other. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
+each other. On one host they go through the arena, see `runtime/messages.py`. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
 cycle of ranks that all send first gets the launcher's verdict instead of waiting for ever.
 """
 
@@ -83,7 +83,8 @@ def send(
         PeerLost: The receiver is gone.
         DeadlineExceeded: A long message was not received in time.
 
-    Cost: two frames over a unix socket or tcp; a long message waits for one more from the receiver.
+    Cost: on one host half a microsecond for a small array of a dtype and shape that has gone before (C runner), and a copy into shared memory;
+        a long array is read where it lies. Between hosts, and where shared memory has no room, two frames over a link; a long message waits for one more.
 
     Example:
         >>> import numpy as np, syncvar as sv
