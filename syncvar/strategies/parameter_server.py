@@ -53,7 +53,6 @@ class ServersHere:
         session: The way.
         rank: This worker.
         workers: How many there are.
-        timeout_s: Seconds that a call waits.
     """
 
     def __init__(self, session: Session, rank: int, workers: int) -> None:

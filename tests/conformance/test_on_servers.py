@@ -24,7 +24,8 @@ def test_every_case_is_in_the_grammar():
     assert len({case["id"] for case in _CASES}) == len(_CASES)
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(n, marks=[] if n == 2 else [pytest.mark.slow]) for n in (1, 2, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_cases_over_processes(replicas):
     assert "SYNCVAR_RANK" not in os.environ
     chosen = [case for case in _CASES if case["replicas"] == replicas]
