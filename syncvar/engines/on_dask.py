@@ -15,7 +15,7 @@ from syncvar.errors import ConfigError, LaunchError
 try:
     import distributed
 except ImportError:
-    raise ConfigError("engine='dask' needs Dask: pip install 'syncvar[dask]', here and on the hosts of the cluster") from None
+    distributed = None  # type: ignore[assignment, unused-ignore]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +46,8 @@ class Dask:
     """
 
     def __init__(self, client: Any = None, *, workers: Sequence[str] | None = None) -> None:
+        if distributed is None:
+            raise ConfigError("engine='dask' needs Dask: pip install 'syncvar[dask]', here and on the hosts of the cluster")
         self._client = client
         self._only = None if workers is None else set(workers)
         self._own: contextlib.ExitStack | None = None

@@ -120,7 +120,7 @@ class _Lowering:
         else:
             self._owners()
         last = ((self.turns - 1) // self.cells.lag) & 1 if self.puts else None
-        return Program(opening, tuple(self.steps), last)
+        return Program(opening, tuple(self.steps), last, not self.sums_all or bool(self.places.sources) or self.places.goes_on)
 
     def _length(self, turn: int) -> int:
         return min(self.cells.elements, self.count - turn * self.cells.elements)

@@ -110,11 +110,13 @@ class Program(NamedTuple):
         opening: Copies that are made before phase 0 is published.
         steps: What follows when all ranks have said the same.
         last_side: Which side of its cells is written last: 0 that of phase 0, 1 the other; None where no cell is.
+        is_read: At its end everybody has read this rank's cells.
     """
 
     opening: tuple[Copy, ...]
     steps: tuple[Instruction, ...]
     last_side: int | None = None
+    is_read: bool = True
 
 
 def extents(program: Program) -> dict[Memory, int]:
@@ -147,9 +149,10 @@ class Code:
         steps: (COPY or STORE, source, first, target, first, length), (FOLD, ((term, first), ...), target, first, length),
             (PUBLISH,) and (AWAIT, back).
         last_side: As of the program.
+        is_read: As of the program.
     """
 
-    __slots__ = ("last_side", "memories", "natives", "opening", "sizes", "steps")
+    __slots__ = ("is_read", "last_side", "memories", "natives", "opening", "sizes", "steps")
 
     def __init__(
         self,
@@ -158,7 +161,9 @@ class Code:
         opening: tuple[tuple[int, ...], ...],
         steps: tuple[tuple[Any, ...], ...],
         last_side: int | None,
+        is_read: bool = True,
     ) -> None:
+        self.is_read = is_read
         self.memories, self.sizes, self.opening, self.steps, self.last_side = memories, sizes, opening, steps, last_side
         self.natives: dict[Any, Any] = {}  # the same for the C runner, by what becomes of terms
 
@@ -206,4 +211,4 @@ def assemble(program: Program) -> Code:
             steps.append((PUBLISH,))
         else:
             steps.append((AWAIT, step.back))
-    return Code(tuple(sizes), tuple(sizes.values()), tuple(map(copied, program.opening)), tuple(steps), program.last_side)
+    return Code(tuple(sizes), tuple(sizes.values()), tuple(map(copied, program.opening)), tuple(steps), program.last_side, program.is_read)

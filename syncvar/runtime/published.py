@@ -228,6 +228,9 @@ def staged(
                     raise
                 raise BodyError(error) from error
             opening = (call, check) if is_first else None
+            if not (is_first or channel.is_read):  # the next stage writes where some may still be reading
+                channel.is_read = True
+                yield channel.publish()
             if stage.movement is not None:
                 if opening is None:
                     raise InternalError("blocks are moved side by side in the first stage of a call only")

@@ -299,6 +299,7 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
     code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
     if code.last_side is not None:
         channel.tail = placed.sides[channel.rank] ^ code.last_side
+    channel.is_read = code.is_read
     if channel.is_native and vector.suits_native:
         yield from run(_native(code, vector), channel, *_offsets(channel, vector, code, placed), keeps_lock=crowd.holds())
         return

@@ -372,7 +372,8 @@ class Variable(Taught, ArrayProtocol):
             return f"v.pin({self._pace!r}) fixes it"
         if not self._is_counted:
             return f"{self._dtype.name} with aggregation {self._aggregation.name} has no increments that could wait"
-        if self._owner.roster is not None and not self._owner.roster.may_defer and self._decided is None:
+        is_left = self._owner.context.is_closed
+        if not is_left and self._owner.roster is not None and not self._owner.roster.may_defer and self._decided is None:
             return "in shared memory an increment is sent in less time than it takes to let it wait"
         if self._decided is None:
             return "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope at every 64th increment"

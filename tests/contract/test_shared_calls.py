@@ -6,6 +6,7 @@ made short, so that vectors of several segments cost little.
 
 import itertools
 import sys
+import time
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.kernel import run as native_run
+from syncvar.runtime import shared_reduce
 from syncvar.runtime.context import current
 from syncvar.runtime.shared_reduce import is_direct
 from syncvar.testing import run_ranks
@@ -353,3 +356,26 @@ def test_calls_of_all_kinds_and_sizes_one_after_another():
         shared, links = results(size, fn), results(size, fn, shared=False)
         for one in (*shared, *links):
             assert [a == b for a, b in zip(one, links[0], strict=True)] == [True] * 70
+
+
+def test_what_follows_in_a_call_waits_for_slow_readers(monkeypatch):
+    """A structure of several dtypes is reduced dtype by dtype: what is put for the second must not cover up what some still read of the first."""
+    fold = shared_reduce._copier
+
+    def slow():
+        if sv.rank() == 1:
+            time.sleep(0.002)
+        return fold()
+
+    monkeypatch.setattr(shared_reduce, "_copier", slow)
+    monkeypatch.setattr(shared_reduce, "run", lambda *given, **how: (slow(), native_run(*given, **how))[1])
+
+    def fn():
+        for turn in range(20):
+            parts = [{"a": part(rank, 20_000, np.dtype("f2"), turn), "b": part(rank, 60_000, np.dtype("f4"), turn)} for rank in range(2)]
+            sv.all_reduce(parts[sv.rank()]["b"], "max")  # the sides of the cells are used in turn
+            made = sv.all_reduce(parts[sv.rank()], "max")
+            for key in made:
+                same(made[key], reduced([one[key] for one in parts], "max"), f"{turn} {key}")
+
+    results(2, fn)

@@ -37,7 +37,7 @@ def test_blocks_run_on_workers(tmp_path, workers):
     for name, kind, text in BLOCKS:
         if not kind:
             (tmp_path / "blocks" / name).write_text(text)
-    job = Job(tmp_path, DRIVER, workers=workers)
+    job = Job(tmp_path, DRIVER, workers=workers, options=["--servers", "1"])
     assert job.wait(60) == 0, job
     for rank in range(workers):
         assert [one["block"] for one in job.events("ran", rank)] == sorted(names)

@@ -107,7 +107,7 @@ X = np.ones(2)
         (lambda: sv.recv(0, buf=X), "'buf': write out="),
         (lambda: sv.run(print, np=2), "'np': write workers="),
         (lambda: sv.MirroredStrategy(devices=["a"]), "MirroredStrategy() got an unexpected keyword argument 'devices': one replica is"),
-        (lambda: sv.MultiWorkerMirroredStrategy(cluster_resolver=1), "TF_CONFIG and torchrun's variables"),
+        (lambda: sv.MultiWorkerMirroredStrategy(cluster_resolver=1), "TF_CONFIG, torchrun's variables"),
         (lambda: sv.CentralStorageStrategy(compute_devices=[]), "one replica is one process"),
         (lambda: sv.optimizers.SGD(0.1, momentum=0.9), "write sv.optimizers.Momentum(0.1, momentum=0.9)"),
         (lambda: sv.optimizers.Adam(lr=0.1), "'lr': write learning_rate="),
