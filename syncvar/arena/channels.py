@@ -250,7 +250,7 @@ class Channel(ChannelState):
 
     __slots__ = (
         "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "are_native", "arena", "entry", "group", "hold",
-        "is_native", "is_open", "is_read", "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
+        "is_native", "is_open", "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
     )  # fmt: skip
 
     def __init__(
@@ -275,7 +275,6 @@ class Channel(ChannelState):
         self.queue: deque[Any] = deque()  # started calls, oldest first
         self.is_open = self.size == 1
         self.is_native = False  # programs run in C here
-        self.is_read = True  # everybody has read what this rank has put in this call; the same on all ranks
         self.are_native = False  # and on all ranks of the group
         self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
         self.reach: Reach | None = None  # where the memory of all of them can be read
@@ -317,7 +316,6 @@ class Channel(ChannelState):
             target: The same of the arrays to write.
         """
         words, entry = self.words, self.entry
-        self.is_read = True
         side = self.side = self.side ^ 1
         words[entry + CHECK + side] = check
         words[entry + _SOURCE + side] = source

@@ -215,6 +215,7 @@ def staged(
         yield from settled(channel)
     check = check_of(fingerprint, call)
     is_first = not is_begun
+    is_read = True  # by everybody, what this rank has put in the stage before
     try:
         while True:
             try:
@@ -228,8 +229,8 @@ def staged(
                     raise
                 raise BodyError(error) from error
             opening = (call, check) if is_first else None
-            if not (is_first or channel.is_read):  # the next stage writes where some may still be reading
-                channel.is_read = True
+            if not is_read:  # this stage writes where some may still be reading
+                is_read = True
                 yield channel.publish()
             if stage.movement is not None:
                 if opening is None:
@@ -251,7 +252,7 @@ def staged(
                     continue
                 into = stage.into or Into(stage.work, stage.work.dtype)
                 vector = Vector(stage.work, into.out, stage.ufunc, into.accumulate, into.divisor, into.apply)
-                yield from reduce_shared(channel, opening, vector)
+                is_read = yield from reduce_shared(channel, opening, vector)
             else:
                 yield from run_rounds(channel, opening, plan, stage)
             is_first = False

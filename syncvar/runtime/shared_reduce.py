@@ -31,7 +31,7 @@ from syncvar.runtime.interpreter import interpret, opened
 from syncvar.runtime.phases import agreed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -229,7 +229,7 @@ def _all_known(places: Sequence[int | None]) -> list[int] | None:
     return known if len(known) == len(places) else None
 
 
-def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector) -> Iterator[int]:
+def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector) -> Generator[int, None, bool]:
     """Combine a vector of all ranks.
 
     Args:
@@ -239,6 +239,9 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
 
     Yields:
         What the others have to reach.
+
+    Returns:
+        Whether everybody has read what this rank has put; the same on all ranks.
     """
     size = channel.size
     if opening is None:
@@ -246,19 +249,18 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         side = channel.next_parity()
         bring_first(channel, vector, side)
         yield channel.publish()
-        yield from reduce_owned(channel, vector, Placed.nowhere(size, side), goes_on=True)
-        return
+        return (yield from reduce_owned(channel, vector, Placed.nowhere(size, side)))
     call, check = opening
     if is_direct(vector.x.size * vector.accumulate.itemsize, size):
         yield from _small(channel, opening, vector)
-        return
+        return True
     channel.reserve_segments()
     side = channel.tail ^ 1
     source, target = vector.told(channel, side)
     if source >> 1 == _NOWHERE:
         bring_first(channel, vector, side)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
-    yield from reduce_owned(channel, vector, Placed.from_words(*channel.arrays()))
+    return (yield from reduce_owned(channel, vector, Placed.from_words(*channel.arrays())))
 
 
 def reduce_published(channel: Channel, check: int, vector: Vector, native: Any) -> Iterator[int]:
@@ -284,7 +286,7 @@ def bring_first(channel: Channel, vector: Vector, side: int) -> None:
         channel.tail = side
 
 
-def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: bool = False) -> Iterator[int]:
+def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: bool = False) -> Generator[int, None, bool]:
     """Combine a vector, when all ranks know where the arrays of all lie.
 
     Args:
@@ -295,17 +297,20 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
 
     Yields:
         What the others have to reach.
+
+    Returns:
+        Whether everybody has read this rank's cells; the same on all ranks.
     """
     code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
     if code.last_side is not None:
         channel.tail = placed.sides[channel.rank] ^ code.last_side
-    channel.is_read = code.is_read
     if channel.is_native and vector.suits_native:
         yield from run(_native(code, vector), channel, *_offsets(channel, vector, code, placed), keeps_lock=crowd.holds())
-        return
+        return code.is_read
     memories = _memories(channel, vector, code, dict(enumerate(placed.sides)), placed)
     copy = _copier()
     yield from interpret(channel, code.steps, memories, copy, vector.storer(copy), vector.folder())
+    return code.is_read
 
 
 _NOWHERE_ELSE = Places()
