@@ -236,9 +236,12 @@ class Roster(Watch):
         self._is_running = True
         if self.runs < self._next_due:
             self.is_free = True
+            self._due = set()  # also for a write that does not go the prepared way
             return
         self._due = {entry.number for entry in self._due_at(self.runs, check_every)}
         self._compared.clear()
+        if self._due:
+            self.until = _AT_ONCE  # a prepared write is to be looked at as any other
         self.is_free = self._is_paused or not self._due
         self._next_due = self._next(self.runs, check_every) if not self._due else 0
 
