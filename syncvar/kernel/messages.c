@@ -6,21 +6,7 @@
  * receiver copies the first ones while the last ones are still to come. The interpreter's lock is kept: what takes longer
  * than some microseconds is left to Python.
  */
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <sched.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include <structmember.h>
-#include <time.h>
-
-#if defined(__x86_64__)
-#define RELAX() __builtin_ia32_pause()
-#else
-#define RELAX() ((void)0)
-#endif
+#include "common.h"
 
 #define LINE 64
 #define PIECE 8192      /* bytes that are published at a time */
@@ -32,21 +18,6 @@
 enum { FILLED = 0, NEWS = 1, USED = 8, FULL = 9 };
 enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5 };
 enum { GAP = 0, WHOLE = 1 };
-
-/* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1; `kernel` tries it out. */
-typedef struct {
-    PyObject_HEAD char *data;
-    int ndim;
-    intptr_t *shape;
-    intptr_t *strides;
-    PyObject *base;
-    PyObject *dtype;
-    int flags;
-} Array;
-
-#define IN_ONE_PIECE 0x0001
-#define ALIGNED 0x0100
-#define WRITEABLE 0x0400
 
 /* What messages of one dtype and shape have in common. */
 typedef struct {

@@ -1,38 +1,7 @@
-/* What the parts of the C runner share: channels, arrays, and NumPy's inner loops. Only the limited API of CPython is
- * used: one build serves every version from 3.11 on.
- */
+/* What the parts of the C runner share: channels, the forms of arrays, and NumPy's inner loops. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <sched.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include <structmember.h>
-#include <time.h>
-
-#if defined(__x86_64__)
-#define RELAX() __builtin_ia32_pause()
-#else
-#define RELAX() ((void)0)
-/* -- variables ----------------------------------------------------------------------------------------------------- */
-
-/* What is counted of a variable; see syncvar/variables/prepared.py. */
-typedef struct {
-    PyObject_HEAD long long writes, collectives, added, steps;
-} Tally;
-
-/* Whether a call of all replicas writes a copy, and how often it has gone to other memory. */
-typedef struct {
-    PyObject_HEAD long long moves;
-    char is_being_written;
-} Copied;
-
-int add_groups(PyObject *module, PyTypeObject *tally, PyTypeObject *copied);
-
-#endif
+#include "common.h"
 
 #define BLOCK 8192 /* bytes that are combined at a time: all terms of a block stay in the first cache */
 #define RANKS_MAX 64
@@ -72,21 +41,6 @@ int visit_all(PyObject *object, References references_of, visitproc visit, void 
 void clear_all(PyObject *object, References references_of);
 
 /* -- arrays -------------------------------------------------------------------------------------------------------- */
-
-/* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1. */
-typedef struct {
-    PyObject_HEAD char *data;
-    int ndim;
-    intptr_t *shape;
-    intptr_t *strides;
-    PyObject *base;
-    PyObject *dtype;
-    int flags;
-} Array;
-
-#define IN_ONE_PIECE 0x0001
-#define ALIGNED 0x0100
-#define WRITEABLE 0x0400
 
 #define NDIM_MAX 64
 

@@ -11,11 +11,10 @@ from syncvar.partitioners import row_ranges
 from syncvar.servers.asking import Asking
 from syncvar.servers.shard import Spec
 from syncvar.variables import Explanation, Variable, VariableAggregation, VariableSynchronization
-from syncvar.variables.casting import checked_dtype, initial_array, plain_array
-from syncvar.variables.creation import checked_name
+from syncvar.variables.casting import checked_dtype, plain_array
+from syncvar.variables.creation import checked_name, checked_trainable, checked_value
 from syncvar.variables.places import current_owner
 from syncvar.variables.policy import Operation, as_member, resolve
-from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.rows import checked_rows
 
 if TYPE_CHECKING:
@@ -88,20 +87,8 @@ class ServerVariable(Variable):
         self._synchronization, _ = resolve(self._requested)
         base = checked_name(name)
         wanted = None if dtype is None else checked_dtype(dtype)
-        if trainable is not None and not isinstance(trainable, bool | np.bool_):
-            raise ConfigError(f"trainable must be True, False or None, not {trainable!r}: write trainable=True")
-        self._trainable = trainable is not False
-        is_called = callable(initial_value) and not isinstance(initial_value, ArrayProtocol)
-        value = None
-        if owner.is_chief or not is_called:
-            given = initial_value() if is_called else initial_value
-            given = given.read_value() if isinstance(given, ArrayProtocol) else given
-            value = initial_array(given, wanted, f"variable {base!r}: initial_value")
-            if self._aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fV":
-                raise ConfigError(
-                    f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a real floating dtype "
-                    f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
-                )
+        self._trainable = checked_trainable(trainable, usual=True)
+        value = checked_value(base, initial_value, wanted, self._aggregation, calls=owner.is_chief)
         self._name = owner.names.take(base)
         self._owner: ParameterServerStrategy = owner
         self._rule = "the value is on servers, to which each worker pushes"

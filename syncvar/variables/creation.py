@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.operation import Stage
 
-__all__ = ["Made", "Wish", "checked_name", "make_on_replicas"]
+__all__ = ["Made", "Wish", "checked_name", "checked_trainable", "checked_value", "make_on_replicas"]
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
@@ -161,25 +161,55 @@ def _checked(owner: Owner, wish: Wish) -> _Checked:
     aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
     base = checked_name(wish.name)
     dtype = None if wish.dtype is None else checked_dtype(wish.dtype)
-    trainable = requested is not VariableSynchronization.ON_READ if wish.trainable is None else wish.trainable
-    if not isinstance(trainable, bool | np.bool_):
-        raise ConfigError(f"trainable must be True, False or None, not {trainable!r}: write trainable=True")
+    trainable = checked_trainable(wish.trainable, requested is not VariableSynchronization.ON_READ)
     action = decide(
         resolve(requested)[0], aggregation, context_of(owner, f"variable {base!r}"), Operation.CREATE
     )
-    value: NDArray[Any] | None = None
-    given = wish.initial_value
-    is_called = callable(given) and not isinstance(given, ArrayProtocol)
-    if action.travel is Travel.NOTHING or owner.communicator.member_rank == 0 or not is_called:
-        given = given() if is_called else given
-        given = given.read_value() if isinstance(given, ArrayProtocol) else given
-        value = initial_array(given, dtype, f"variable {base!r}: initial_value")
-        if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fV":
-            raise ConfigError(
-                f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a real floating dtype "
-                f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
-            )
-    return _Checked(base, value, bool(trainable), requested, aggregation, action)
+    calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
+    value = checked_value(base, wish.initial_value, dtype, aggregation, calls=calls)
+    return _Checked(base, value, trainable, requested, aggregation, action)
+
+
+def checked_trainable(trainable: Any, usual: bool) -> bool:
+    """Return whether a variable is trainable; None means what is usual.
+
+    Raises:
+        ConfigError: It is none of True, False and None.
+    """
+    if trainable is None:
+        return usual
+    if not isinstance(trainable, bool | np.bool_):
+        raise ConfigError(f"trainable must be True, False or None, not {trainable!r}: write trainable=True")
+    return bool(trainable)
+
+
+def checked_value(
+    base: str, given: Any, dtype: np.dtype[Any] | None, aggregation: VariableAggregation, *, calls: bool
+) -> NDArray[Any] | None:
+    """Return a new variable's first value as an array, or None where a function makes it and is not called here.
+
+    Args:
+        base: Its name, for messages.
+        given: An array, a number, another variable, or a function that returns one.
+        dtype: Its dtype, or None for that of the value.
+        aggregation: It is combined by.
+        calls: A function is called here.
+
+    Raises:
+        ConfigError: It is no array, or has no mean of its dtype.
+    """
+    if callable(given) and not isinstance(given, ArrayProtocol):
+        if not calls:
+            return None
+        given = given()
+    given = given.read_value() if isinstance(given, ArrayProtocol) else given
+    value = initial_array(given, dtype, f"variable {base!r}: initial_value")
+    if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fV":
+        raise ConfigError(
+            f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a real floating dtype "
+            f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
+        )
+    return value
 
 
 def checked_name(name: Any) -> str:

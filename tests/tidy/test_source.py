@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -340,3 +341,10 @@ def test_the_guardian_is_tiny():
     modules = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "sessions" in modules
     assert not {name for name in modules if name.split(".")[0] in {"numpy", "zmq", "msgpack", "syncvar", "subprocess", "socket", "shutil"}}
+
+
+def test_every_package_is_installed():
+    """Where the tree itself is not on the path a folder that is not named is not there."""
+    named = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(path.parent.relative_to(REPOSITORY).parts) for path in SOURCES if path.name == "__init__.py"}
+    assert found - {"launcher"} == {name for name in named if name != "syncvar_launcher"}
