@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 
 import pytest
-from besieging import SUMS, besiege
+from besieging import LASTING, SUMS, besiege
 from launching import Job, await_true
 from test_several_hosts import WORLD, start
 
@@ -62,7 +62,7 @@ def test_which_family_links_use(hosts, tmp_path, where, options):
 
 
 def test_strangers_over_ipv6_cost_a_job_nothing(hosts, tmp_path):
-    job = start(hosts, tmp_path, SUMS, at_6(hosts, 0, 1, 1))
+    job = start(hosts, tmp_path, SUMS, at_6(hosts, 0, 1, 1), env=LASTING)
     places = besiege(
         job, tmp_path, "http,tls,no_key,wrong_key,another_job,again,random,idle", 60, lambda: [one for index in range(3) for one in hosts.ports(index)],
         size=2, prefix=hosts.prefix,

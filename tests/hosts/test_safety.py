@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from besieging import SUMS, besiege
+from besieging import LASTING, SUMS, besiege
 from strangers import KINDS
 from test_several_hosts import WORLD, at, start
 
@@ -105,7 +105,7 @@ def more(job, hosts):
     ("kind", "phase"), [(kind, phase) for kind in KINDS for phase in "RC" if (kind, phase) != ("again", "R")]  # who comes first, with the secret, is in
 )
 def test_strangers_cost_a_job_nothing(hosts, tmp_path, kind, phase):
-    job = start(hosts, tmp_path, SUMS, at(hosts, 0, 1, 1))
+    job = start(hosts, tmp_path, SUMS, at(hosts, 0, 1, 1), env=LASTING)
 
     def ports():
         found = [hosts.ports(index) for index in range(3)]

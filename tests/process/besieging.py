@@ -11,6 +11,7 @@ from launching import await_true
 
 STRANGERS = Path(__file__).with_name("strangers.py")
 GROWTH_MAX = 16 << 20
+LASTING = {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": "90"}  # of a job under siege: who waits for the others waits until all strangers are there
 
 SUMS = """
     import os
@@ -44,15 +45,14 @@ def rss(pid):
 
 @contextlib.contextmanager
 def strangers(folder, kinds, count, about, targets, prefix=()):
-    """Let strangers come to ports, all of them, before the block begins; they go when it ends."""
+    """Let strangers come to ports, all of them, before the block begins; they go when it ends. Yield what they say."""
     path = folder / "about.json"
     path.write_text(json.dumps(about))
     line = [*prefix, sys.executable, str(STRANGERS), kinds, str(count), str(path), *targets]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as them:
         try:
             said = them.stdout.readline()
-            assert said == "done\n", them.communicate(timeout=10)[1]
-            yield
+            yield said or them.communicate(timeout=10)[1]
         finally:
             with contextlib.suppress(OSError):
                 them.stdin.close()
@@ -74,13 +74,15 @@ def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, 
         while_meeting: They come while rank 0 waits for the others, else while all sum.
     """
     (about,) = job.await_events("about", limit_s=90)
+    job.await_events("began", size, limit_s=90)  # from here on no host listens to prove that others reach it
     if not while_meeting:
         job.open_gate("meet")
         job.await_events("summing", size, limit_s=90)
     places = await_true(targets, 60, "somebody who listens")
     pids = [*job.pids().values(), *more()]
     before = {pid: rss(pid) for pid in pids}
-    with strangers(folder, kinds, count, about, places, prefix):
+    with strangers(folder, kinds, count, about, places, prefix) as said:
+        assert said == "done\n", f"{said}\n{job}"
         grown = {pid: rss(pid) - before[pid] for pid in pids}
         job.open_gate("meet")  # from here on those who had not met need memory of their own
         job.await_events("summing", len(job.events("summing")) + size, limit_s=90)  # those who stay are there

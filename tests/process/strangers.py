@@ -33,7 +33,11 @@ def greeting(mechanism):
 
 def connected(target):
     host, _, port = target.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=LIMIT_S)
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=LIMIT_S)
+    except OSError as error:
+        error.add_note(f"at {target}")
+        raise
 
 
 class Stranger:

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from besieging import SUMS, besiege
+from besieging import LASTING, SUMS, besiege
 from launching import check_bound, last_exception
 from strangers import KINDS
 
@@ -83,7 +83,7 @@ def ports(pids):
 
 @pytest.mark.parametrize("mode", ["required", pytest.param("control-only", marks=pytest.mark.slow)])
 def test_strangers_of_all_kinds_cost_a_job_nothing(launch, tmp_path, mode):
-    job = launch(SUMS, workers=2, options=["--fake-hosts", "2", "--encryption", mode])
+    job = launch(SUMS, workers=2, options=["--fake-hosts", "2", "--encryption", mode], env=LASTING)
     kinds = [kind for kind in KINDS if mode == "required" or kind not in ("replayed", "truncated")]  # who hears a ticket has it
     besiege(job, tmp_path, ",".join(kinds), 30, lambda: ports(job.pids().values()), size=2)
 
