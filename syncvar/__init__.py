@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         scatter_object,
         send,
         send_object,
+        shared_array,
         tree_sum,
     )
     from syncvar.errors import (
@@ -122,7 +123,7 @@ _HOMES = {
     "syncvar.collectives": (
         "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all", "barrier",
         "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "recv_object", "reduce",
-        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "tree_sum",
+        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "shared_array", "tree_sum",
     ),
     "syncvar.errors": (
         "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken",
@@ -245,6 +246,7 @@ __all__ = [
     "scatter_object",
     "send",
     "send_object",
+    "shared_array",
     "shutdown",
     "tree_sum",
     "uneven",

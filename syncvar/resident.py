@@ -15,7 +15,7 @@ from syncvar.runtime.context import current
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["empty", "zeros"]
+__all__ = ["checked_kind", "empty", "zeros"]
 
 
 def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
@@ -45,7 +45,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         >>> sv.empty((2, 3), "float32").shape
         (2, 3)
     """
-    lengths, kind = _checked(shape, dtype)
+    lengths, kind = checked_kind(shape, dtype)
     arena = current().arena
     if arena is not None:
         return arena.empty(lengths, kind)
@@ -69,7 +69,8 @@ def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
     return made
 
 
-def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def checked_kind(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the lengths and the dtype that are asked for; raise ConfigError unless processes can share such an array."""
     try:
         lengths = tuple(operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,)))
     except TypeError as error:

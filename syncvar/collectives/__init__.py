@@ -21,6 +21,7 @@ from syncvar.collectives.reduce import reduce
 from syncvar.collectives.reduce_scatter import reduce_scatter
 from syncvar.collectives.scan import exscan, scan
 from syncvar.collectives.scatter import scatter
+from syncvar.collectives.shared_array import shared_array
 from syncvar.runtime.kernels import register_op
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "scatter_object",
     "send",
     "send_object",
+    "shared_array",
     "tree_sum",
 ]

@@ -10,14 +10,13 @@ in another process cannot be seen from here. A program that wants no copy reads 
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar.collectives.barrier import meet
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.shared_array import Wanted, memory_in_common
 from syncvar.errors import ArenaFull
 from syncvar.variables.storage import Storage, say_arena_is_full
 
@@ -26,40 +25,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.mapping import Arena
     from syncvar.runtime.context import Context
     from syncvar.runtime.group import Communicator
     from syncvar.variables.places import Owner
 
 __all__ = ["SharedCopy", "shared_copy", "written_once"]
-
-_WORD = np.dtype(np.uint64)
-_LINE_BYTES = 64
-
-
-class _Hold:
-    """Holds a shared copy for this process: as long as it lives, the memory is not given to anybody else.
-
-    Args:
-        arena: Where the memory is.
-        offset: Where the copy begins.
-        nbytes: Of the copy.
-        mark: This replica's word: 1 says that it has let go.
-    """
-
-    __slots__ = ("__array_interface__", "_ground", "_mark", "_process")
-
-    def __init__(self, arena: Arena, offset: int, nbytes: int, mark: NDArray[Any]) -> None:
-        self._mark = mark
-        self._ground = arena.view(offset, nbytes, np.uint8)  # keeps the mapping
-        self._process = os.getpid()
-        self.__array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset, False), "version": 3,
-        }  # fmt: skip
-
-    def __del__(self) -> None:
-        if os.getpid() == self._process:  # a forked copy has let go of nothing
-            self._mark[0] = 1
 
 
 class SharedCopy(Storage):
@@ -160,40 +130,15 @@ def shared_copy(context: Context, on_host: Communicator, value: NDArray[Any], ti
         timeout: Seconds; None for the job's default.
     """
     rank, size = on_host.member_rank, on_host.size
-    arena = context.arena
-    if size == 1 or arena is None:
+    if size == 1 or context.arena is None:
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))
-    head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
-    nbytes = max(1, value.nbytes)
-    offset = 0
-    if rank == 0:
-        offset = _allocated(context, arena, size, head, value)
-    offset = int(
-        on_host.perform("share a copy", lambda: broadcast_request(on_host, np.asarray(offset), 0, name="share a copy"), timeout)
-    )
-    if not offset:
+    content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    wanted = Wanted("share a copy", (), value.nbytes, content)
+    found = memory_in_common(context, on_host, "share a copy", lambda: wanted, timeout)
+    if isinstance(found, ArenaFull):
+        if rank == 0:
+            say_arena_is_full(context, found)
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))
-    mark = arena.view(offset, size, _WORD)[rank : rank + 1]
-    flat = np.asarray(_Hold(arena, offset + head, nbytes, mark))
-    array = flat[: value.nbytes].view(value.dtype).reshape(value.shape)
     base, longer = divmod(value.size, size)
     start = rank * base + min(rank, longer)
-    return SharedCopy(array, slice(start, start + base + (rank < longer)))
-
-
-def _allocated(context: Context, arena: Arena, size: int, head: int, value: NDArray[Any]) -> int:
-    """Take memory for a copy and what is said about it, and write the value; 0 where there is no room."""
-    kept: list[tuple[NDArray[Any], NDArray[Any]]] = context.extras.setdefault("shared_copies", [])
-    kept[:] = [one for one in kept if not one[1].all()]  # what all replicas have let go of
-    try:
-        block = arena.empty(head + max(1, value.nbytes), np.uint8)
-    except ArenaFull as error:
-        say_arena_is_full(context, error)
-        return 0
-    offset = arena.locate(block)
-    assert offset is not None
-    marks = arena.view(offset, size, _WORD)
-    marks[:] = 0
-    block[head : head + value.nbytes] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    kept.append((block, marks))
-    return offset
+    return SharedCopy(found.view(value.dtype).reshape(value.shape), slice(start, start + base + (rank < longer)))

@@ -8,6 +8,8 @@ import pytest
 import syncvar as sv
 from syncvar.examples import (
     easgd,
+    gossip,
+    hogwild,
     jax_gradients,
     local_sgd,
     model_parallel,
@@ -67,6 +69,41 @@ def test_the_center_of_easgd_is_better_than_its_workers():
     assert made.spread > 0
     with pytest.raises(sv.ConfigError, match="overshoots"):
         easgd.train(data, 1, beta=1.5)
+
+
+def test_gossip_keeps_the_mean_and_brings_all_together():
+    data = local_sgd.make_data()
+
+    def fn():
+        rank, pairs = sv.rank(), np.random.default_rng(0)
+        weights = np.arange(3.0) + 10 * rank
+        partners = []
+        for _ in range(40):
+            partner = gossip.partner_of(rank, pairs.permutation(sv.world_size()))
+            partners.append(partner)
+            if partner is not None:
+                weights = gossip.average_with(partner, weights)
+        return weights, partners
+
+    results = everywhere(5, fn)
+    for number in range(40):
+        met = [partners[number] for _, partners in results]
+        assert met.count(None) == 1
+        assert all(met[partner] == rank for rank, partner in enumerate(met) if partner is not None)
+    assert np.allclose(np.mean([weights for weights, _ in results], axis=0), [20.0, 21.0, 22.0], rtol=1e-12)
+    assert max(float(np.abs(weights - [20.0, 21.0, 22.0]).max()) for weights, _ in results) < 0.05
+    outcomes = everywhere(3, lambda: gossip.train(data, 120, look_every=60))
+    assert len(set(outcomes)) == 1
+    assert outcomes[0].loss < 1.2 * local_sgd.NOISE**2
+    assert outcomes[0].spreads[0] > 100 * outcomes[0].spreads[1] > 1000 * outcomes[0].spreads[2]
+
+
+def test_hogwild_learns_from_the_rows_of_all():
+    rows = hogwild.make_rows()
+    together = run_ranks(2, lambda: hogwild.train(rows, epochs=4), shared=True)
+    assert together[0] == together[1]
+    assert together[0].steps == 4 * hogwild.ROWS
+    assert together[0].best <= together[0].loss < together[0].best + 0.01
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -23,6 +23,24 @@ def test_easgd(launch):
     assert "workers=4 steps=400 period=4" in job.out
 
 
+def test_hogwild(launch):
+    job = launch(target=["-m", "syncvar.examples.hogwild"], workers=3)
+    assert job.wait(60) == 0, str(job)
+    shared, best = map(float, re.search(r"shared weights (\S+), of the synchronous solution (\S+) ", job.out).groups())
+    assert best <= shared < best + 0.01
+    assert "workers=3 steps=24000 without a lock" in job.out
+
+
+def test_gossip(launch):
+    job = launch(target=["-m", "syncvar.examples.gossip"], workers=4)
+    assert job.wait(60) == 0, str(job)
+    assert float(re.search(r"mean squared error (\S+) ", job.out).group(1)) < 0.011
+    spreads = [float(one) for one in re.search(r"spread of the replicas: (.+)", job.out).group(1).split()]
+    assert spreads == sorted(spreads, reverse=True)
+    assert spreads[-1] < spreads[0] / 1000
+    assert "workers=4 rounds=400" in job.out
+
+
 def test_model_parallel(launch):
     job = launch(target=["-m", "syncvar.examples.model_parallel"], workers=4)
     assert job.wait(60) == 0, str(job)
