@@ -402,7 +402,7 @@ class Channel(ChannelState):
 
     def told_word(self, rank: int, side: int) -> int:
         """Return the word in which a rank tells on a side where its first block lies."""
-        return (self.words[self._entries[rank] + _SMALL] + side * SMALL_BYTES) // 8
+        return self.small_offset(rank, side) // 8
 
     def keep(self, arrays: Any) -> None:
         """Keep arrays alive as long as the channel: a call has failed in which others may still read them."""
@@ -432,10 +432,13 @@ class Channel(ChannelState):
         key = ("small", rank, side, count, dtype)
         found = self._views.get(key)
         if found is None:
-            offset = self.words[self._entries[rank] + _SMALL] + side * SMALL_BYTES
-            found = self._seen(key, offset, count, dtype)
+            found = self._seen(key, self.small_offset(rank, side), count, dtype)
         view: NDArray[Any] = found
         return view
+
+    def small_offset(self, rank: int, side: int) -> int:
+        """Return where a rank's small slot begins in the arena."""
+        return self.words[self._entries[rank] + _SMALL] + side * SMALL_BYTES
 
     def smalls(self, side: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return the small slots of all ranks as one array (rank, *shape): without a copy where they are evenly spaced.
@@ -443,7 +446,7 @@ class Channel(ChannelState):
         Raises:
             ValueError: They are not.
         """
-        return self.arena.rows([self.words[entry + _SMALL] + side * SMALL_BYTES for entry in self._entries], shape, dtype)
+        return self.arena.rows([self.small_offset(rank, side) for rank in range(self.size)], shape, dtype)
 
     def reserve_segments(self) -> None:
         """Take memory for this rank's segments, before the call that needs them is published.

@@ -26,7 +26,7 @@ from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
 from syncvar.runtime.crowd import copy_holding, crowd
 from syncvar.runtime.kernels import quiet
 from syncvar.runtime.phases import DISAGREE, NEVER
-from syncvar.runtime.shared_reduce import combine
+from syncvar.runtime.shared_reduce import combine, copier
 from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of, read
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
         channel.reserve_segments()
     offer = tell(channel, layout, flat)
     if flat and not offer:
-        _put(channel, layout, flat, side, 0, _copier())
+        _put(channel, layout, flat, side, 0, copier())
     return said_of(layout, check, side, offer)
 
 
@@ -226,7 +226,7 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         return
     if layout.detail == 0:
         return
-    copy = _copier()
+    copy = copier()
     targets = [target.reshape(-1) for target in blocks.targets]
     own = None if blocks.own is None else blocks.own.reshape(-1)
     if layout.is_small:
@@ -323,10 +323,6 @@ def _take_by_windows(
 def _flat(blocks: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """Return blocks as flat arrays in one piece."""
     return [np.ascontiguousarray(block).reshape(-1) for block in blocks]
-
-
-def _copier() -> Any:
-    return copy_holding if crowd.holds() else np.copyto
 
 
 def _put(channel: Channel, layout: Layout, outgoing: list[NDArray[Any]], side: int, start: int, copy: Any) -> None:

@@ -23,12 +23,11 @@ from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.execution.lower_reduce import Cells, Places, reduce_code
 from syncvar.execution.program import Kind
 from syncvar.kernel import program as native_program
-from syncvar.kernel import run
 from syncvar.plans import choose, tree_order
 from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
 from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
-from syncvar.runtime.interpreter import interpret, opened
 from syncvar.runtime.phases import agreed
+from syncvar.runtime.running import Lying, in_channel, open_code, run_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.kernels import Combiner
 
 __all__ = [
-    "Placed", "Vector", "bring_first", "combine", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
+    "Placed", "Vector", "bring_first", "combine", "copier", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
 ]  # fmt: skip
 
 _WIDENED = 32 << 10  # elements that are widened at once
@@ -281,7 +280,7 @@ def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None
 def bring_first(channel: Channel, vector: Vector, side: int) -> None:
     """Put the first cells of a vector where the others see them."""
     code = _code(channel, vector, _NOWHERE_ELSE)
-    opened(code.opening, _memories(channel, vector, code, {channel.rank: side}, None), _copier())
+    open_code(channel, code, _found(channel, vector, code, {channel.rank: side}, None), copier())
     if code.opening:
         channel.tail = side
 
@@ -304,12 +303,10 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
     code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
     if code.last_side is not None:
         channel.tail = placed.sides[channel.rank] ^ code.last_side
-    if channel.is_native and vector.suits_native:
-        yield from run(_native(code, vector), channel, *_offsets(channel, vector, code, placed), keeps_lock=crowd.holds())
-        return code.is_read
-    memories = _memories(channel, vector, code, dict(enumerate(placed.sides)), placed)
-    copy = _copier()
-    yield from interpret(channel, code.steps, memories, copy, vector.storer(copy), vector.folder())
+    native = _native(code, vector) if channel.is_native and vector.suits_native else None
+    found = _found(channel, vector, code, dict(enumerate(placed.sides)), placed)
+    copy = copier()
+    yield from run_code(channel, code, found, native, copy, vector.storer(copy), vector.folder())
     return code.is_read
 
 
@@ -346,59 +343,30 @@ def _suits_native(how: Arithmetic) -> bool:
     return isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), *how.native) is not None
 
 
-def _offsets(channel: Channel, vector: Vector, code: Code, placed: Placed) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Return the memories of a program for the C runner: arrays, and places in the arena."""
-    arrays: list[Any] = []
-    offsets: list[int] = []
-    for (kind, rank, place), count in zip(code.memories, code.sizes, strict=True):
-        array, offset = None, -1
-        if kind == Kind.SOURCE:
-            array = vector.x
-        elif kind == Kind.TARGET:
-            array = vector.out
-        elif kind == Kind.SCRATCH:
-            array = np.empty(count, vector.accumulate)
-        elif kind == Kind.CELLS:
-            offset = channel.segment_offset(rank, placed.sides[rank] ^ place)
-        elif kind == Kind.MADE:
-            offset = channel.segment_offset(rank, 2 + place)
-        else:
-            offset = (placed.sources if kind == Kind.LYING else placed.targets)[rank] or _NOWHERE
-        arrays.append(array)
-        offsets.append(offset)
-    return tuple(arrays), tuple(offsets)
-
-
-def _memories(
-    channel: Channel, vector: Vector, code: Code, sides: Mapping[int, int], placed: Placed | None
-) -> list[NDArray[Any]]:
-    """Return the memories of a program, each at least as long as it is used."""
-    wire = vector.wire
-    found: list[NDArray[Any]] = []
-    for (kind, rank, place), count in zip(code.memories, code.sizes, strict=True):
+def _found(channel: Channel, vector: Vector, code: Code, sides: Mapping[int, int], placed: Placed | None) -> list[Any]:
+    """Return the memories of a program; None for those that are not known yet."""
+    found: list[Any] = []
+    for memory, count in zip(code.memories, code.sizes, strict=True):
+        kind, rank, _ = memory
         if kind == Kind.SOURCE:
             found.append(vector.x)
         elif kind == Kind.TARGET:
             found.append(vector.out)
         elif kind == Kind.SCRATCH:
             found.append(np.empty(count, vector.accumulate))
-        elif kind == Kind.CELLS:
-            found.append(channel.segment(rank, sides[rank] ^ place, count, wire) if rank in sides else _NONE)
-        elif kind == Kind.MADE:
-            found.append(channel.segment(rank, 2 + place, count, wire) if placed else _NONE)
+        elif kind not in (Kind.LYING, Kind.GOAL):
+            found.append(in_channel(channel, memory, sides, vector.wire))
         elif placed is None:
-            found.append(_NONE)
+            found.append(None)
         elif kind == Kind.LYING:
-            found.append(channel.resident(placed.sources[rank] or _NOWHERE, vector.x.size, wire))
+            found.append(Lying(placed.sources[rank] or _NOWHERE, vector.wire))
         else:
-            found.append(channel.resident(placed.targets[rank] or _NOWHERE, vector.x.size, vector.out.dtype))
+            found.append(Lying(placed.targets[rank] or _NOWHERE, vector.out.dtype))
     return found
 
 
-_NONE: NDArray[Any] = np.empty(0, np.uint8)  # of a memory that is not used yet
-
-
-def _copier() -> Any:
+def copier() -> Any:
+    """Return what copies, of (target, value), without letting go of the lock where that is better."""
     return copy_holding if crowd.holds() else np.copyto
 
 

@@ -15,7 +15,7 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.kernel import run as native_run
-from syncvar.runtime import shared_reduce
+from syncvar.runtime import running, shared_reduce
 from syncvar.runtime.context import current
 from syncvar.runtime.shared_reduce import is_direct
 from syncvar.testing import run_ranks
@@ -360,15 +360,15 @@ def test_calls_of_all_kinds_and_sizes_one_after_another():
 
 def test_what_follows_in_a_call_waits_for_slow_readers(monkeypatch):
     """A structure of several dtypes is reduced dtype by dtype: what is put for the second must not cover up what some still read of the first."""
-    fold = shared_reduce._copier
+    fold = shared_reduce.copier
 
     def slow():
         if sv.rank() == 1:
             time.sleep(0.002)
         return fold()
 
-    monkeypatch.setattr(shared_reduce, "_copier", slow)
-    monkeypatch.setattr(shared_reduce, "run", lambda *given, **how: (slow(), native_run(*given, **how))[1])
+    monkeypatch.setattr(shared_reduce, "copier", slow)
+    monkeypatch.setattr(running, "run", lambda *given, **how: (slow(), native_run(*given, **how))[1])
 
     def fn():
         for turn in range(20):
