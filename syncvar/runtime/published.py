@@ -15,23 +15,26 @@ import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
 from syncvar.errors import InternalError, MismatchError, SyncvarError
-from syncvar.plans import Copy, Publication, RecvReduce, publications
+from syncvar.execution.lower_rounds import lower_rounds
+from syncvar.execution.program import Kind, assemble
+from syncvar.plans import Publication, publications
 from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.kernels import quiet
 from syncvar.runtime.operation import BodyError, Into, Operation, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
+from syncvar.runtime.running import Arithmetic, in_channel, native_of, open_code, run_code
 from syncvar.runtime.shared_moves import move_shared
-from syncvar.runtime.shared_reduce import Vector, reduce_shared
+from syncvar.runtime.shared_reduce import Vector, copier, reduce_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
-    from syncvar.plans import Chunk, Plan
-    from syncvar.runtime.kernels import Combiner
+    from syncvar.execution.program import Code
+    from syncvar.plans import Plan
     from syncvar.runtime.operation import Outlet, Stage
     from syncvar.runtime.recorder import Entry
 
@@ -55,6 +58,21 @@ class Published(NamedTuple):
     rounds: tuple[Publication, ...]
     scratch_count: int
     algorithm: str = ""
+    codes: dict[tuple[int, bool], Code] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
+
+    def code(self, rank: int, itemsize: int, *, begins: bool) -> Code:
+        """Return the rounds as a program.
+
+        Args:
+            rank: This process in the group.
+            itemsize: Of an element, in bytes.
+            begins: Phase 0 has not been published: what is short goes with it.
+        """
+        key = itemsize, begins
+        if key not in self.codes:
+            small = SMALL_BYTES // itemsize if begins else 0
+            self.codes[key] = assemble(lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small))
+        return self.codes[key]
 
 
 SIDE_BY_SIDE = Published(reduces=False, rounds=(), scratch_count=0, algorithm="side by side")
@@ -67,7 +85,7 @@ def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
     if mine.collective == "all_reduce" and mine.algorithm in ("direct", "owners"):
         return Published(reduces=True, rounds=(), scratch_count=0, algorithm=mine.algorithm)
     rounds = publications(plans, rank)
-    return Published(reduces=False, rounds=rounds, scratch_count=mine.scratch_count, algorithm=mine.algorithm)
+    return Published(reduces=False, rounds=rounds, scratch_count=mine.scratch_count, algorithm=mine.algorithm, codes={})
 
 
 class SharedOperation(Operation):
@@ -271,102 +289,35 @@ def run_rounds(
         plan: What is published and taken.
         stage: What it works on.
     """
-    work = stage.work
-    itemsize = work.itemsize
+    work, ufunc = stage.work, stage.ufunc
+    code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
+    if any(kind == Kind.CELLS for kind, _, _ in code.memories):
+        channel.reserve_segments()
     scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
-    buffers = (work, scratch)
-    for publication in plan.rounds:
-        longest = publication.longest * itemsize
-        if opening is not None:
-            call, check = opening
-            opening = None
-            is_small = longest <= SMALL_BYTES
-            if longest > SMALL_BYTES:
-                channel.reserve_segments()
-            if is_small and publication.length:
-                slot = channel.small(channel.rank, channel.side ^ 1, publication.length, work.dtype)
-                _put(publication.ranges, buffers, slot, 0, publication.length)
-            yield from agreed(channel, check, channel.begin(call, check))
-            if is_small:
-                for take in publication.takes:
-                    count = take.target.count
-                    if count:
-                        slot = channel.small(take.peer, channel.side_of(take.peer), take.start + count, work.dtype)
-                        _take(take.step, buffers, take.target, slot[take.start :], stage.ufunc)
-                _after(publication.local, buffers, stage.ufunc)
-                continue
-        if longest:
-            channel.reserve_segments()
-            yield from _run_windows(channel, publication, buffers, stage.ufunc)
-        else:
-            yield channel.publish()
-        _after(publication.local, buffers, stage.ufunc)
+    copy = copier()
 
+    def found(slots: Mapping[int, int], cells: Mapping[int, int]) -> list[Any]:
+        own = {Kind.TARGET: work, Kind.SCRATCH: scratch}
+        return [
+            own[memory.kind] if memory.kind in own else in_channel(channel, memory, slots if memory.kind == Kind.SLOT else cells, work.dtype)
+            for memory in code.memories
+        ]  # fmt: skip
 
-def _run_windows(
-    channel: Channel, publication: Publication, buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: Combiner | None
-) -> Iterator[int]:
-    dtype = buffers[0].dtype
-    per_window = SEGMENT_BYTES // dtype.itemsize
-    for low in range(0, publication.longest, per_window):
-        high = low + per_window
-        side = channel.next_parity()
-        stop = min(publication.length, high)
-        if stop > low:
-            _put(publication.ranges, buffers, channel.segment(channel.rank, side, stop - low, dtype), low, stop)
-        channel.tail = side
-        yield channel.publish()
-        for take in publication.takes:
-            start, end = max(low, take.start), min(high, take.start + take.target.count)
-            if end > start:
-                part = channel.segment(take.peer, side, end - start, dtype, start - low)
-                begin = take.target.start + start - take.start
-                target = take.target.__class__(begin, begin + end - start, take.target.buffer)
-                _take(take.step, buffers, target, part, ufunc)
+    ranks = range(channel.size)
+    slots: dict[int, int] = {}
+    if opening is not None:
+        call, check = opening
+        open_code(channel, code, found({channel.rank: channel.side ^ 1}, {}), copy)
+        yield from agreed(channel, check, channel.begin(call, check))
+        slots = {rank: channel.side_of(rank) for rank in ranks}
+    first = channel.next_parity()
+    if code.last_side is not None:
+        channel.tail = first ^ code.last_side
 
-
-def _put(
-    ranges: tuple[Chunk, ...],
-    buffers: tuple[NDArray[Any], NDArray[Any]],
-    slot: NDArray[Any],
-    low: int,
-    high: int,
-) -> None:
-    """Copy elements [low, high) of a publication into a slot."""
-    begin = 0
-    for chunk in ranges:
-        start, end = max(low, begin), min(high, begin + chunk.count)
-        if end > start:
-            first = chunk.start + start - begin
-            slot[start - low : end - low] = buffers[chunk.buffer][first : first + end - start]
-        begin += chunk.count
-
-
-def _take(
-    step: Any, buffers: tuple[NDArray[Any], NDArray[Any]], chunk: Chunk, slot: NDArray[Any], ufunc: Combiner | None
-) -> None:
-    target = buffers[chunk.buffer][chunk.start : chunk.stop]
-    value = slot[: chunk.count]
-    if not isinstance(step, RecvReduce):
-        target[...] = value
-    elif ufunc is None:
-        raise InternalError("the plan reduces but no op was given")
-    elif step.incoming_left:
-        ufunc(value, target, out=target)
-    else:
-        ufunc(target, value, out=target)
-
-
-def _after(local: tuple[Any, ...], buffers: tuple[NDArray[Any], NDArray[Any]], ufunc: Combiner | None) -> None:
-    for step in local:
-        source = buffers[step.source.buffer][step.source.start : step.source.stop]
-        target = buffers[step.target.buffer][step.target.start : step.target.stop]
-        if isinstance(step, Copy):
-            target[...] = source
-        elif ufunc is None:
+    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
+        if ufunc is None:
             raise InternalError("the plan reduces but no op was given")
-        elif step.source_left:
-            ufunc(source, target, out=target)
-        else:
-            ufunc(target, source, out=target)
+        ufunc(terms[0], terms[1], out=made)
 
+    native = native_of(code, Arithmetic(ufunc, work.dtype, work.dtype)) if channel.is_native and work.flags.c_contiguous else None
+    yield from run_code(channel, code, found(slots, dict.fromkeys(ranks, first)), native, copy, copy, fold)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.errors import InternalError
 from syncvar.execution.program import Kind
+from syncvar.kernel import program as native_program
 from syncvar.kernel import run
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.interpreter import interpret, opened
@@ -21,10 +23,55 @@ if TYPE_CHECKING:
     from syncvar.arena.channels import Channel
     from syncvar.execution.program import Code, Memory
     from syncvar.runtime.interpreter import Copier
+    from syncvar.runtime.kernels import Combiner
 
     Found: TypeAlias = "NDArray[Any] | Lying | None"
 
-__all__ = ["Lying", "in_channel", "open_code", "run_code"]
+__all__ = ["Arithmetic", "Lying", "in_channel", "native_of", "open_code", "run_code", "suits_native"]
+
+
+class Arithmetic(NamedTuple):
+    """What becomes of the terms of ranks.
+
+    Args:
+        ufunc: Combines two operands; None where nothing is combined.
+        wire: dtype of the terms.
+        accumulate: dtype in which they are combined.
+        divisor: What the combination is divided by; 0 for nothing.
+        apply: A target becomes apply(target, combination); None sets it to the combination.
+    """
+
+    ufunc: Combiner | None
+    wire: np.dtype[Any]
+    accumulate: np.dtype[Any]
+    divisor: int = 0
+    apply: np.ufunc | None = None
+
+    @property
+    def native(self) -> tuple[Any, ...]:
+        """The same for `kernel.program`."""
+        half = 0 if self.wire == self.accumulate else _HALVES.get(self.wire.name, -1)
+        divide = np.divide if self.divisor else None
+        divisor = np.asarray(self.divisor, self.accumulate).tobytes() if self.divisor else b""
+        return self.wire.itemsize, self.accumulate, half, self.ufunc, divide, divisor, self.apply
+
+
+def native_of(code: Code, how: Arithmetic) -> Any:
+    """Return a program for the C runner, or None where it has no loop for what becomes of terms."""
+    found = code.natives.get(how, _NOT_MADE)
+    if found is _NOT_MADE:
+        found = code.natives[how] = native_program(*code.numbers(), code.names, code.sizes, *how.native)
+    return found
+
+
+@lru_cache(maxsize=256)
+def suits_native(how: Arithmetic) -> bool:
+    """Return whether the C runner can do what becomes of terms."""
+    return isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), *how.native) is not None
+
+
+_NOT_MADE = object()
+_HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
 
 
 class Lying(NamedTuple):

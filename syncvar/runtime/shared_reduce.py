@@ -22,12 +22,19 @@ import numpy as np
 from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.execution.lower_reduce import Cells, Places, reduce_code
 from syncvar.execution.program import Kind
-from syncvar.kernel import program as native_program
 from syncvar.plans import choose, tree_order
 from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
 from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
 from syncvar.runtime.phases import agreed
-from syncvar.runtime.running import Lying, in_channel, open_code, run_code
+from syncvar.runtime.running import (
+    Arithmetic,
+    Lying,
+    in_channel,
+    native_of,
+    open_code,
+    run_code,
+    suits_native,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -48,7 +55,6 @@ _BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targe
 _NATIVE_BLOCK_BYTES = 32 << 10
 _CELLS, _LAG = 8, 4  # of a segment, where all ranks run programs in C; and how many may wait to be read
 _SUMS_ALL_MAX = 2  # ranks that sum all cells each; of more, each combines its part
-_HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
 
 
 def is_direct(nbytes: int, size: int) -> bool:
@@ -78,32 +84,6 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *
         else:
             ufunc(values[left], values[right], out=target)
         values[left] = target
-
-
-class Arithmetic(NamedTuple):
-    """What becomes of the terms of ranks.
-
-    Args:
-        ufunc: Combines two operands.
-        wire: dtype of the terms.
-        accumulate: dtype in which they are combined.
-        divisor: What the combination is divided by; 0 for nothing.
-        apply: A target becomes apply(target, combination); None sets it to the combination.
-    """
-
-    ufunc: Combiner
-    wire: np.dtype[Any]
-    accumulate: np.dtype[Any]
-    divisor: int
-    apply: np.ufunc | None
-
-    @property
-    def native(self) -> tuple[Any, ...]:
-        """The same for `kernel.program`."""
-        half = 0 if self.wire == self.accumulate else _HALVES.get(self.wire.name, -1)
-        divide = np.divide if self.divisor else None
-        divisor = np.asarray(self.divisor, self.accumulate).tobytes() if self.divisor else b""
-        return self.wire.itemsize, self.accumulate, half, self.ufunc, divide, divisor, self.apply
 
 
 class Vector(NamedTuple):
@@ -144,7 +124,7 @@ class Vector(NamedTuple):
     def suits_native(self) -> bool:
         """Whether the C runner takes it; the same on all ranks that make the same call."""
         wire = self.wire
-        return self.x.dtype == wire and self.out.dtype == wire and _suits_native(self.arithmetic)
+        return self.x.dtype == wire and self.out.dtype == wire and suits_native(self.arithmetic)
 
     def folder(self) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
         """Return what combines terms into an array, and divides."""
@@ -274,7 +254,7 @@ def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None
     """Tell the C runner of a call what is done with vectors that lie in some way."""
     code = _code(channel, vector, places)
     sources = sum(1 << rank for rank in places.sources)
-    native.learn(sources, places.into_all, places.by_owners, -1 if code.last_side is None else code.last_side, _native(code, vector))
+    native.learn(sources, places.into_all, places.by_owners, -1 if code.last_side is None else code.last_side, native_of(code, vector.arithmetic))
 
 
 def bring_first(channel: Channel, vector: Vector, side: int) -> None:
@@ -303,7 +283,7 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
     code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
     if code.last_side is not None:
         channel.tail = placed.sides[channel.rank] ^ code.last_side
-    native = _native(code, vector) if channel.is_native and vector.suits_native else None
+    native = native_of(code, vector.arithmetic) if channel.is_native and vector.suits_native else None
     found = _found(channel, vector, code, dict(enumerate(placed.sides)), placed)
     copy = copier()
     yield from run_code(channel, code, found, native, copy, vector.storer(copy), vector.folder())
@@ -327,20 +307,6 @@ def _code(channel: Channel, vector: Vector, places: Places) -> Code:
     else:
         cells, block = Cells(SEGMENT_BYTES // wire.itemsize), _BLOCK_BYTES
     return reduce_code(channel.rank, channel.size, vector.x.size, cells, places, block // wire.itemsize)
-
-
-def _native(code: Code, vector: Vector) -> Any:
-    """Return a program for the C runner."""
-    how = vector.arithmetic
-    found = code.natives.get(how)
-    if found is None:
-        found = code.natives[how] = native_program(*code.numbers(), code.names, code.sizes, *how.native)
-    return found
-
-
-@lru_cache(maxsize=256)
-def _suits_native(how: Arithmetic) -> bool:
-    return isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), *how.native) is not None
 
 
 def _found(channel: Channel, vector: Vector, code: Code, sides: Mapping[int, int], placed: Placed | None) -> list[Any]:
