@@ -29,13 +29,14 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
         rounds: The plan, as publications.
         rank: Whose they are.
         window: Elements of a cell.
-        small: Elements up to which the first publication goes into slots with phase 0; 0 where phase 0 has been published.
+        small: Elements up to which the first publication goes into slots with phase 0. 0 where phase 0 has been published: then the
+            first window is put by the opening, and the steps begin when it has been published by all.
 
     Example:
         >>> from syncvar.plans import build_all, publications
         >>> plan = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [type(step).__name__ for step in lower_rounds(plan, 0, 100).steps]
-        ['Copy', 'Publish', 'Await', 'Fold', 'Copy', 'Publish', 'Await', 'Copy']
+        ['Fold', 'Copy', 'Publish', 'Await', 'Copy']
     """
     opening: list[Copy] = []
     steps: list[Instruction] = []
@@ -49,10 +50,15 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
                 steps += _taken(take, whole, 0)
         elif publication.longest:
             for low in range(0, publication.longest, window):
-                steps += _one_window(publication, rank, low, low + window, windows & 1)
+                put = _put(publication.ranges, Memory(Kind.CELLS, rank, windows & 1), low, min(publication.length, low + window))
+                if small or windows:
+                    steps += [*put, Publish(), Await()]
+                else:
+                    opening = put
+                steps += _taken_of(publication, low, low + window, windows & 1)
                 windows += 1
         else:
-            steps += [Publish(), Await()]
+            steps += [Publish(), Await()] if small or windows else []
             windows += 1
         for step in publication.local:
             source, target = _stretch(step.source), _stretch(step.target)
@@ -63,12 +69,8 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
     return Program(tuple(opening), tuple(steps), (windows - 1) & 1 if windows else None)
 
 
-def _one_window(publication: Publication, rank: int, low: int, high: int, side: int) -> Iterable[Instruction]:
-    """Put and take elements [low, high) of a publication."""
-    cells = Memory(Kind.CELLS, rank, side)
-    yield from _put(publication.ranges, cells, low, min(publication.length, high))
-    yield Publish()
-    yield Await()
+def _taken_of(publication: Publication, low: int, high: int, side: int) -> Iterable[Instruction]:
+    """Return what a rank takes of elements [low, high) of the publications of the others."""
     for take in publication.takes:
         start, stop = max(low, take.start), min(high, take.start + take.target.count)
         if stop > start:

@@ -291,6 +291,8 @@ def run_rounds(
     """
     work, ufunc = stage.work, stage.ufunc
     code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
+    if not plan.rounds and opening is None:
+        return
     if any(kind == Kind.CELLS for kind, _, _ in code.memories):
         channel.reserve_segments()
     scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
@@ -310,7 +312,11 @@ def run_rounds(
         open_code(channel, code, found({channel.rank: channel.side ^ 1}, {}), copy)
         yield from agreed(channel, check, channel.begin(call, check))
         slots = {rank: channel.side_of(rank) for rank in ranks}
-    first = channel.next_parity()
+        first = channel.next_parity()
+    else:
+        first = channel.next_parity()
+        open_code(channel, code, found({}, {channel.rank: first}), copy)
+        yield channel.publish()
     if code.last_side is not None:
         channel.tail = first ^ code.last_side
 

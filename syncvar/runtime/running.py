@@ -60,7 +60,8 @@ def native_of(code: Code, how: Arithmetic) -> Any:
     """Return a program for the C runner, or None where it has no loop for what becomes of terms."""
     found = code.natives.get(how, _NOT_MADE)
     if found is _NOT_MADE:
-        found = code.natives[how] = native_program(*code.numbers(), code.names, code.sizes, *how.native)
+        is_known = how.ufunc is None or isinstance(how.ufunc, np.ufunc)  # a registered op is any callable
+        found = code.natives[how] = native_program(*code.numbers(), code.names, code.sizes, *how.native) if is_known else None
     return found
 
 
