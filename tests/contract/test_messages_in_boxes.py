@@ -19,6 +19,7 @@ from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
 IN_PARTS = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, single_copy="off")
+SHORT = 256 << 10  # bytes of a ring: it comes round often
 CHECKED = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, check_arena="on")
 
 
@@ -160,6 +161,13 @@ def test_both_directions_at_once_and_long_messages_of_two_ranks_cross():
         assert everywhere(2, fn, shared=True, config=config) == [{"arena message"}] * 2
 
 
+@pytest.fixture
+def short_rings(monkeypatch):
+    """Boxes as they are where many ranks share the arena."""
+    monkeypatch.setattr(boxes, "_RINGS_BYTES", 0)
+
+
+@pytest.mark.usefixtures("short_rings")
 def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_changes_places():
     def fn():
         other = 1 - sv.rank()
@@ -178,6 +186,7 @@ def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_cha
     assert everywhere(2, fn, shared=True, config=SOON) == [(2, "arena message")] * 2
 
 
+@pytest.mark.usefixtures("short_rings")
 def test_of_messages_that_nobody_asks_for_no_more_is_kept_than_a_window():
     narrow = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.5, window_bytes=1 << 18)
 
@@ -193,7 +202,7 @@ def test_of_messages_that_nobody_asks_for_no_more_is_kept_than_a_window():
             if number % 10 == 9:
                 assert sv.recv(0, tag=2) == number
                 inward = current().post.inward(0)
-                assert inward._kept_nbytes <= (1 << 18) + 32_000 + boxes.RING_BYTES
+                assert inward._kept_nbytes <= (1 << 18) + 32_000 + SHORT
                 sv.send(0, 0, tag=3)
         for number in range(40):
             assert (sv.recv(0, tag=1) == number).all()
@@ -223,6 +232,35 @@ def test_without_room_in_the_arena_all_messages_go_over_links(monkeypatch):
     here, there = everywhere(2, fn, shared=True, config=SOON)
     assert here == {"links pair"}
     assert there == {"arena message"}
+
+
+def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(monkeypatch):
+    def fn():
+        arena = current().arena
+        allocate = arena.allocate
+
+        def narrow(nbytes):
+            if nbytes > 1 << 20:
+                raise ArenaFull("no room")
+            return allocate(nbytes)
+
+        if sv.rank() == 0:
+            monkeypatch.setattr(arena, "allocate", narrow)
+        sv.barrier()
+        other = 1 - sv.rank()
+        for number in range(20):
+            if sv.rank() == 0:
+                sv.send(np.full(8000, number), other)
+            assert (sv.recv(other) == number).all()
+            if sv.rank() == 1:
+                sv.send(np.full(8000, number), other)
+        post = current().post
+        return ways(), post.outward(other).box().ring_bytes, post.inward(other)._box.ring_bytes
+
+    assert everywhere(2, fn, shared=True, config=CHECKED) == [
+        ({"arena message"}, SHORT, boxes.RING_BYTES),
+        ({"arena message"}, boxes.RING_BYTES, SHORT),
+    ]
 
 
 def test_a_pair_that_does_not_talk_takes_no_memory():
@@ -353,7 +391,7 @@ def pair():
 
     def fn():
         context = current()
-        found[sv.rank()] = Boxes(context._channels)
+        found[sv.rank()] = Boxes(context._channels, SHORT)
         if sv.rank() == 0:
             found["out"] = found[0].outbox(1)
         sv.barrier()
@@ -383,7 +421,7 @@ def test_a_ring_gives_back_what_was_put_in_order_however_it_is_filled(pair, seed
                     number += 1
                 else:
                     asked += 1
-                    assert sum(len(data) for _, _, data in here) > boxes.RING_BYTES // 3
+                    assert sum(len(data) for _, _, data in here) > SHORT // 3
             else:
                 entry = into.first()
                 assert (entry is None) == (not here)
