@@ -1,8 +1,8 @@
 """A worker's way to the servers: who waits for an answer takes it from the sockets itself, without another thread in between.
 
-ZeroMQ's sockets may be used by several threads one after the other, which the lock of the session sees to. Who waits does so on
-the sockets' descriptors, without the lock, and looks at all sockets when one of them can be read. What comes while nobody waits
-is taken by the next call, or by a thread that looks 50 times a second.
+The sockets may be used by several threads one after the other, which the lock of the session sees to. Who waits does so without
+the lock, and looks at what has something then. What comes while nobody waits is taken by the next call, or by a thread that looks
+50 times a second, and stays with what was sent until it is gone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Edge"]
 
 _LOOK_EVERY_S = 0.02
-_LOOK_MS = 50  # another thread may have taken the sign of an arrival while it sent
+_LOOK_S = 0.05  # another thread may have taken what this one waits for
 
 
 class Edge(Session):
@@ -60,8 +59,6 @@ class Edge(Session):
         self._waiting = 0
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
-        self._descriptors = select.poll()
-        self._watched: set[int] = set()
         self._context: zmq.Context[Any] = zmq.Context()
         keys = keys_of(environment, config, environ)
         self._lender = lender_of(environment, config)
@@ -75,7 +72,7 @@ class Edge(Session):
             for number, reason in list(self._directory.ended.items()):
                 if is_server(number):
                     self.server_lost(number - SERVER_0, reason)
-            self._watch()
+            self._links.watching.add(self._directory.socket)
         except BaseException:
             self._let_go(0.0)
             raise
@@ -97,22 +94,25 @@ class Edge(Session):
         with self._changed:
             if self._ends.is_set():
                 raise UsageError("the servers have been left")
-            self._take()
+            self._take(self._links.watching.wait(0.0))
             return super().request(parts, snapshot=snapshot)
 
     def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
         """Wait until a request is over, and take what comes meanwhile."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        ready: list[Any] = []
         self._waiting += 1
         try:
             while True:
                 with self._changed:
-                    self._take()
-                    due_s = self.turn()
-                    left_s = deadline - time.monotonic()
-                    if ticket.is_over or left_s <= 0 or self._ends.is_set():
+                    if ready:
+                        self._take(ready)
+                    if ticket.is_over or self._ends.is_set():
                         break
-                self._descriptors.poll(min(_LOOK_MS, 1000 * due_s + 1, 1000 * left_s + 1))
+                    due_s, left_s = self.turn(), deadline - time.monotonic()
+                    if left_s <= 0:
+                        break
+                ready = self._links.watching.wait(min(_LOOK_S, due_s, left_s))
         finally:
             self._waiting -= 1
         return super().wait(ticket, what, 0.0 if not ticket.is_over and timeout_s is None else timeout_s)
@@ -134,13 +134,24 @@ class Edge(Session):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        """Take what has come; with the lock held."""
+    def _take(self, ready: list[Any]) -> None:
+        """Take what has come on some sockets; with the lock held."""
+        for one in ready:
+            if one is self._directory.socket:
+                self._take_changes()
+                continue
+            while (came := self._links.receive(one)) is not None:
+                with contextlib.suppress(WireError):  # it is asked for again
+                    self.received(("server", came.number - SERVER_0), *message_of(came.frames))
+
+    def _take_changes(self) -> None:
+        """Take what the launcher says of servers."""
         try:
             changes = self._directory.changes()
         except SyncvarError as error:
             self.fail(error)
             return
+        self._links.watching.is_empty(self._directory.socket)
         for change in changes:
             server = change.number - SERVER_0
             if change.kind == "serves":
@@ -148,28 +159,18 @@ class Edge(Session):
             elif change.kind == "ended" and is_server(change.number):
                 self._links.forget(change.number)
                 self.server_lost(server, change.reason)
-        if changes:
-            self._watch()
-        for socket in self._links.sockets():
-            while (came := self._links.receive(socket)) is not None:
-                with contextlib.suppress(WireError):  # it is asked for again
-                    self.received(("server", came.number - SERVER_0), *message_of(came.frames))
-
-    def _watch(self) -> None:
-        """Wait on the descriptors of the sockets that there are now."""
-        found = {int(one.getsockopt(zmq.FD)) for one in (*self._links.sockets(), self._directory.socket)}
-        for descriptor in self._watched - found:
-            self._descriptors.unregister(descriptor)
-        for descriptor in found - self._watched:
-            self._descriptors.register(descriptor, select.POLLIN)
-        self._watched = found
 
     def _look(self) -> None:
+        watching = self._links.watching
         while not self._ends.wait(_LOOK_EVERY_S):
-            if not self._waiting:
+            while not self._waiting and not self._ends.is_set():
+                ready = watching.wait(0.0)
                 with self._changed:
-                    self._take()
+                    self._take(ready)
                     self.turn()
+                    if not self._links.is_behind:
+                        break
+                watching.wait(_LOOK_S)
 
     def _let_go(self, linger_s: float) -> None:
         self._links.close(linger_s)

@@ -1,12 +1,10 @@
 """The links between workers and servers: messages of frames, over sockets of their own.
 
-Each server binds a ROUTER; whoever speaks to it opens a DEALER. Unlike a link between ranks one of these may break and be
+Within a host these are pipes (`pipes`), between hosts, and where shared memory is not wanted, sockets of ZeroMQ: each server binds
+a ROUTER, and whoever speaks to it opens a DEALER. Unlike a link between ranks one of these may break and be
 connected again, by the same process or by the one that was started in its place: what was under way is lost then, and whoever
 sent it sends it again (`syncvar.servers.client`). The routing identity names job, generation, process and incarnation, so that
 a process of another job or an old one is not heard, and of two incarnations of a worker the later one counts.
-
-A message is one part that tells of the others (which of them lie in shared memory, and their checksum where nothing else
-protects them; and whether its sender sees that memory), and the frames.
 """
 
 from __future__ import annotations
@@ -14,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgpack
 import zmq
 
 from syncvar.errors import ConfigError, TransportError
 from syncvar.roles import SERVER_0, is_server, process_name
+from syncvar.serving.packing import packed, unpacked
+from syncvar.serving.pipes import Door, Pipe
+from syncvar.serving.watching import Watching
 from syncvar.transports.zeromq import ask_for_signs_of_life, job_nonce, milliseconds, set_family, tcp_endpoint
 
 if TYPE_CHECKING:
@@ -37,9 +36,11 @@ __all__ = ["Came", "Links"]
 _IDENTITY = struct.Struct("<c8sIII4s")
 _KIND = b"p"
 _FRAME_NBYTES_MAX = 1 << 34
+_APART_NBYTES_MIN = 32 << 10  # in messages of ZeroMQ: below, a frame of its own is more work than a copy
 _BORROW_NBYTES_MIN = 128 << 10  # as between ranks: below, copying is cheaper
 
 Frames = list[Any]
+Route = bytes | Pipe
 
 
 class Came(NamedTuple):
@@ -55,7 +56,7 @@ class Came(NamedTuple):
     number: int
     incarnation: int
     frames: Frames
-    answers: bytes
+    answers: Route
 
 
 class Links:
@@ -70,6 +71,7 @@ class Links:
 
     Attributes:
         refused: Messages that were dropped because they are not of this job, or not what they say.
+        watching: What tells which of the sockets have something; other things may be waited for too.
     """
 
     def __init__(
@@ -87,13 +89,15 @@ class Links:
             _KIND, self._nonce, environment.generation, self._number, environment.incarnation, os.urandom(4)
         )
         self.refused = 0
-        self._dealers: dict[int, Any] = {}  # by the server's index
+        self.watching = Watching()
+        self._dealers: dict[int, Any] = {}  # by the server's index: sockets of ZeroMQ, or pipes
         self._addresses: dict[int, str] = {}
         self._incarnations: dict[int, int] = {}
-        self._routes: dict[int, bytes] = {}  # to who has spoken to this server last, by number
+        self._routes: dict[int, Route] = {}  # to who has spoken to this server last, by number
         self._seeing: set[int] = set()  # who has said that it sees the shared memory
-        self._head = msgpack.packb([[], 0, lender is not None])
         self._router: Any = None
+        self._door: Door | None = None
+        self._pipes: list[Pipe] = []  # that others have opened
         self._gate: Gate | None = None
         self.address = self.outside = ""
 
@@ -115,6 +119,7 @@ class Links:
             self._router.bind(f"ipc://{path}")
             os.chmod(path, 0o600)
             self.address = f"ipc://{path}"
+            self._door = Door(_door_of(self.address))
             if me.host_count > 1:
                 if self._keys is None and config.encryption != "off":
                     raise ConfigError(f"server {me.rank} may not listen for other hosts without the job's secret")
@@ -128,8 +133,10 @@ class Links:
                 self._router.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
                 self.outside = f"{place}:{self._router.bind_to_random_port(place)}"
                 self._gate.guard(self.outside)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             raise TransportError(f"server {me.rank} cannot listen: {error}") from error
+        self.watching.add(self._router)
+        self.watching.add(self._door)
 
     # -- everybody ------------------------------------------------------------------------------------------------
 
@@ -138,6 +145,10 @@ class Links:
         if self._addresses.get(server) == address:
             return
         self.forget(SERVER_0 + server)
+        self._addresses[server] = address
+        if address.startswith("ipc://") and self._config.transport != "zmq":
+            self._dealers[server] = self._open(server)
+            return
         socket = self._context.socket(zmq.DEALER)
         self._configure(socket)
         if address.startswith("tcp://"):
@@ -149,7 +160,8 @@ class Links:
                 self._keys.connect_by_ticket(socket, self._number, SERVER_0 + server)
         socket.setsockopt(zmq.ROUTING_ID, self._routing)
         socket.connect(address)
-        self._dealers[server], self._addresses[server] = socket, address
+        self._dealers[server] = socket
+        self.watching.add(socket)
 
     def forget(self, number: int) -> None:
         """Let go of what leads to a process that has ended."""
@@ -159,15 +171,22 @@ class Links:
             self._addresses.pop(number - SERVER_0, None)
             dealer = self._dealers.pop(number - SERVER_0, None)
             if dealer is not None:
-                dealer.close(linger=0)
+                self.watching.remove(dealer)
+                self._end(dealer, 0.0)
         if self._lender is not None:
             self._lender.forget(number)
 
     def sockets(self) -> list[Any]:
-        """Return what to wait for."""
-        return [*self._dealers.values(), *([self._router] if self._router is not None else [])]
+        """Return what messages come from."""
+        own = [one for one in (self._router, self._door) if one is not None]
+        return [*self._dealers.values(), *self._pipes, *own]
 
-    def send(self, number: int, frames: Sequence[Any], route: bytes | None = None) -> bool:
+    @property
+    def is_behind(self) -> bool:
+        """Whether a pipe has not taken yet all that was sent."""
+        return any(isinstance(one, Pipe) and one.is_behind for one in (*self._dealers.values(), *self._pipes))
+
+    def send(self, number: int, frames: Sequence[Any], route: Route | None = None) -> bool:
         """Send a message; it is lost where the process cannot be reached now.
 
         Args:
@@ -178,24 +197,24 @@ class Links:
         Returns:
             Whether it is on its way.
         """
-        server = number - SERVER_0
-        if self._router is not None and not (is_server(number) and server in self._dealers):
-            to = route or self._routes.get(number)
-            if to is None:
-                return False
-            socket, parts = self._router, [to]
-        elif server in self._dealers:
-            socket, parts = self._dealers[server], []
-        else:
+        to = self._dealers.get(number - SERVER_0) or route or self._routes.get(number)
+        if isinstance(to, Pipe) and to.is_over:
+            to = self._open(number - SERVER_0) if number - SERVER_0 in self._dealers else None
+        if to is None:
             return False
-        lent = self._lender.lend(number, frames) if self._lender is not None and number in self._seeing else []
-        if lent:
-            empty = {index for index, _, _ in lent}
-            frames = [b"" if index in empty else frame for index, frame in enumerate(frames)]
-        head = self._head
-        if lent or self._is_bare(number):
-            head = msgpack.packb([lent, _checksum(frames) if self._is_bare(number) else 0, self._lender is not None])
-        parts += [head, *frames]
+        lender = self._lender
+        lent = lender.lend(number, frames) if lender is not None and number in self._seeing else ()
+        if isinstance(to, Pipe):
+            is_on_its_way = to.send(packed(frames, lent, sees=lender is not None))
+            if to.is_behind:
+                self.watching.write(to, waits=True)
+            return is_on_its_way
+        message = packed(
+            frames, lent, sees=lender is not None, has_checksum=self._is_bare(number), apart_nbytes=_APART_NBYTES_MIN
+        )
+        socket = self._router if isinstance(to, bytes) else to
+        parts = [*([to] if isinstance(to, bytes) else ()), b"".join(message.pieces), *message.apart]
+        self.watching.touch(socket)
         try:
             for part in parts[:-1]:
                 self._put(socket, part, zmq.NOBLOCK | zmq.SNDMORE)
@@ -204,29 +223,81 @@ class Links:
             return False
         return True
 
-    def receive(self, socket: Any) -> Came | None:
-        """Return the next message that has come on a socket, or None; others than messages of this job are dropped."""
-        while True:
-            try:
-                parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            came = self._came(socket, parts)
+    def receive(self, one: Any) -> Came | None:
+        """Return the next message that has come on one of the sockets, or None; others than messages of this job are dropped."""
+        if isinstance(one, Pipe):
+            return self._piped(one)
+        if isinstance(one, Door):
+            while (pipe := one.accept()) is not None:
+                self._pipes.append(pipe)
+                self.watching.add(pipe)
+            return None
+        while one.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # cheaper than the exception that an empty socket raises
+            came = self._came(one, one.recv_multipart(zmq.NOBLOCK, copy=False))
             if came is not None:
                 return came
             self.refused += 1
+        self.watching.is_empty(one)
+        return None
 
     def close(self, linger_s: float) -> None:
         """Flush for at most so many seconds, and close."""
-        for socket in self.sockets():
-            socket.close(linger=int(linger_s * 1000))
+        for one in self.sockets():
+            self._end(one, linger_s)
         self._dealers.clear()
-        self._router = None
+        self._pipes.clear()
+        self._router = self._door = None
+        self.watching.close()
         if self._gate is not None:
             self._gate.close()
             self._gate = None
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _end(one: Any, linger_s: float) -> None:
+        if isinstance(one, zmq.Socket):
+            one.close(linger=int(linger_s * 1000))
+        elif isinstance(one, Pipe):
+            one.close(linger_s)
+        else:
+            one.close()
+
+    def _open(self, server: int) -> Pipe:
+        """Open the pipe to a server, also again; it is over where nobody is there, which the launcher is about to say."""
+        made = self._dealers[server] = Pipe.open(_door_of(self._addresses[server]), packed([self._routing]))
+        made.peer = SERVER_0 + server, 0
+        if not made.is_over:
+            self.watching.add(made)
+        return made
+
+    def _piped(self, pipe: Pipe) -> Came | None:
+        """Return the next message of a pipe; one that says something else than messages of this job is closed."""
+        if pipe.is_behind:
+            pipe.flush()
+            self.watching.write(pipe, waits=pipe.is_behind)
+        try:
+            while (message := pipe.receive()) is not None:
+                frames, sees = unpacked(message, (), None if self._lender is None else self._lender.borrow)
+                if pipe.peer is not None:
+                    return self._from(pipe.peer, frames, b"" if pipe.is_opener else pipe, sees=sees)
+                pipe.peer = self._who(bytes(frames[0])) if len(frames) == 1 else None
+                if pipe.peer is None:
+                    raise ValueError("somebody else than a process of this job has opened a pipe")
+        except ValueError:
+            self.refused += 1
+            pipe.is_over = True
+        if pipe.is_over:
+            self._drop(pipe)
+        else:
+            self.watching.is_empty(pipe)
+        return None
+
+    def _drop(self, pipe: Pipe) -> None:
+        self.watching.remove(pipe)
+        pipe.close()
+        if pipe in self._pipes:
+            self._pipes.remove(pipe)
 
     def _configure(self, socket: Any) -> None:
         socket.set_hwm(0)  # a worker waits for answers before it sends much more
@@ -246,6 +317,7 @@ class Links:
         return address.startswith("tcp://") if is_server(number) and address else True
 
     def _came(self, socket: Any, parts: list[Any]) -> Came | None:
+        """Return what has come on a socket of ZeroMQ; None where it is no message of this job."""
         answers = b""
         if socket is self._router:
             answers = parts.pop(0).bytes
@@ -255,27 +327,23 @@ class Links:
                     with contextlib.suppress(zmq.ZMQError):
                         self._gate.refuse(str(parts[0].get("Peer-Address")))
                 return None
-            number, incarnation = who
-            if incarnation >= self._incarnations.get(number, 0):
-                self._incarnations[number] = incarnation
-                self._routes[number] = answers
         else:
-            server = next(server for server, one in self._dealers.items() if one is socket)
-            number, incarnation = SERVER_0 + server, 0
-        if len(parts) < 2:
-            return None
-        frames: Frames = [part.buffer for part in parts[1:]]
+            who = next(SERVER_0 + server for server, one in self._dealers.items() if one is socket), 0
+        borrow = None if self._lender is None else self._lender.borrow
         try:
-            lent, checksum, sees = msgpack.unpackb(parts[0].buffer)
-            if checksum and checksum != _checksum(frames):
-                return None
-            for index, offset, nbytes in lent:
-                if self._lender is None:
-                    return None
-                frames[index] = self._lender.borrow(offset, nbytes)
-            (self._seeing.add if sees else self._seeing.discard)(number)
-        except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+            first, *apart = [part.buffer for part in parts]
+            frames, sees = unpacked(first, apart, borrow)
+        except ValueError:
             return None
+        return self._from(who, frames, answers, sees=sees)
+
+    def _from(self, who: tuple[int, int], frames: Frames, answers: Route, *, sees: bool) -> Came:
+        """Return a message of a process, an incarnation of it; what is answered to that one goes back where it came from."""
+        number, incarnation = who
+        if answers and incarnation >= self._incarnations.get(number, 0):
+            self._incarnations[number] = incarnation
+            self._routes[number] = answers
+        (self._seeing.add if sees else self._seeing.discard)(number)
         return Came(number, incarnation, frames, answers)
 
     def _who(self, identity: bytes) -> tuple[int, int] | None:
@@ -293,8 +361,6 @@ class Links:
         return f"links of {process_name(self._number)} to servers {sorted(self._dealers)}"
 
 
-def _checksum(frames: Sequence[Any]) -> int:
-    value = 0
-    for frame in frames:
-        value = zlib.crc32(frame, value)
-    return value or 1
+def _door_of(address: str) -> str:
+    """Return where the pipes to a server are opened, by the address at which its host reaches it over ZeroMQ."""
+    return f"{address.removeprefix('ipc://')}p"

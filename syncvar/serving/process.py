@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from syncvar.servers import Outgoing, Party
     from syncvar.serving.directory import Change
-    from syncvar.serving.links import Came
+    from syncvar.serving.links import Came, Route
 
 __all__ = ["Serving", "main", "number_of", "party_of"]
 
@@ -114,20 +114,20 @@ class Serving:
 
     def run(self) -> None:
         """Serve until `end` is called."""
+        watching = self.links.watching
+        watching.add(self._directory.socket)
+        watching.add(self._wake)
         while not self._is_over:
-            poller = zmq.Poller()
-            sockets = self.links.sockets()
-            for one in (*sockets, self._directory.socket, self._wake):
-                poller.register(one, zmq.POLLIN)
             wait_s = min(_PAUSE_S, max(0.0, self.server.wake_at() - time.monotonic()))
-            ready = dict(poller.poll(int(wait_s * 1000) + 1))
-            if self._directory.socket in ready:
-                for change in self._directory.changes():
-                    self._take_in(change)
-            for socket in self.links.sockets():
-                if socket in ready:
-                    self._receive(socket)
-            self._send(self.server.wake(time.monotonic()))
+            for one in watching.wait(wait_s):
+                if one is self._directory.socket:
+                    for change in self._directory.changes():
+                        self._take_in(change)
+                    watching.is_empty(one)
+                elif one != self._wake:
+                    self._receive(one)
+            if self.server.wake_at() <= (now := time.monotonic()):
+                self._send(self.server.wake(now))
 
     def close(self) -> None:
         """Close everything; what was sent is flushed."""
@@ -146,6 +146,7 @@ class Serving:
             if came is None:
                 return
             self._handle(came)
+        self.links.watching.touch(socket)
 
     def _handle(self, came: Came) -> None:
         sender = party_of(came.number)
@@ -160,7 +161,7 @@ class Serving:
             return
         self._send(made, sender, came.answers)
 
-    def _send(self, made: Iterable[Outgoing], sender: Party | None = None, answers: bytes = b"") -> None:
+    def _send(self, made: Iterable[Outgoing], sender: Party | None = None, answers: Route = b"") -> None:
         for one in made:
             route = answers if one.target == sender and answers else None
             self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)

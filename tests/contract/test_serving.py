@@ -17,11 +17,12 @@ from syncvar.env import RankEnvironment
 from syncvar.roles import SERVER_0
 from syncvar.serving.lending import LEND_NBYTES_MIN, Lender
 from syncvar.serving.links import Links
+from syncvar.serving.packing import packed, unpacked
+from syncvar.serving.pipes import Door, Pipe
 
 start_the_collector_of_pyzmq()
 
 MIB = 1 << 20
-CONFIG = RuntimeConfig()
 
 
 def environment(folder, *, role="worker", rank=0, job="job", generation=0, incarnation=0):
@@ -31,15 +32,15 @@ def environment(folder, *, role="worker", rank=0, job="job", generation=0, incar
     )  # fmt: skip
 
 
-def taken(links, count=1, limit_s=10.0):
-    """Return so many messages that come on any socket."""
+def taken(links, sender=None, count=1, limit_s=10.0):
+    """Return so many messages that come on any socket; who sends a long one goes on with that meanwhile."""
     found, until = [], time.monotonic() + limit_s
     while len(found) < count:
         assert time.monotonic() < until, f"{len(found)} of {count} messages came"
-        for socket in links.sockets():
-            socket.poll(10)
-            came = links.receive(socket)
-            if came is not None:
+        if sender is not None and sender.is_behind:
+            assert not any(sender.receive(one) for one in sender.watching.wait(0.0))
+        for one in links.watching.wait(0.05):
+            while (came := links.receive(one)) is not None:
                 found.append(came)
     return found
 
@@ -47,13 +48,13 @@ def taken(links, count=1, limit_s=10.0):
 class Place:
     """Servers and workers of one process, each with its own links."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, config):
+        self.folder, self.config = folder, config
         self.context = zmq.Context()
         self.made = []
 
     def links(self, lender=None, **who):
-        one = Links(self.context, environment(self.folder, **who), CONFIG, None, lender)
+        one = Links(self.context, environment(self.folder, **who), self.config, None, lender)
         self.made.append(one)
         if who.get("role") == "server":
             one.listen()
@@ -65,9 +66,10 @@ class Place:
         self.context.term()
 
 
-@pytest.fixture
-def place(runtime_folder):
-    one = Place(runtime_folder)
+@pytest.fixture(params=["auto", "zmq"])
+def place(request, runtime_folder):
+    """Links of both kinds: pipes, and sockets of ZeroMQ."""
+    one = Place(runtime_folder, RuntimeConfig(transport=request.param))
     yield one
     one.close()
 
@@ -83,7 +85,7 @@ def test_a_message_comes_whole_and_is_answered(place):
     worker.connect(1, server.address)
     long = os.urandom(MIB)
     assert worker.send(SERVER_0 + 1, [b"head", b"", long])
-    (came,) = taken(server)
+    (came,) = taken(server, worker)
     assert (came.number, came.incarnation, [bytes(one) for one in came.frames]) == (1, 0, [b"head", b"", long])
     assert server.send(1, [b"answer"])
     (answer,) = taken(worker)
@@ -109,8 +111,8 @@ def test_who_is_of_another_job_or_start_is_not_heard(place, who):
     stranger.send(SERVER_0, [b"strange"])
     until = time.monotonic() + 10
     while not server.refused and time.monotonic() < until:
-        server.sockets()[0].poll(10)
-        assert server.receive(server.sockets()[0]) is None
+        for one in server.watching.wait(0.05):
+            assert server.receive(one) is None
     assert server.refused == 1
     worker.connect(0, server.address)
     worker.send(SERVER_0, [b"mine"])
@@ -144,15 +146,96 @@ def test_what_is_sent_to_nobody_is_lost_and_says_so(place):
     assert not worker.send(SERVER_0, [b"x"])
 
 
+@pytest.mark.parametrize("place", ["zmq"], indirect=True)
 def test_something_else_than_a_message_is_dropped(place):
     server, worker = place.links(role="server"), place.links()
     worker.connect(0, server.address)
     dealer = worker.sockets()[0]
-    for parts in ([b""], [b"\xc1", b"x"], [b"\x93\x91\x93\x00\x00\x10\x00\xc3", b"x"], [b"\x01", b"x"]):
+    whole = b"".join(packed([b"head", b"x"]).pieces)
+    lent = b"".join(packed([b"head", b"x" * 8], [(1, 4096, 8)]).pieces)
+    for parts in ([b""], [whole[:-8]], [whole, b"x"], [lent]):
         dealer.send_multipart(parts)
     worker.send(SERVER_0, [b"whole"])
     assert bytes(taken(server)[0].frames[0]) == b"whole"
     assert server.refused == 4
+
+
+# Pipes.
+
+
+@pytest.fixture
+def pipes(runtime_folder):
+    door = Door(f"{runtime_folder}/door")
+    near = Pipe.open(f"{runtime_folder}/door", packed([b"hello"]))
+    far = door.accept()
+    yield near, far
+    for one in (near, far, door):
+        one.close()
+
+
+def piped(near, far, limit_s=10.0):
+    """Return the parts of all messages that come out of a pipe until everything is through."""
+    found, until = [], time.monotonic() + limit_s
+    while near.is_behind or not found:
+        assert time.monotonic() < until, found
+        near.flush()
+        while (message := far.receive()) is not None:
+            found.append(unpacked(message)[0])
+    return found
+
+
+def test_what_a_pipe_does_not_take_at_once_follows(pipes):
+    near, far = pipes
+    long = np.arange(4 * MIB, dtype=np.uint8)
+    assert near.send(packed([b"head", long, b"tail"]))
+    assert near.is_behind
+    assert near.send(packed([b"next"]))
+    hello, message, after = piped(near, far)
+    assert (bytes(hello[0]), bytes(after[0])) == (b"hello", b"next")
+    assert np.array_equal(np.frombuffer(message[1], np.uint8), long)
+    assert (bytes(message[0]), bytes(message[2])) == (b"head", b"tail")
+    assert message[1].readonly
+
+
+def test_short_messages_that_come_together_are_read_one_by_one(pipes):
+    near, far = pipes
+    for count in range(500):
+        assert near.send(packed([b"%d" % count, b"x" * count]))
+    assert [bytes(one[0]) for one in piped(near, far)] == [b"hello", *(b"%d" % count for count in range(500))]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 30, 71])
+def test_a_message_that_comes_in_parts_is_read_when_it_is_whole(pipes, cut):
+    near, far = pipes
+    piped(near, far)
+    whole = b"".join(packed([b"head", b"array"]).pieces)
+    for _ in range(2):
+        near._socket.send(whole[:cut])
+        assert far.receive() is None
+        near._socket.send(whole[cut:])
+        (message,) = piped(near, far)
+        assert [bytes(one) for one in message] == [b"head", b"array"]
+
+
+@pytest.mark.parametrize("place", ["auto"], indirect=True)
+def test_who_has_closed_a_pipe_is_not_sent_to_and_can_be_reached_again(place):
+    server, worker = place.links(role="server"), place.links()
+    worker.connect(0, server.address)
+    worker.send(SERVER_0, [b"first"])
+    taken(server)
+    (pipe,) = [one for one in server.sockets() if isinstance(one, Pipe)]
+    pipe._socket.send(b"\x01" + bytes(7))  # too short for a message: the worker closes the pipe
+    until = time.monotonic() + 10
+    while not worker.refused:
+        assert time.monotonic() < until
+        assert [worker.receive(one) for one in worker.watching.wait(0.05)] in ([], [None])
+    while pipe in server.sockets():
+        assert time.monotonic() < until
+        for one in server.watching.wait(0.05):
+            server.receive(one)
+    assert not server.send(0, [b"lost"])
+    assert worker.send(SERVER_0, [b"again"])
+    assert bytes(taken(server)[0].frames[0]) == b"again"
 
 
 # Lending.
@@ -256,11 +339,11 @@ def test_arrays_are_lent_to_who_has_said_that_it_sees_them(place, lenders):
         for count in seen:
             before = lenders[0].lent, lenders[1].lent
             one.send(SERVER_0, [b"head", array])
-            (came,) = taken(server)
+            (came,) = taken(server, one)
             assert np.array_equal(np.frombuffer(came.frames[1], np.uint8), array)
             assert lenders[1].lent - before[1] == count  # the first time it does not know whether the server sees it
             server.send(came.number, [b"head", array], came.answers)
-            (answer,) = taken(one)
+            (answer,) = taken(one, server)
             assert np.array_equal(np.frombuffer(answer.frames[1], np.uint8), array)
             assert lenders[0].lent - before[0] == (one is worker)
             del came, answer

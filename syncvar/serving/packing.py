@@ -1,0 +1,140 @@
+"""One message between workers and servers as bytes: what it consists of, then the parts themselves.
+
+A head (how long it is as a whole, a checksum where nothing else protects it, how many parts there are, and whether the sender sees the
+memory that the processes of the host share), for each part its length and where it is, and the parts that are *here*, each at a
+multiple of eight bytes. Others are *apart*, after this message, or *lent*: they lie in the shared memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["NBYTES_MAX", "Packed", "length_of", "packed", "unpacked"]
+
+NBYTES_MAX = 1 << 34
+"""No message is longer."""
+
+_HEAD = struct.Struct("<QIIQ")
+_HERE, _APART, _LENT = 0, 1, 2  # and beyond: where it is lent
+_PADS = [bytes(count) for count in range(8)]
+
+
+class Packed(NamedTuple):
+    """A message to be sent.
+
+    Args:
+        nbytes: Length of the pieces together.
+        pieces: Bytes and buffers that follow each other.
+        apart: Long parts that are to be sent after them.
+    """
+
+    nbytes: int
+    pieces: list[Any]
+    apart: list[Any]
+
+
+def packed(
+    frames: Sequence[Any], lent: Sequence[tuple[int, int, int]] = (), *, sees: bool = False, has_checksum: bool = False, apart_nbytes: int = NBYTES_MAX
+) -> Packed:
+    """Put a message together; nothing is copied.
+
+    Args:
+        frames: Its parts: contiguous buffers.
+        lent: Of some of them the index, where it is lent, and the length.
+        sees: The sender sees the memory in which arrays are lent.
+        has_checksum: Whoever receives it is to compare its parts with a checksum; those that are lent have none.
+        apart_nbytes: Parts of this length and longer are apart.
+
+    Example:
+        >>> nbytes, pieces, apart = packed([b"head", b"array"])
+        >>> [bytes(one) for one in unpacked(b"".join(pieces))[0]], nbytes, apart
+        ([b'head', b'array'], 72, [])
+    """
+    table: list[int] = []
+    pieces: list[Any] = [b""]
+    apart: list[Any] = []
+    places = {index: _LENT + offset for index, offset, _ in lent} if lent else {}
+    nbytes, checksum = _HEAD.size + 16 * len(frames), 0
+    for index, frame in enumerate(frames):
+        size = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+        place = places.get(index, _HERE) if size < apart_nbytes or not size else places.get(index, _APART)
+        table += (size, place)
+        if place >= _LENT:
+            continue
+        if has_checksum:
+            checksum = zlib.crc32(frame, checksum)
+        if place == _APART:
+            apart.append(frame)
+            continue
+        pieces.append(frame)
+        nbytes += size
+        if size % 8:
+            pieces.append(_PADS[-size % 8])
+            nbytes += -size % 8
+    pieces[0] = _HEAD.pack(nbytes, (checksum or 1) if has_checksum else 0, len(frames), sees) + struct.pack(f"<{len(table)}Q", *table)
+    return Packed(nbytes, pieces, apart)
+
+
+def length_of(start: Any) -> int:
+    """Return how long the message is that begins with at least eight bytes.
+
+    Raises:
+        ValueError: No message begins so.
+    """
+    nbytes = int.from_bytes(start[:8], "little")
+    if not _HEAD.size <= nbytes <= NBYTES_MAX or nbytes % 8:
+        raise ValueError(f"no message is {nbytes} bytes long")
+    return nbytes
+
+
+def unpacked(message: Any, apart: Sequence[Any] = (), borrow: Callable[[int, int], Any] | None = None) -> tuple[list[Any], bool]:
+    """Take a message apart; the parts are views of it.
+
+    Args:
+        message: Bytes, or a view of them.
+        apart: The parts that came apart.
+        borrow: Returns what is lent at a place, of a length; None where nothing can be.
+
+    Returns:
+        Its parts, and whether its sender sees the memory in which arrays are lent.
+
+    Raises:
+        ValueError: It is no message, or not as it was sent.
+    """
+    view = memoryview(message)
+    if view.nbytes < _HEAD.size:
+        raise ValueError("a message is cut off")
+    nbytes, checksum, count, sees = _HEAD.unpack_from(view)
+    at = _HEAD.size + 16 * count
+    if nbytes != view.nbytes or at > nbytes:
+        raise ValueError("a message is not as long as it says")
+    table = struct.unpack_from(f"<{2 * count}Q", view, _HEAD.size)
+    frames: list[Any] = []
+    others = iter(apart)
+    crc = 0
+    for size, place in zip(table[::2], table[1::2], strict=True):
+        if place >= _LENT:
+            if borrow is None:
+                raise ValueError("an array is lent in memory that cannot be seen from here")
+            frames.append(borrow(place - _LENT, size))
+            continue
+        if place == _APART:
+            frame = next(others, None)
+            if frame is None or memoryview(frame).nbytes != size:
+                raise ValueError("a part of a message is missing")
+        else:
+            frame = view[at : at + size]
+            at += size + -size % 8
+            if at > nbytes:
+                raise ValueError("a message is cut off")
+        if checksum:
+            crc = zlib.crc32(frame, crc)
+        frames.append(frame)
+    if at != nbytes or next(others, None) is not None or (checksum and checksum != (crc or 1)):
+        raise ValueError("a message is not as it was sent")
+    return frames, bool(sees)

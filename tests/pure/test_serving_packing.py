@@ -1,0 +1,65 @@
+"""Messages between workers and servers as bytes: they come out as they went in, or are refused."""
+
+import itertools
+
+import pytest
+
+from syncvar.serving.packing import NBYTES_MAX, length_of, packed, unpacked
+
+PARTS = [b"head", b"", b"x" * 8, b"y" * 100, b"z"]
+
+
+def joined(message):
+    whole = b"".join(message.pieces)
+    assert len(whole) == message.nbytes == length_of(whole)
+    return whole
+
+
+@pytest.mark.parametrize("apart_nbytes", [1, 8, 100, NBYTES_MAX])
+@pytest.mark.parametrize("has_checksum", [False, True])
+def test_parts_come_out_as_they_went_in(apart_nbytes, has_checksum):
+    message = packed(PARTS, sees=True, has_checksum=has_checksum, apart_nbytes=apart_nbytes)
+    assert [len(one) for one in message.apart] == [len(one) for one in PARTS if len(one) >= apart_nbytes]
+    frames, sees = unpacked(joined(message), message.apart)
+    assert ([bytes(one) for one in frames], sees) == (PARTS, True)
+
+
+def test_parts_begin_at_multiples_of_eight_bytes():
+    whole = joined(packed(PARTS))
+    starts = [whole.index(one) for one in PARTS if one]
+    assert [start % 8 for start in starts] == [0] * len(starts)
+
+
+def test_what_is_lent_is_borrowed_and_nothing_of_it_is_sent():
+    message = packed(PARTS, [(2, 64, 8), (3, 0, 100)])
+    asked = []
+    frames, sees = unpacked(joined(message), (), lambda place, nbytes: asked.append((place, nbytes)) or b"lent")
+    assert (asked, sees, frames[2:4]) == ([(64, 8), (0, 100)], False, [b"lent"] * 2)
+    assert b"xxxxxxxx" not in joined(message)
+    with pytest.raises(ValueError, match="cannot be seen"):
+        unpacked(joined(message))
+
+
+def test_what_is_cut_off_or_changed_is_refused():
+    whole = joined(packed(PARTS, has_checksum=True))
+    for end in range(0, len(whole), 8):
+        with pytest.raises(ValueError, match=r"message|cut"):
+            unpacked(whole[:end] if end < 8 else end.to_bytes(8, "little") + whole[8:end])
+    for at, bit in itertools.product((whole.index(b"head"), whole.index(b"y" * 100) + 99), range(8)):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << bit
+        with pytest.raises(ValueError, match="not as it was sent"):
+            unpacked(changed)
+
+
+@pytest.mark.parametrize("apart", [[], [b"x" * 7], [b"x" * 8, b"more"]])
+def test_parts_that_are_apart_have_to_be_there(apart):
+    message = packed([b"head", b"x" * 8], apart_nbytes=8)
+    with pytest.raises(ValueError, match="message"):
+        unpacked(joined(message), apart)
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 25, NBYTES_MAX + 8])
+def test_no_message_has_such_a_length(nbytes):
+    with pytest.raises(ValueError, match="long"):
+        length_of(nbytes.to_bytes(8, "little"))
