@@ -50,6 +50,7 @@ _OPERATIONS = {
     "partition": ("", ("partitioner", "args", "shape", "dtype"), ()),
     "row_ranges": ("", ("rows", "shards"), ()),
     "lookup": ("", ("indices",), ("var",)),
+    "index": ("", ("at",), ("var",)),
     "sharding": ("", (), ("var",)),
     "set_staleness": ("", ("staleness",), ("var",)),
     **dict.fromkeys(("read_all", "snapshot"), ("", ("vars",), ())),

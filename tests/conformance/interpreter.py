@@ -396,6 +396,10 @@ class _Run(DataOperations):
     def do_lookup(self, step, _x, _place):
         return self._variable(step).lookup(step["indices"])
 
+    def do_index(self, step, _x, _place):
+        at = [slice(*one) if isinstance(one, list) else ... if one == "..." else one for one in step["at"]]
+        return self._variable(step)[tuple(at) if len(at) > 1 else at[0]]
+
     def do_sharding(self, step, _x, _place):
         v = self._variable(step)
         return {"is_sharded": isinstance(v, sv.ShardedVariable), "num_shards": v.num_shards, "row_ranges": v.row_ranges}

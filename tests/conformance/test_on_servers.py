@@ -1,4 +1,4 @@
-"""The cases of variables on servers: over real processes with two servers, and in memory."""
+"""The cases of variables on servers, and of how they are cut: over real processes with two servers, and in memory."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ import pytest
 from conductor import conduct
 
 _CASES = collection.load("servers")
+_OF_PARTITIONERS = [case for case in collection.load() if case["category"] in ("partitioner", "partition_rules")]
 _CATEGORIES = sorted({case["category"] for case in _CASES})
 
 
@@ -28,7 +29,7 @@ def test_every_case_is_in_the_grammar():
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_cases_over_processes(replicas):
     assert "SYNCVAR_RANK" not in os.environ
-    chosen = [case for case in _CASES if case["replicas"] == replicas]
+    chosen = [case for case in (*_CASES, *_OF_PARTITIONERS) if case["replicas"] == replicas]
     outcomes = conduct(chosen, start=_with_servers)
     assert len(outcomes) == len(chosen)
     failed = [one for one in outcomes.values() if not one.passed]
