@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from syncvar.launching import run
     from syncvar.resident import empty, zeros
     from syncvar.runtime.context import init, is_initialized, shutdown
-    from syncvar.runtime.group import Work
+    from syncvar.runtime.work import Work
     from syncvar.strategies import (
         CentralStorageStrategy,
         ClusterCoordinator,
@@ -135,7 +135,7 @@ _HOMES = {
     "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
     "syncvar.resident": ("empty", "zeros"),
-    "syncvar.runtime.group": ("Work",),
+    "syncvar.runtime.work": ("Work",),
     "syncvar.strategies": (
         "CentralStorageStrategy", "ClusterCoordinator", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
         "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ReduceOp", "RemoteValue", "ReplicaContext", "ShardedVariable", "Strategy", "Uneven", "ValueContext", "Variable", "get_replica_context",

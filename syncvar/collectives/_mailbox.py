@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import SyncvarError, UsageError
-from syncvar.runtime.group import Work
 from syncvar.runtime.operation import Operation, State
+from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

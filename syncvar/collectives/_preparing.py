@@ -14,6 +14,7 @@ from syncvar.collectives._arguments import flatten
 from syncvar.collectives._reducing import described_reduction, described_together, reduction_of
 from syncvar.runtime.kernels import OPS
 from syncvar.runtime.shared_reduce import is_direct
+from syncvar.runtime.sites import own_site
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.group import Communicator
     from syncvar.runtime.shortcut import Said, Shortcut
+    from syncvar.runtime.work import Work
 
-__all__ = ["Leaves", "form_of", "key_of", "plain_array", "prepare", "prepare_as", "reduction_shortcut", "shortcut_of"]
+__all__ = ["Leaves", "begun", "form_of", "key_of", "plain_array", "prepare", "prepare_as", "reduction_shortcut", "shortcut_of"]
 
 _NUMBERS = frozenset((float, int, bool, complex))
 _NUMBERS_MAX = 64  # of a list: finding out that it holds numbers takes longer than the call, from some length on
@@ -157,6 +159,12 @@ def _of_leaves(inner: Shortcut) -> Shortcut:
         return None if made is None else leaves.with_values(made)
 
     return call
+
+
+def begun(shortcut: Shortcut, x: Any, out: Any, timeout: float | None) -> Work | None:
+    """Begin a prepared call, to be waited for later; None where nothing has been done, as always where Python runs it."""
+    begin = getattr(shortcut, "begin", None)
+    return None if begin is None else begin(x, out, timeout, own_site())
 
 
 def shortcut_of(communicator: Communicator, x: NDArray[Any], op: str, name: str, *, reproducible: bool) -> None:

@@ -21,7 +21,7 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._kinds import given_back, in_kind, is_foreign
-from syncvar.collectives._preparing import form_of, key_of, prepare
+from syncvar.collectives._preparing import begun, form_of, key_of, prepare
 from syncvar.collectives._reducing import (
     checked_scale,
     contribution,
@@ -116,7 +116,7 @@ def all_reduce(
     if _foreign:
         raise unexpected(all_reduce, _foreign)
     communicator = communicator_of(group)
-    is_plain = communicator.channel is not None and not async_op and (timeout is None or is_seconds(timeout))
+    is_plain = communicator.channel is not None and (timeout is None or is_seconds(timeout))
     is_plain = is_plain and prescale is None and postscale is None and weight is None and algorithm is None
     form = None
     if is_plain and isinstance(op, str) and type(reproducible) is bool:
@@ -128,7 +128,7 @@ def all_reduce(
     if form is not None:
         shortcut = communicator.shortcuts.get(key)
         if shortcut is not None:
-            result = shortcut(form, out, None, timeout)
+            result = begun(shortcut, form, out, timeout) if async_op else shortcut(form, out, None, timeout)
             if result is not None:
                 return result
     if is_foreign(x, out):

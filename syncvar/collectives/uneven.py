@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.context import Context
-    from syncvar.runtime.group import Communicator, Work
+    from syncvar.runtime.group import Communicator
+    from syncvar.runtime.work import Work
 
 __all__ = ["LEFT", "Enrolled", "OneHasLeft"]
 

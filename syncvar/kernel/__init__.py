@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end", "program",
+    "Begun", "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end", "program",
     "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
 ]  # fmt: skip
 
@@ -40,7 +41,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 2  # as in native.c
+_FORM = 3  # as in native.c
 _MESSAGES_FORM = 1  # of `messages.c`
 
 
@@ -68,12 +69,33 @@ if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
 
 
+_HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+
 _messages: ModuleType | None = None
 if _native is not None:  # and so arrays are as it expects
     with contextlib.suppress(ImportError):
         _messages = importlib.import_module("syncvar.kernel.messages")
 if getattr(_messages, "FORM", 0) != _MESSAGES_FORM:  # one that was built before: Python's own steps do the same
     _messages = None
+
+
+class Begun:
+    """A prepared call that has begun, and is waited for later; only the C runner makes them.
+
+    Attributes:
+        operation: The engine's, once it goes on with the call; None before.
+        is_over: It has ended without the engine.
+    """
+
+    if TYPE_CHECKING:
+        operation: Any
+        is_over: bool
+
+        def end(self, waits: bool, /) -> Any:
+            """Return the result if it is there, or, where the caller waits, comes soon; None where the engine has to go on."""
+
+        def adopt(self) -> None:
+            """Let the engine go on with it; nothing where it is over."""
 
 
 class ChannelState:
@@ -119,6 +141,7 @@ class Watch:
 
 
 if _native is not None:
+    Begun = _native.Begun  # type: ignore[misc]
     ChannelState = _native.ChannelState  # type: ignore[misc]
     Copied = _native.Copied  # type: ignore[misc]
     Tally = _native.Tally  # type: ignore[misc]
@@ -304,7 +327,7 @@ def entrance(
     if _native is None:
         return function
     name = None if second is None else sys.intern(second)
-    return _native.Entrance(function, state, np.ndarray, np.asarray, nothing, name, usual, positions)
+    return _native.Entrance(function, state, np.ndarray, np.asarray, nothing, name, usual, positions, _HOME)
 
 
 def remember(function: Any, second: Any, call: Any, shortcuts: Any) -> None:

@@ -9,7 +9,7 @@
  */
 #include "native.h"
 
-#define FORM 2          /* of what Python and this module tell each other; as in __init__.py */
+#define FORM 3          /* of what Python and this module tell each other; as in __init__.py */
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
 
 #define LONG_PATIENCE_NS 1000000 /* the same of long vectors, without Python's lock */
@@ -48,13 +48,14 @@ static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long
             seen(channel, other + channel->done_at) >= (uint64_t)-need);
 }
 
-/* Wait a short while until all others have published what is needed. */
+/* Wait a short while until all others have published what is needed; with a patience below 0, only look. */
 int have_come(const ChannelState *channel, long long need, int64_t patience_ns) {
     int64_t until = 0;
     for (int other = 0; other < channel->size - 1; other++) {
         const Py_ssize_t place = channel->others[other];
         int looks = 0;
         while (!is_at(channel, place, need)) {
+            if (patience_ns < 0) return 0;
             if (++looks <= channel->looks) {
                 RELAX();
                 continue;
@@ -217,7 +218,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD ChannelState *channel;
     PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *make_arguments, *plain, *later,
-        *hand_over, *interrupt, *saying, *shortcuts;
+        *hand_over, *interrupt, *saying, *shortcuts, *begun, *work, *adopt;
     struct Entrance *entrance; /* where it is remembered, if anywhere */
     Form brought, made;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
@@ -232,7 +233,8 @@ typedef struct {
     PyObject *crowd; /* knows whether Python's lock has to be kept */
 } SlotCall;
 
-static PyObject *name_is_quiet, *name_locked, *name_next_call, *name_acquire, *name_release, *name_is_alert;
+static PyObject *name_is_quiet, *name_locked, *name_next_call, *name_acquire, *name_release, *name_is_alert,
+    *name_append, *name_remove;
 
 static int is_fitting(const SlotCall *self, const Form *form, PyObject *value, int flags) {
     if ((PyObject *)Py_TYPE(value) != self->array_type) return 0;
@@ -243,14 +245,18 @@ static int is_fitting(const SlotCall *self, const Form *form, PyObject *value, i
     return 1;
 }
 
+/* Return whether the result is made of what has been put into slots, and of nothing else. */
+static int are_all_put(const SlotCall *self) {
+    int all = self->take_count == 0 && !self->is_long;
+    for (int term = 0; term < self->term_count; term++) all = all && self->terms[term].rank >= 0;
+    return all;
+}
+
 /* Return whether a result may be written while parts of what is brought are still to be read. */
 static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
     const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
     if (self->is_long && brought == made) return 1;
-    int is_all_put_before = self->take_count == 0 && !self->is_long;
-    for (int term = 0; term < self->term_count; term++)
-        is_all_put_before = is_all_put_before && self->terms[term].rank >= 0;
-    return is_all_put_before || (x == out && self->term_count == 0) || brought + self->brought.nbytes <= made ||
+    return are_all_put(self) || (x == out && self->term_count == 0) || brought + self->brought.nbytes <= made ||
            made + self->made.nbytes <= brought;
 }
 
@@ -309,6 +315,17 @@ static void release(const SlotCall *self) {
     PyErr_Restore(type, error, trace);
 }
 
+/* Break the generation: the error that is set has left a call that others take part in. */
+static void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *done = PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, said, NULL);
+    if (done == NULL) PyErr_Clear();
+    Py_XDECREF(done);
+    PyErr_Restore(type, error, trace);
+}
+
 /* Let Python go on with a call that has been published: it waits longer, and knows what else there is.
  *
  * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
@@ -324,13 +341,7 @@ static PyObject *hand_on(
                       : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, run, self, NULL);
     PyObject *result = NULL;
     if (told == NULL) {
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        PyErr_NormalizeException(&type, &error, &trace);
-        PyObject *done = PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, said, NULL);
-        if (done == NULL) PyErr_Clear();
-        Py_XDECREF(done);
-        PyErr_Restore(type, error, trace);
+        interrupt_call(self, number, begin, said);
     } else if (PyTuple_GetItem(told, 0) == Py_True) {
         result = Py_NewRef(PyTuple_GetItem(told, 1));
     } else {
@@ -364,8 +375,11 @@ static int record(const SlotCall *self, PyObject *told, PyObject *number, PyObje
     return added == NULL ? -1 : 0;
 }
 
+static int end_begun(PyObject *begun, int64_t patience_ns);
+
 /* Return whether a call may begin now: no refusal is known, nothing is queued, nobody else is in the group's calls. */
 static int may_begin(const SlotCall *self) {
+    if (self->channel->begun != NULL && end_begun(self->channel->begun, 0) < 0) PyErr_Clear();
     if (!self->channel->is_settled || !is_true(self->engine, name_is_quiet) || PyObject_Size(self->queue) != 0)
         return 0;
     PyObject *locked = PyObject_CallMethodObjArgs(self->busy, name_locked, NULL);
@@ -403,13 +417,19 @@ static int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) 
     return agree;
 }
 
+/* Put what this rank brings into its slot. */
+static void put_own(const SlotCall *self, int side, const char *x) {
+    const ChannelState *channel = self->channel;
+    char *own = (char *)channel->words + channel->slots[channel->rank] + side * channel->side_bytes;
+    for (int put = 0; put < self->put_count; put++)
+        memcpy(own + self->puts[put].to, x + self->puts[put].from, self->puts[put].nbytes);
+}
+
 /* Make a call through the small slots; return whether all has been done. */
 static int run_small(SlotCall *self, long long call, uint64_t digest, const char *x, char *made) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
-    char *own = (char *)channel->words + channel->slots[channel->rank] + side * channel->side_bytes;
-    for (int put = 0; put < self->put_count; put++)
-        memcpy(own + self->puts[put].to, x + self->puts[put].from, self->puts[put].nbytes);
+    put_own(self, side, x);
     const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     publish_call(self, call, check, plain, 0);
     if (!all_agree(self, check, channel->shares_cores ? YIELD_NS : 0)) return 0;
@@ -578,6 +598,195 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
     return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
 }
 
+/* -- a call that has begun, and is waited for later --------------------------------------------------------------- */
+
+enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED };
+
+/* While it is BEGUN it is the only entry of the channel's queue: nobody publishes before it has ended, or the engine has
+ * adopted it. */
+typedef struct {
+    PyObject_HEAD SlotCall *call;
+    PyObject *number, *begin, *timeout, *made, *site, *instruction, *operation;
+    uint64_t check;
+    int state;
+} Begun;
+
+static PyTypeObject *begun_type;
+
+static int call_one(PyObject *owner, PyObject *name, PyObject *argument) {
+    PyObject *done = PyObject_CallMethodObjArgs(owner, name, argument, NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Take a call out of the lists of those that are to be ended; an error that is set stays. */
+static void withdraw(Begun *self) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (call_one(self->call->queue, name_remove, (PyObject *)self) < 0) PyErr_Clear(); /* it is not there */
+    if (call_one(self->call->begun, name_remove, (PyObject *)self) < 0) PyErr_Clear();
+    PyErr_Restore(type, error, trace);
+}
+
+/* End a call that has begun if the others have come, or come soon: 1; 0 where it has to go on; -1 with an error. */
+static int end_begun(PyObject *object, int64_t patience_ns) {
+    Begun *self = (Begun *)object;
+    if (self->state == ENDED) return 1;
+    if (self->state != BEGUN || !is_true(self->call->engine, name_is_quiet)) return 0;
+    SlotCall *call = self->call;
+    if (patience_ns == 0 && call->channel->shares_cores) patience_ns = YIELD_NS;
+    if (!is_fitting(call, &call->made, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0; /* any more */
+    if (!all_agree(call, self->check, patience_ns)) return 0;
+    finish(call, (int)call->channel->side, NULL, ((Array *)self->made)->data);
+    self->state = ENDED;
+    call->channel->begun = NULL;
+    Py_INCREF(object); /* its lists may be all that keep it */
+    withdraw(self);
+    const int recorded = record(call, call->told, self->number, self->begin);
+    Py_DECREF(object);
+    return recorded < 0 ? -1 : 1;
+}
+
+/* Begin a call that is waited for later; returns what waits for it, or None where nothing has been done. What this rank
+ * brings is taken now. */
+static PyObject *begin_slots(
+    SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site, PyObject *instruction
+) {
+    ChannelState *channel = self->channel;
+    if (self->adopt == Py_None || !is_fitting(self, &self->brought, x, IN_ONE_PIECE | ALIGNED) ||
+        (out != Py_None && !is_fitting(self, &self->made, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)))
+        Py_RETURN_NONE;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(begun_type, Py_tp_alloc);
+    Begun *begun = (Begun *)allocate(begun_type, 0);
+    if (begun == NULL) return NULL;
+    PyObject *following = NULL, *work = NULL;
+    int taken = 0;
+    begun->call = (SlotCall *)Py_NewRef((PyObject *)self);
+    begun->timeout = Py_NewRef(timeout);
+    begun->site = Py_NewRef(site);
+    begun->instruction = Py_NewRef(instruction);
+    begun->made = out == Py_None ? PyObject_Call(self->make, self->make_arguments, NULL) : Py_NewRef(out);
+    if (begun->made == NULL) goto done;
+    work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
+    begun->begin = PyLong_FromLongLong(now_ns());
+    if (work == NULL || begun->begin == NULL) goto done;
+    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
+    if (!may_begin(self)) goto done;
+    taken = 1;
+    begun->number = PyObject_GetAttr(self->communicator, name_next_call);
+    const long long call = begun->number == NULL ? -1 : PyLong_AsLongLong(begun->number);
+    following = call < 0 ? NULL : PyLong_FromLongLong(call + 1);
+    if (following == NULL || call_one(self->begun, name_append, (PyObject *)begun) < 0) goto done;
+    if (call_one(self->queue, name_append, (PyObject *)begun) < 0 ||
+        PyObject_SetAttr(self->communicator, name_next_call, following) < 0)
+        goto done;
+    const int side = (int)(channel->side ^= 1);
+    put_own(self, side, ((Array *)x)->data);
+    begun->check = self->digest + (uint64_t)call * SPREAD + self->detail;
+    begun->state = BEGUN;
+    channel->begun = (PyObject *)begun;
+    publish_call(self, call, begun->check, begun->check - self->detail, 0);
+done:
+    if (PyErr_Occurred()) {
+        Py_CLEAR(work);
+        if (taken) withdraw(begun);
+    }
+    if (work != NULL && !taken) {
+        Py_DECREF(work);
+        work = Py_NewRef(Py_None);
+    }
+    Py_XDECREF(following);
+    Py_DECREF(begun);
+    return work;
+}
+
+/* begin(x, out, timeout, site): see begin_slots; `site` is the place in the program, in words. */
+static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
+    PyObject *x, *out, *timeout, *site;
+    if (!PyArg_ParseTuple(arguments, "OOOO", &x, &out, &timeout, &site)) return NULL;
+    return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
+}
+
+static PyObject *begun_end(PyObject *object, PyObject *arguments) {
+    int waits;
+    if (!PyArg_ParseTuple(arguments, "p", &waits)) return NULL;
+    const int ended = end_begun(object, waits ? 0 : -1);
+    return ended < 0 ? NULL : Py_NewRef(ended ? ((Begun *)object)->made : Py_None);
+}
+
+/* Let the engine go on with it. Others wait for that where they would queue a call of the group: its caller has a lock. */
+static PyObject *begun_adopt(PyObject *object, PyObject *unused) {
+    (void)unused;
+    Begun *self = (Begun *)object;
+    if (self->state != BEGUN) Py_RETURN_NONE;
+    SlotCall *call = self->call;
+    self->state = ADOPTED;
+    call->channel->begun = NULL;
+    Py_INCREF(object);
+    self->operation = PyObject_CallFunctionObjArgs(
+        call->adopt, self->number, self->begin, self->made, self->timeout, self->site, self->instruction, NULL
+    );
+    if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
+    withdraw(self);
+    Py_DECREF(object);
+    return self->operation == NULL ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *begun_is_over(PyObject *object, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Begun *)object)->state == ENDED);
+}
+
+static PyObject **begun_references(PyObject *object, int place) {
+    Begun *self = (Begun *)object;
+    PyObject **all[] = {(PyObject **)&self->call, &self->number,      &self->begin,     &self->timeout, &self->made,
+                        &self->site,              &self->instruction, &self->operation};
+    return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
+}
+
+static int begun_traverse(PyObject *object, visitproc visit, void *arg) {
+    return visit_all(object, begun_references, visit, arg);
+}
+
+static int begun_clear(PyObject *object) {
+    Begun *self = (Begun *)object;
+    if (self->state == BEGUN && self->call->channel != NULL) self->call->channel->begun = NULL;
+    self->state = ADOPTED;
+    clear_all(object, begun_references);
+    return 0;
+}
+
+static void begun_dealloc(PyObject *object) {
+    PyObject_GC_UnTrack(object);
+    begun_clear(object);
+    release_object(object);
+}
+
+static PyMemberDef begun_members[] = {
+    {"operation", T_OBJECT, offsetof(Begun, operation), READONLY, NULL},
+    {NULL},
+};
+
+static PyGetSetDef begun_getters[] = {{"is_over", begun_is_over, NULL, NULL, NULL}, {NULL}};
+
+static PyMethodDef begun_methods[] = {
+    {"end", begun_end, METH_VARARGS, "Return the result if it is there, or, end(True), comes soon; else None."},
+    {"adopt", begun_adopt, METH_NOARGS, "Let the engine go on with it, as `operation`; nothing where it has ended."},
+    {NULL},
+};
+
+static PyType_Slot begun_slots[] = {
+    {Py_tp_members, begun_members},   {Py_tp_getset, begun_getters}, {Py_tp_methods, begun_methods},
+    {Py_tp_traverse, begun_traverse}, {Py_tp_clear, begun_clear},    {Py_tp_dealloc, begun_dealloc},
+    {Py_tp_doc, "A prepared call that has begun, and is waited for later."},
+    {0, NULL},
+};
+
+static PyType_Spec begun_spec = {
+    "syncvar.kernel.native.Begun", sizeof(Begun), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, begun_slots,
+};
+
 /* -- making one ---------------------------------------------------------------------------------------------------- */
 
 static PyObject **references(PyObject *object, int place) {
@@ -601,6 +810,9 @@ static PyObject **references(PyObject *object, int place) {
         &self->interrupt,
         &self->saying,
         &self->shortcuts,
+        &self->begun,
+        &self->work,
+        &self->adopt,
         &self->how.fold.owner,
         &self->how.divide.owner,
         &self->apply.owner,
@@ -698,19 +910,20 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     static char *names[] = {
         "channel", "engine",  "communicator", "busy",  "queue",     "add",       "told",   "digest", "detail",
         "tells",   "brought", "made",         "puts",  "takes",     "terms",     "fold",   "divide", "apply",
-        "divisor", "make",    "plain",        "later", "hand_over", "interrupt", "saying", "crowd",  NULL,
+        "divisor", "make",    "plain",        "later", "hand_over", "interrupt", "saying", "crowd",
+        "begun",   "work",    "adopt",        NULL,
     };
     PyObject *channel, *engine, *communicator, *busy, *queue, *add, *told, *brought, *made, *puts, *takes, *terms;
-    PyObject *fold, *divide, *apply, *make, *plain, *later, *hand_over, *interrupt, *saying, *crowd;
+    PyObject *fold, *divide, *apply, *make, *plain, *later, *hand_over, *interrupt, *saying, *crowd, *begun, *work, *adopt;
     const char *divisor;
     Py_ssize_t divisor_bytes;
     unsigned long long digest, detail;
     int tells;
     if (!PyArg_ParseTupleAndKeywords(
-            arguments, keywords, "$O!OOOOOOKKpOOOOOOOOy#OOOOOOO:SlotCall", names, channel_state_type, &channel, &engine,
+            arguments, keywords, "$O!OOOOOOKKpOOOOOOOOy#OOOOOOOO!OO:SlotCall", names, channel_state_type, &channel, &engine,
             &communicator, &busy, &queue, &add, &told, &digest, &detail, &tells, &brought, &made, &puts, &takes, &terms,
             &fold, &divide, &apply, &divisor, &divisor_bytes, &make, &plain, &later, &hand_over, &interrupt, &saying,
-            &crowd
+            &crowd, &PyList_Type, &begun, &work, &adopt
         ))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -730,6 +943,9 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->hand_over = Py_NewRef(hand_over);
     self->interrupt = Py_NewRef(interrupt);
     self->saying = Py_NewRef(saying);
+    self->begun = Py_NewRef(begun);
+    self->work = Py_NewRef(work);
+    self->adopt = Py_NewRef(adopt);
     self->digest = digest;
     self->detail = detail;
     self->tells = tells;
@@ -753,6 +969,7 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
         goto wrong;
     }
     if (!check_places(self)) goto failed;
+    if (adopt != Py_None && (self->is_long || !are_all_put(self))) goto wrong; /* what is brought is taken at once */
     numpy = PyImport_ImportModule("numpy");
     if (numpy == NULL) goto failed;
     self->array_type = PyObject_GetAttrString(numpy, "ndarray");
@@ -773,6 +990,7 @@ failed:
 
 static PyMethodDef slot_call_methods[] = {
     {"learn", slot_call_learn, METH_VARARGS, "Learn what is done with long vectors that lie in some way."},
+    {"begin", slot_call_begin, METH_VARARGS, "Begin a call that is waited for later: (x, out, timeout, site)."},
     {NULL},
 };
 
@@ -824,13 +1042,14 @@ typedef struct {
 } Remembered;
 
 typedef struct Entrance {
-    PyObject_HEAD PyObject *function, *state, *array_type, *as_array, *nothing, *second, *usual;
+    PyObject_HEAD PyObject *function, *state, *array_type, *as_array, *nothing, *second, *usual, *home;
     int positions; /* how many arguments may be given by position */
     Remembered calls[REMEMBERED];
 } Entrance;
 
 PyTypeObject *slot_call_type;
-static PyObject *name_default, *name_is_bound, *name_shortcuts, *name_world, *name_out, *name_timeout;
+static PyObject *name_default, *name_is_bound, *name_shortcuts, *name_world, *name_out, *name_timeout, *name_async_op,
+    *name_filename, *name_instruction;
 
 static unsigned place_of(PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
     uintptr_t mixed = ((uintptr_t)op >> 4) * 31 + ((uintptr_t)dtype >> 4);
@@ -865,12 +1084,29 @@ static int is_current(const Entrance *self, const SlotCall *call) {
     return same;
 }
 
+/* Begin a call that has been remembered; None where nothing has been done. The caller's place is put into words when
+ * somebody asks; where it is in this package, the function has to look further. */
+static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *array, PyObject *out, PyObject *timeout) {
+    PyFrameObject *frame = PyEval_GetFrame();
+    if (frame == NULL) Py_RETURN_NONE;
+    PyObject *code = (PyObject *)PyFrame_GetCode(frame), *made = NULL;
+    PyObject *instruction = PyObject_GetAttr((PyObject *)frame, name_instruction),
+             *file = instruction == NULL ? NULL : PyObject_GetAttr(code, name_filename);
+    const Py_ssize_t ours = file == NULL ? -1 : PyUnicode_Tailmatch(file, self->home, 0, PY_SSIZE_T_MAX, -1);
+    if (ours >= 0) made = ours ? Py_NewRef(Py_None) : begin_slots(call, array, out, timeout, code, instruction);
+    Py_DECREF(code);
+    Py_XDECREF(instruction);
+    Py_XDECREF(file);
+    return made;
+}
+
 /* Run a call that has been remembered; NULL without an error where the function itself has to be called. */
 static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *keywords) {
     const Py_ssize_t given = PyTuple_Size(arguments);
     PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing,
              *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual;
     PyObject *out = Py_None, *timeout = Py_None;
+    int later = 0;
     if (given > self->positions || (given == 0) != (self->nothing != Py_None)) return NULL;
     if (keywords != NULL) {
         PyObject *name, *value;
@@ -882,6 +1118,8 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
                 op = value;
             else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0)))
                 timeout = value;
+            else if (name == name_async_op && PyBool_Check(value) && given > 0)
+                later = value == Py_True;
             else
                 return NULL;
         }
@@ -900,7 +1138,8 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
         if (found->call != NULL && found->op == op && is_fitting(found->call, &found->call->brought, array, 0) &&
             is_current(self, found->call)) {
             SlotCall *call = (SlotCall *)Py_NewRef((PyObject *)found->call);
-            result = run_slots((PyObject *)call, array, out, Py_None, timeout);
+            result = later ? begin_remembered(self, call, array, out, timeout)
+                           : run_slots((PyObject *)call, array, out, Py_None, timeout);
             Py_DECREF(call);
             if (result == Py_None) Py_CLEAR(result); /* nothing has been done */
             if (result != NULL && given == 0) {      /* who brings nothing gets nothing */
@@ -942,7 +1181,7 @@ static PyObject **entrance_references(PyObject *object, int place) {
     Entrance *self = (Entrance *)object;
     if (place < REMEMBERED) return &self->calls[place].op;
     PyObject **all[] = {&self->function,   &self->state,  &self->as_array, &self->nothing,
-                        &self->array_type, &self->second, &self->usual};
+                        &self->array_type, &self->second, &self->usual,    &self->home};
     place -= REMEMBERED;
     return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
 }
@@ -963,11 +1202,11 @@ static void entrance_dealloc(PyObject *object) {
 }
 
 static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *function, *state, *as_array, *nothing, *array_type, *second, *usual;
+    PyObject *function, *state, *as_array, *nothing, *array_type, *second, *usual, *home;
     int positions;
     if (keywords != NULL ||
         !PyArg_ParseTuple(
-            arguments, "OOOOOOOi", &function, &state, &array_type, &as_array, &nothing, &second, &usual, &positions
+            arguments, "OOOOOOOiU", &function, &state, &array_type, &as_array, &nothing, &second, &usual, &positions, &home
         ))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -980,6 +1219,7 @@ static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject 
     self->nothing = Py_NewRef(nothing);
     self->second = Py_NewRef(second);
     self->usual = Py_NewRef(usual);
+    self->home = Py_NewRef(home);
     self->positions = positions;
     return (PyObject *)self;
 }
@@ -1089,6 +1329,12 @@ static int prepare_module(PyObject *module) {
     name_world = PyUnicode_InternFromString("world");
     name_out = PyUnicode_InternFromString("out");
     name_timeout = PyUnicode_InternFromString("timeout");
+    name_async_op = PyUnicode_InternFromString("async_op");
+    name_filename = PyUnicode_InternFromString("co_filename");
+    name_instruction = PyUnicode_InternFromString("f_lasti");
+    name_append = PyUnicode_InternFromString("append");
+    name_remove = PyUnicode_InternFromString("remove");
+    if (!name_async_op || !name_filename || !name_instruction || !name_append || !name_remove) return -1;
     if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_out || !name_timeout) return -1;
     if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release || !name_is_alert)
         return -1;
@@ -1096,6 +1342,7 @@ static int prepare_module(PyObject *module) {
     if (add_type(module, &channel_state_spec, "ChannelState", &channel_state_type) < 0) return -1;
     if (add_type(module, &entrance_spec, "Entrance", NULL) < 0) return -1;
     if (add_type(module, &slot_call_spec, "SlotCall", &slot_call_type) < 0) return -1;
+    if (add_type(module, &begun_spec, "Begun", &begun_type) < 0) return -1;
     if (add_type(module, &program_spec, "Program", &program_type) < 0) return -1;
     if (add_type(module, &run_spec, "Run", &run_type) < 0) return -1;
     return add_writes(module);

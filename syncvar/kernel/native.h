@@ -19,6 +19,7 @@ typedef struct {
         segment_bytes, part_bytes;
     Py_ssize_t others[RANKS_MAX], slots[RANKS_MAX];
     int size, rank, shares_cores, looks;
+    PyObject *begun; /* the call that waits to be ended, see native.c; it takes itself out when it goes */
 } ChannelState;
 
 static inline uint64_t seen(const ChannelState *channel, Py_ssize_t place) {

@@ -22,6 +22,7 @@ from syncvar.errors import (
     DeadlineExceeded,
     GroupBroken,
     HandshakeError,
+    InternalError,
     PeerLost,
     SyncvarError,
     TransportError,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
-    from syncvar.kernel import Count
+    from syncvar.kernel import Begun, Count
     from syncvar.runtime.group import Communicator
     from syncvar.runtime.queued import Queued
     from syncvar.transports import Control, Transport
@@ -121,6 +122,8 @@ class Engine:
         self._inbox: collections.deque[Operation] = collections.deque()
         self._shared: list[SharedOperation | HierarchicalOperation | Receiving | Sending] = []  # those of the started calls that somebody has to look at
         self._followers: list[threading.Event] = []
+        self.begun: list[Begun] = []  # calls that only their callers know of, and wait for later
+        self._adopting = threading.RLock()  # before a call that is queued after one of them, and by the progress thread
         self._failure_raised = False
         self._last_caller = 0.0
         self._heard = 0.0
@@ -162,9 +165,9 @@ class Engine:
         """
         self._book.announce(group, next_call)
 
-    def start(self, operation: Operation, timeout_s: float | None) -> None:
-        """Start an operation; it advances whenever somebody drives."""
-        now = time.monotonic()
+    def start(self, operation: Operation, timeout_s: float | None, began: float | None = None) -> None:
+        """Start an operation, which may have begun a while ago; it advances whenever somebody drives."""
+        now = time.monotonic() if began is None else began
         allowed = self._config.collective_timeout_s if timeout_s is None else timeout_s
         operation.started = now
         operation.timeout_s = allowed
@@ -183,6 +186,26 @@ class Engine:
         except BaseException as error:
             self.interrupted(operation, error)
             raise
+
+    def adopt(self) -> None:
+        """Go on with all calls that have begun without the engine: somebody else than their callers has to know of them."""
+        with self._adopting:
+            for begun in list(self.begun):
+                begun.adopt()
+
+    def adopted(self, begun: Begun) -> Operation | None:
+        """Go on with a call that has begun without the engine, and return its operation; None if it is over.
+
+        Raises:
+            TransportError: An exception has struck while the engine was about to go on with it.
+        """
+        with self._adopting:
+            begun.adopt()
+        operation: Operation | None = begun.operation
+        if operation is None and not begun.is_over:
+            self.check()
+            raise InternalError("nobody goes on with a call that has begun")
+        return operation
 
     def wait(self, operation: Operation | Question) -> Any:
         """Drive until an operation or question is over; return its result or raise its error.
@@ -321,6 +344,8 @@ class Engine:
 
     def left_run(self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str) -> None:
         """Tell the group that an exception left `strategy.run` on this rank after `call`."""
+        if self.begun:
+            self.adopt()
         self._tell_beside(
             "left_run", group=group, members=list(members), call=call, epoch_end=epoch_end, reason=reason[:2000]
         )
@@ -331,6 +356,8 @@ class Engine:
         When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
         well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
+        if self.begun:
+            self.adopt()
         if self._book.passed_over(group, members, last, epoch_end, _GONE_ON, self.rank):
             self.is_quiet = False
             self.left_run(group, members, epoch_end, epoch_end + 1, _GONE_ON)
@@ -345,12 +372,14 @@ class Engine:
 
     def is_idle(self, group: int) -> bool:
         """Return whether no call of a group is running or waits to be started."""
+        self.adopt()
         return not any(other == group for other, _ in list(self._active)) and not any(
             operation.group == group for operation in list(self._inbox)
         )
 
     def settle(self, group: int) -> None:
         """Wait until no call of a group is running or waits to be started; who waits for it hears of its errors."""
+        self.adopt()
         for operation in [*list(self._active.values()), *list(self._inbox)]:
             if operation.group == group:
                 with contextlib.suppress(SyncvarError):
@@ -387,6 +416,7 @@ class Engine:
         Raises:
             SyncvarError: A started operation failed.
         """
+        self.adopt()
         left = [f"{one.what} started at {one.site}" for one in [*self._active.values(), *self._inbox] if one.site]
         if left and self.failure is None:
             _log.warning(
@@ -479,6 +509,7 @@ class Engine:
                 continue
             try:
                 self._hear()
+                self.adopt()
                 self._look()
                 self._timers(time.monotonic())
             except Exception as error:  # of no call in particular: those end with their own

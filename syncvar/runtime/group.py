@@ -7,8 +7,7 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from syncvar.errors import ConfigError, InternalError, MismatchError, SyncvarError, UsageError
-from syncvar.loading import Taught
+from syncvar.errors import ConfigError, InternalError, MismatchError, UsageError
 from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
@@ -18,6 +17,7 @@ from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder, Told
 from syncvar.runtime.sites import own_site
 from syncvar.runtime.timeouts import checked_timeout
+from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -66,83 +66,6 @@ class Request:
         self.digest = digest
         self.body = body
         self.make = make
-
-
-class Work(Taught):
-    """A started collective.
-
-    Example:
-        >>> import numpy as np, syncvar as sv
-        >>> work = sv.all_reduce(np.ones(2), async_op=True)
-        >>> work.wait()
-        array([1., 1.])
-    """
-
-    def __init__(self, engine: Engine | None, operation: Operation, *, sends: bool = False) -> None:
-        self._engine = engine
-        self._operation = operation
-        self._sends = sends  # queued writes: others need not go before
-        self._finish: Callable[[Any], Any] | None = None
-
-    def then(self, finish: Callable[[Any], Any]) -> Work:
-        """Make what `finish` makes of the result the result; returns this work."""
-        self._finish = finish
-        return self
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the result.
-
-        Args:
-            timeout: Seconds from now; None leaves the deadline that the call was given. When they have passed the call has failed, as
-                one that meets its deadline, and the group is broken: to look without ending it, ask `done`.
-
-        Raises:
-            SyncvarError: What the collective itself would have raised.
-        """
-        operation = self._operation
-        if self._engine is None:
-            if operation.error is not None:
-                raise operation.error
-            return operation.result if self._finish is None else self._finish(operation.result)
-        try:
-            result = self._wait(timeout)
-        except SyncvarError as error:
-            note = f"the call was started at {operation.site}"
-            if operation.site and note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            raise
-        return result if self._finish is None else self._finish(result)
-
-    def _wait(self, timeout: float | None) -> Any:
-        operation = self._operation
-        assert self._engine is not None
-        if self._engine.queues and not self._sends:
-            send_queued(self._engine)
-        if timeout is not None and not operation.is_over:
-            import time
-
-            allowed = checked_timeout(timeout)
-            until = time.monotonic() + allowed
-            if until < operation.deadline:
-                operation.deadline, operation.timeout_s = until, allowed
-        return self._engine.wait(operation)
-
-    def done(self) -> bool:
-        """Return whether the collective has ended, well or badly; drives it a little."""
-        if self._engine is not None and not self._operation.is_over:
-            if self._engine.queues and not self._sends:
-                for queue in list(self._engine.queues):
-                    queue.start()
-            self._engine.poll()
-        return self._operation.is_over
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end and return the error, or None."""
-        try:
-            self.wait(timeout)
-        except Exception as error:  # the caller asked for it as a value
-            return error
-        return None
 
 
 class _NoOutlet:
@@ -507,6 +430,8 @@ class Communicator:
         elif channel is None or self.size == 1:
             operation = request.make(self.identity, self.members, call, request.digest, request.what, request.body)
         else:
+            if self.engine is not None and self.engine.begun:
+                self.engine.adopt()  # those that come before it in the channel's queue
             steps = staged(channel, call, request.digest, request.body, entry)
             operation = SharedOperation(
                 channel, self.identity, self.members, call, request.digest, request.what, steps

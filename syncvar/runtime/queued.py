@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from syncvar.runtime.engine import Engine
-    from syncvar.runtime.group import Work
+    from syncvar.runtime.work import Work
 
 __all__ = ["Queued", "send_queued"]
 

@@ -24,7 +24,9 @@ from syncvar.runtime.phases import DISAGREE, agreed
 from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
 from syncvar.runtime.shared_reduce import Vector, is_direct, reduce_published, reduce_shared, teach
+from syncvar.runtime.sites import site_of
 from syncvar.runtime.timeouts import checked_timeout
+from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -125,7 +127,7 @@ class Ground(NamedTuple):
 
     def natively(
         self, plain: Shortcut, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
-        tells: bool = False, **copies: Any,
+        tells: bool = False, steps: Callable[[int, Any], Any] | None = None, **copies: Any,
     ) -> Shortcut | None:
         """Return what runs a call through small slots in C, or None where Python has to.
 
@@ -138,6 +140,8 @@ class Ground(NamedTuple):
             apply: The result becomes apply(out, combination).
             detail: What may differ between ranks, see `shared_moves`.
             tells: The call's own check is published beside the one with the detail.
+            steps: Of (number, where the result goes): what is left of a call that has been published; None where calls cannot be begun and
+                waited for later.
             copies: The forms of what is brought and made, and what goes where: see `native.c`.
         """  # fmt: skip
 
@@ -150,11 +154,21 @@ class Ground(NamedTuple):
         def interrupt(number: int, begin: int, error: BaseException, said: Said | None) -> None:
             self.saying(said).interrupt(number, begin, error)
 
+        def adopt(number: int, begin: int, made: Any, timeout: float | None, site: Any, instruction: int | None) -> SharedOperation:
+            """Let the engine go on with a call that is first in the channel's queue, and stays it."""
+            assert steps is not None
+            operation = self._operation(number, begin, steps(number, made), self.channel.last)
+            operation.site = site if instruction is None else site_of(site, instruction)
+            self.channel.queue.popleft()
+            self.engine.start(operation, None if timeout is None else checked_timeout(timeout), begin / 1e9)
+            return operation
+
         made: Shortcut | None = self.channel.slot_call(
             engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             digest=self.told.fingerprint, detail=detail, tells=tells, fold=fold,
             divide=None if divisor is None else np.divide, divisor=b"" if divisor is None else divisor.tobytes(), apply=apply,
             make=np.empty, plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
+            begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt,
             **{"crowd": None, "puts": (), "takes": (), "terms": (), **copies},
         )  # fmt: skip
         return made
@@ -278,6 +292,7 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
     native = ground.natively(
         call, later, brought=(kind, shape), made=(kind, shape), puts=((0, 0, whole, rank),), takes=(),
         terms=tuple((0, 0, whole, other) for other in range(size)), fold=ufunc, divisor=divisor, apply=apply,
+        steps=lambda number, made: rest((digest + number * SPREAD) & MASK, (number << 1) + 2, made),
     )  # fmt: skip
     return native or call
 

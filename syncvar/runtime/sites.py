@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from syncvar.stacks import frames_of
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType
 
     from syncvar.stacks import Frame
 
-__all__ = ["call_site", "main_stack", "own_site"]
+__all__ = ["call_site", "main_stack", "own_site", "site_of"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STARTERS = tuple(os.path.join(_PACKAGE, name) for name in ("begin.py", "bootstrap.py", "forkserver.py"))  # as `__main__`
@@ -36,6 +36,17 @@ def own_site() -> str:
     """Return file:line and function of the caller's innermost frame that is not ours; about a microsecond."""
     frame = _users(sys._getframe())  # noqa: SLF001
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def site_of(code: CodeType, instruction: int) -> str:
+    """Return the same of a place in some code.
+
+    Args:
+        code: Of the function.
+        instruction: Its place there, as `f_lasti` of a frame.
+    """
+    line = next((line for start, end, line in code.co_lines() if start <= instruction < end and line), code.co_firstlineno)
+    return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def main_stack() -> list[Frame]:
