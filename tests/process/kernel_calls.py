@@ -48,6 +48,7 @@ def values(draw, dtype, shape):
 
 def main():
     digest, calls, native = hashlib.sha256(), 0, 0
+    size, rank = sv.world_size(), sv.rank()
     draw = np.random.default_rng([int(sys.argv[1]), sv.rank()])
 
     def take(result):
@@ -58,8 +59,8 @@ def main():
         digest.update(np.ascontiguousarray(result).tobytes())
 
     for dtype in DTYPES:
-        for size in SIZES[sys.argv[2]]:
-            shape = (size,) if size % 2 else (2, size // 2)
+        for count in SIZES[sys.argv[2]]:
+            shape = (count,) if count % 2 else (2, count // 2)
             for op in ops(dtype):
                 for _ in range(2):  # the long way, which prepares; then prepared
                     x = values(draw, dtype, shape)
@@ -73,15 +74,20 @@ def main():
                 sv.all_reduce(x, op, out=wide)
                 take(wide)
                 take(sv.all_reduce(np.asfortranarray(x), op))
+                started = [sv.all_reduce(x, op, async_op=True), sv.all_reduce(x, op=op, out=np.empty_like(made), async_op=True, timeout=30.0)]
+                x[...] = 0  # it was taken
+                for work in started[:: rank % 2 * 2 - 1]:
+                    work.wait()
+                for work in started:
+                    take(work.wait())
                 if made.dtype == x.dtype:
                     same = x.copy()
                     sv.all_reduce(same, op, out=same)
                     take(same)
                     longer = np.concatenate([x.reshape(-1), x.reshape(-1)[:1]])
-                    if size > 1 and len(shape) == 1:
+                    if count > 1 and len(shape) == 1:
                         sv.all_reduce(longer[:-1], op, out=longer[1:])  # overlaps what is brought
                         take(longer[1:])
-    size, rank = sv.world_size(), sv.rank()
     for dtype in DTYPES:
         for rows in SIZES[sys.argv[2]]:
             x = values(draw, dtype, (rows, 2))

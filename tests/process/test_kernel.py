@@ -78,6 +78,41 @@ def test_ops_that_numpy_has_no_loop_for_are_not_looked_for_among_its_loops(launc
     assert job.wait(30) == 0, str(job)
 
 
+STARTED = """
+import numpy as np, syncvar as sv
+from probe import note
+from syncvar.runtime.context import current
+
+x, engine = np.ones(4), current().engine
+for _ in range(3):
+    sv.all_reduce(x)
+sv.barrier()
+works = [sv.all_reduce(1.0 * x, async_op=True, out=out) for out in (None, x)]
+note("started", begun=works[0]._begun is not None)
+assert [work.wait().tolist() for work in works] == [[2.0] * 4] * 2
+work = sv.all_reduce(x, "sum", async_op=True) if sv.rank() else sv.all_reduce(x, "max", async_op=True)  # line 13
+try:
+    work.wait()
+except sv.MismatchError as error:
+    note("refused", notes=error.__notes__)
+work = sv.all_reduce(1.0, async_op=True)
+assert sv.all_reduce(2.0) == 4.0 and work.wait() == 2.0 and work.done() and not engine.begun
+sv.all_reduce(x, async_op=True)  # nobody waits for it
+"""
+
+
+@pytest.mark.needs_kernel
+def test_started_calls_are_published_at_once_and_know_where_they_were_started(launch):
+    job = launch(STARTED, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait(30) == 0, str(job)
+    assert [event["begun"] for event in job.events("started")] == [True, True]
+    refused = job.events("refused")
+    assert len(refused) == 2
+    for event in refused:
+        (said,) = event["notes"]
+        assert said.endswith("script.py:13 in <module>"), said
+
+
 INTERRUPTED = """
 import signal
 import numpy as np, syncvar as sv
