@@ -17,7 +17,7 @@ from launching import await_true, free_ports
 pytestmark = pytest.mark.slow
 
 POD = """
-import os, signal, socket, sys
+import glob, os, signal, socket, sys, time
 plain = socket.getaddrinfo
 first = os.environ["MASTER_ADDR"]
 
@@ -36,7 +36,12 @@ import syncvar as sv
 total = sv.all_reduce(np.arange(3.0))[2]
 sys.stdout.write(f"{os.environ['HOSTNAME']} is rank {sv.rank()} of {sv.world_size()} on host {sv.host_index()}, sum {total:g}, start {sv.restart_count()}\\n")
 sys.stdout.flush()
+open("summed-" + os.environ["HOSTNAME"], "w").close()
 if not os.path.exists("killed") and sv.rank() == int(sys.argv[1]):
+    until = time.monotonic() + 30
+    while len(glob.glob("summed-*")) < sv.world_size():  # what others still need of its part would be lost with it
+        assert time.monotonic() < until, glob.glob("summed-*")
+        time.sleep(0.005)
     open("killed", "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 try:
