@@ -1,9 +1,5 @@
-"""Random programs by both runners over the same memory, and broken ones by the C runner: python program_fuzz.py SEED COUNT [NATIVE].
+"""Random programs by both runners over the same memory, and broken ones by the C runner: python program_fuzz.py SEED COUNT."""
 
-NATIVE is a build of the C kernel that takes the place of the installed one.
-"""
-
-import importlib.util
 import sys
 
 import ml_dtypes
@@ -14,14 +10,6 @@ ARENA_BYTES = 1 << 16
 WORDS = 16  # of an entry
 ABORT = 8
 DTYPES = [np.uint8, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex128]
-
-
-def load(path):
-    """Take a build of the C kernel for the installed one."""
-    spec = importlib.util.spec_from_file_location("syncvar.kernel.native", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules["syncvar.kernel.native"] = made
-    spec.loader.exec_module(made)
 
 
 def channel_over(memory, size):
@@ -172,7 +160,5 @@ def main(seed, count):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3:
-        load(sys.argv[3])
     main(int(sys.argv[1]), int(sys.argv[2]))
     print("the same")

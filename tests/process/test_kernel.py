@@ -2,13 +2,12 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from sanitizing import NOT_LOADED, loaded, sanitized, variables
 
 from syncvar import kernel
 
@@ -210,24 +209,7 @@ def test_entrances_are_like_the_functions_they_stand_for():
 @pytest.mark.needs_kernel
 @pytest.mark.slow
 def test_no_byte_outside_is_touched(launch, tmp_path):
-    """Built with the sanitizers of addresses and of undefined behaviour, which end a process at the first mistake."""
-    compiler = shutil.which("gcc")
-    assert compiler, "apt-get install gcc"
-    source = Path(kernel.__file__).with_name("native.c")
-    built = tmp_path / "native.so"
-    include = f"-I{sysconfig.get_path('include')}"
-    flags = ["-std=c11", "-O1", "-g", "-fPIC", "-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    subprocess.run([compiler, *flags, include, str(source), "-o", str(built)], check=True, timeout=120)
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('syncvar.kernel.native', {str(built)!r})\n"
-        "sys.modules[spec.name] = made = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(made)\n"
-    )
-    library = subprocess.run([compiler, "-print-file-name=libasan.so"], check=True, timeout=60, capture_output=True, text=True).stdout.strip()
-    env = {
-        "LD_PRELOAD": library, "PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(tmp_path),
-    }  # fmt: skip
+    env = sanitized("native", tmp_path)
     job = launch(
         None, workers=3, target=[str(SCRIPT)], arguments=["9", "many"],
         options=["--start-method", "spawn", *(f"--env={name}={value}" for name, value in env.items())],
@@ -237,6 +219,7 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
     seen = [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
     assert len({rank["digest"] for rank in seen}) == 1, seen
     assert all(rank["native"] > 40 for rank in seen)
+    assert loaded(tmp_path) >= 3
 
 
 FUZZ = str(Path(__file__).with_name("program_fuzz.py"))
@@ -251,12 +234,19 @@ def test_both_runners_do_the_same_and_broken_programs_do_no_harm():
 @pytest.mark.slow
 @pytest.mark.needs_kernel
 def test_sanitizers_find_nothing(tmp_path):
-    compiler, library = sysconfig.get_config_var("CC").split(), str(tmp_path / "native.so")
-    sources = sorted(map(str, Path(kernel.__file__).parent.glob("*.c")))
-    flags = ["-std=c11", "-O1", "-g", "-shared", "-fPIC", "-fvisibility=hidden", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    include = sysconfig.get_path("include")
-    subprocess.run([*compiler, *flags, f"-I{include}", *sources, "-o", library], check=True, timeout=300)
-    preload = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-    env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
-    made = subprocess.run([sys.executable, FUZZ, "2", "400", library], capture_output=True, text=True, timeout=500, check=False, env=env)
+    env = {**os.environ, **sanitized("native", tmp_path)}
+    made = subprocess.run([sys.executable, FUZZ, "2", "400"], capture_output=True, text=True, timeout=500, check=False, env=env)
     assert (made.returncode, made.stdout) == (0, "the same\n"), made.stderr[-4000:]
+    assert loaded(tmp_path) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.needs_kernel
+def test_a_module_that_cannot_be_loaded_is_not_replaced_by_the_installed_one(tmp_path):
+    built = tmp_path / "native.so"
+    built.write_bytes(b"no module")
+    env = {**os.environ, **variables("native", built)}
+    made = subprocess.run([sys.executable, FUZZ, "2", "1"], capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert made.returncode == NOT_LOADED, made.stderr
+    assert "native.so" in made.stderr
+    assert loaded(tmp_path) == 0

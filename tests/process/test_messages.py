@@ -1,7 +1,7 @@
 """Messages over real processes: both runners and links, cycles where nobody can move, a rank that is killed in the middle."""
 
 import pytest
-from sanitizing import sanitized
+from sanitizing import loaded, sanitized
 
 SENDING = """
 import numpy as np
@@ -86,6 +86,7 @@ def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
     )  # fmt: skip
     assert job.wait(200) == 0, str(job)
     assert all(event["asked"] < 2700 for event in job.events("talked")), str(job)
+    assert loaded(tmp_path) >= 2
 
 
 KILLED = """
