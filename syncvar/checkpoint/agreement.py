@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from syncvar.checkpoint.manifest import Entry, Piece, Shard, Stored
 from syncvar.checkpoint.sharing import Part, shares
 from syncvar.checkpoint.tensors import itemsize_of
-from syncvar.errors import CheckpointError, Corrupt, MismatchError, NotFound
+from syncvar.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
 __all__ = ["Brought", "Layout", "entries_of", "failure_of", "lay_out", "raise_failures"]
 
@@ -131,7 +131,7 @@ def entries_of(layout: Layout, digests: list[dict[str, str]]) -> dict[str, Entry
 # -- failures of single ranks, told to all ------------------------------------------------------------------------
 
 
-def failure_of(error: CheckpointError) -> list[str]:
+def failure_of(error: SyncvarError) -> list[str]:
     """Return an error as data."""
     if isinstance(error, Corrupt):
         return ["Corrupt", error.key, error.expected, error.actual, error.detail]

@@ -20,10 +20,13 @@ from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.files import Folder, make_folder, read_into
 from syncvar.checkpoint.manifest import DIGEST_BYTES
 from syncvar.checkpoint.naming import MANIFEST, checked_path
+from syncvar.checkpoint.on_servers import taken_alone
 from syncvar.checkpoint.reading import bytes_of
 from syncvar.checkpoint.tensors import CODES, Tensor, header_bytes, header_length, parse_header, stored_shape
 from syncvar.collectives._arguments import as_array
 from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
+from syncvar.optimizers import Optimizer
+from syncvar.strategies.server_variables import ServerVariable
 from syncvar.variables import Variable, VariableAggregation, VariableSynchronization
 from syncvar.wire import DEPTH_MAX, DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
 
@@ -81,7 +84,7 @@ def save(path: Any, value: Any) -> str:
     if os.path.isdir(where):
         raise ConfigError(f"{where} is a folder; sv.save writes one file: sv.save({os.path.join(where, 'model.safetensors')!r}, …)")
     arrays: Arrays = {}
-    skeleton = _parted(value, (), arrays, ())
+    skeleton = _parted(value, (), arrays, (), _on_servers(value))
     names = _names_of(arrays)
     places = [[list(place), name, array.dtype.name, list(array.shape)] for (place, array), name in zip(arrays.items(), names, strict=True)]
     content = pack_object([skeleton, places])
@@ -157,8 +160,30 @@ def load(path: Any) -> Any:
     return _filled(skeleton, (), found)
 
 
-def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...]) -> Any:
-    """Return a value without its arrays, which go into `arrays` by their place.
+def _on_servers(value: Any) -> dict[int, Any]:
+    """Return what a value has on servers, at one version: by the identity of a variable its value, of an optimizer its slots."""
+    variables: list[ServerVariable] = []
+    optimizers: list[Optimizer] = []
+    waiting, seen = [value], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, ServerVariable):
+            variables.append(one)
+        elif isinstance(one, Optimizer):
+            optimizers.append(one)
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif type(one) in (list, tuple):
+            waiting += one
+    values, slots = taken_alone(variables, optimizers)
+    return {**values, **slots}
+
+
+def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]) -> Any:
+    """Return a value without its arrays, which go into `arrays` by their place; what is on servers is in `there`.
 
     Raises:
         ConfigError: Something cannot be saved by one rank.
@@ -173,6 +198,8 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...]) -> 
     if len(above) >= _NESTED_MAX:
         raise ConfigError(f"{shown} is nested more than {_NESTED_MAX} deep, and cannot be saved")
     above = (*above, id(value))
+    if id(value) in there:
+        return _parted(there[id(value)], place, arrays, above, {})
     if isinstance(value, Checkpoint):
         raise ConfigError(f"{shown} is a Checkpoint, which all its ranks write together: checkpoint.save(path), on every rank")
     if isinstance(value, Variable):
@@ -180,15 +207,15 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...]) -> 
         arrays[place] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
         return None
     if isinstance(value, dict):
-        return {_checked_key(key, shown): _parted(item, (*place, key), arrays, above) for key, item in value.items()}
+        return {_checked_key(key, shown): _parted(item, (*place, key), arrays, above, there) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_parted(item, (*place, index), arrays, above) for index, item in enumerate(value))
+        return type(value)(_parted(item, (*place, index), arrays, above, there) for index, item in enumerate(value))
     if callable(getattr(value, "tracked", None)):
-        return _parted(value.tracked(), place, arrays, above)
+        return _parted(value.tracked(), place, arrays, above, there)
     if isinstance(value, np.random.Generator):
-        return _parted(value.bit_generator.state, place, arrays, above)
+        return _parted(value.bit_generator.state, place, arrays, above, there)
     if callable(getattr(value, "state_dict", None)):
-        return _parted(value.state_dict(), place, arrays, above)
+        return _parted(value.state_dict(), place, arrays, above, there)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         array = as_array(value, shown)
         arrays[place] = np.array(array, order="C", copy=True)  # the caller, or another thread, may write to it meanwhile

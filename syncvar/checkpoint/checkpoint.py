@@ -11,21 +11,26 @@ from syncvar.checkpoint.naming import checked_path
 from syncvar.checkpoint.objects import (
     VariableLeaf,
     checked_object,
-    communicator_of_leaves,
     is_nested,
     leaf_of,
     outside,
 )
+from syncvar.checkpoint.on_servers import StepperThere, VariableThere, sorted_out
+from syncvar.checkpoint.one_for_all import SavedElsewhere, restore_for_all
 from syncvar.checkpoint.pending import PendingSave, write_now
-from syncvar.checkpoint.restoring import is_local, restore_leaves
+from syncvar.checkpoint.restoring import Found, check_arguments, is_local, restore_leaves, stage_leaves
 from syncvar.checkpoint.saving import Saving
+from syncvar.checkpoint.together import Alone
 from syncvar.errors import ConfigError
 from syncvar.strategies import get_strategy
+from syncvar.strategies.server_variables import ServerVariable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from syncvar.checkpoint.objects import Leaf
+    from syncvar.checkpoint.on_servers import Collected, Walked
+    from syncvar.checkpoint.together import Together
     from syncvar.runtime.group import Communicator
     from syncvar.variables import Variable
 
@@ -70,7 +75,9 @@ class Checkpoint:
     are saved once where all ranks have the same, else each rank's own. Nothing is pickled.
 
     The ranks that save are the replicas of its variables (without variables: those of the strategy in force). All must have the
-    same objects under the same names; NONE variables may exist on some only.
+    same objects under the same names; NONE variables may exist on some only. Where all its variables are on servers, rank 0 saves
+    alone, from one version of all of them, while the others go on: their calls return at once. Rank 0 restores them, as one
+    transaction, and the others wait for that.
 
     Args:
         objects: By name.
@@ -172,7 +179,7 @@ class Checkpoint:
         after: Callable[[], None] | None = None,
         refused: Exception | None = None,
     ) -> str | PendingSave:
-        leaves, communicator, missing = self._collect()
+        leaves, communicator, missing, there = self._collect()
         refused = refused or missing
         with outside():
             self._finish_pending()
@@ -182,7 +189,18 @@ class Checkpoint:
                     "%d entries of the checkpoint that was restored from %s wait for their objects, and are not part of %s: %s",
                     len(waiting.keys), waiting.path, path, ", ".join(sorted(waiting.keys)[:8]),
                 )  # fmt: skip
-            saving = Saving(leaves, refused, communicator, path, step, metric, timeout, guard)
+            saving: Saving | SavedElsewhere
+            if refused is None and isinstance(communicator, Alone) and communicator.rank:
+                saving = SavedElsewhere(path)
+            else:
+                pushes: dict[int, int] = {}
+                if there is not None and communicator.member_rank == 0 and refused is None:
+                    try:
+                        on_servers, pushes = there.taken(timeout)
+                        leaves = sorted([*leaves, *on_servers], key=lambda leaf: leaf.key)
+                    except Exception as error:  # told to the other ranks where there are some
+                        refused = error
+                saving = Saving(leaves, refused, communicator, path, step, metric, timeout, guard, pushes)
             if async_op:
                 pending = PendingSave(saving, communicator.member_rank, after)
                 self.__dict__["_pending"] = pending
@@ -231,32 +249,83 @@ class Checkpoint:
         Cost: every rank reads all values, and of the copies its own; two exchanges of some bytes.
         """
         where, refused = _path_or_error(path)
-        leaves, communicator, missing = self._collect()
+        self._restore(where, None, restore_policy, timeout, partial=partial, refused=refused)
+
+    def _restore(
+        self,
+        path: str | None,
+        find: Callable[[], str | None] | None,
+        policy: Any,
+        timeout: float | None,
+        *,
+        partial: bool,
+        refused: Exception | None = None,
+    ) -> str | None:
+        """Restore from a path, or, where one worker restores for all, from what `find` finds there; returns the path."""
+        collected = self._collect()
         with outside():
             self._finish_pending()
-            identity, left = restore_leaves(
-                leaves, communicator, where, restore_policy, timeout, partial=partial, refused=refused or missing
+            found_at, found = self._restored(
+                collected._replace(refused=refused or collected.refused), collected.group, path, find, policy, timeout, partial=partial
             )
-        waiting = _Waiting(where, identity, restore_policy, timeout, set(left))
+        if found_at is None:
+            return None
+        waiting = _Waiting(found_at, found.identity, policy, timeout, set(found.left))
         self.__dict__["_waiting"] = waiting
         for name, value in list(self._objects.items()):
             self._follow(name, value)
+        return found_at
 
-    def _restore_late(self, leaves: list[Leaf]) -> None:
+    @staticmethod
+    def _restored(
+        collected: Collected,
+        group: Together | None,
+        path: str | None,
+        find: Callable[[], str | None] | None,
+        policy: Any,
+        timeout: float | None,
+        *,
+        partial: bool,
+        identity: str | None = None,
+        prefix: str = "",
+    ) -> tuple[str | None, Found]:
+        """Restore objects, by the group that they belong to."""
+        leaves, _, refused, there = collected
+        everything = leaves if there is None else [*leaves, *there.leaves()]
+        if isinstance(group, Alone):
+            assert there is not None, "whoever restores alone does so for what is on servers"
+            check_arguments(policy, partial)
+            if refused is not None:
+                raise refused
+
+            def stage(where: str) -> tuple[list[tuple[Leaf, Any]], Found]:
+                return stage_leaves(everything, group, where, policy, identity, prefix, partial=partial)
+
+            return restore_for_all(everything, there, group, path, find or (lambda: path), stage, timeout, partial=partial)
+        assert path is not None, "ranks that restore together agree on the path before"
+        last = None if there is None else there.restored_by_all(path, timeout)
+        found = restore_leaves(
+            everything, group, path, policy, timeout, partial=partial, identity=identity, prefix=prefix, refused=refused, last=last
+        )
+        return path, found
+
+    def _restore_late(self, leaves: Sequence[Walked]) -> None:
         """Restore objects that came after `restore`, from the entries that wait for them."""
         waiting = self._waiting
         if waiting is None:
             return
-        wanted = [leaf for leaf in leaves if waiting.prefix + leaf.key in waiting.keys]
-        if not wanted:
+        wanted = [leaf for leaf in leaves if waiting.prefix + leaf.key in waiting.keys or isinstance(leaf, StepperThere)]
+        if all(isinstance(leaf, StepperThere) for leaf in wanted):
             return
-        communicator = None if is_local(wanted) else communicator_of_leaves(wanted, _default)
+        collected = sorted_out(wanted, _default)
+        group = None if collected.there is None and is_local(collected.leaves) else collected.group
         with outside():
-            restore_leaves(
-                wanted, communicator, waiting.path, waiting.policy, waiting.timeout,
+            self._restored(
+                collected, group, waiting.path, None, waiting.policy, waiting.timeout,
                 partial=False, identity=waiting.identity, prefix=waiting.prefix,
             )  # fmt: skip
-        waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in wanted)
+        taken = [*collected.leaves, *([] if collected.there is None else collected.there.leaves())]
+        waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in taken)
 
     def _follow(self, key: str, value: Any) -> None:
         """Let nested checkpoints, and slots that are made later, have the entries that wait for them."""
@@ -283,19 +352,20 @@ class Checkpoint:
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
-    def _collect(self) -> tuple[list[Leaf], Communicator, Exception | None]:
-        """Return everything it holds, by key; the group that saves it; and what cannot be saved, for the group to be told."""
-        leaves: list[Leaf] = []
+    def _collect(self) -> Collected:
+        """Return everything it holds."""
+        leaves: list[Walked] = []
         refused: Exception | None = None
         for name, value in self._objects.items():
             try:
                 leaves += list(self._walk(name, value))
             except Exception as error:
                 refused = refused or error
-        leaves.sort(key=lambda leaf: leaf.key)
-        return leaves, communicator_of_leaves(leaves, _default), refused
+        return sorted_out(leaves, _default, refused)
 
-    def _walk(self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None) -> Iterator[Leaf]:
+    def _walk(
+        self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None
+    ) -> Iterator[Walked]:
         """Yield the leaves of an object under a key."""
         if id(value) in above:
             raise ConfigError(f"{key!r} holds itself: a checkpoint must not be nested in itself")
@@ -309,6 +379,10 @@ class Checkpoint:
         elif callable(getattr(value, "tracked", None)):
             for name, variable in value.tracked().items():
                 yield VariableLeaf(f"{key}/{name}", variable)
+            if getattr(value, "elsewhere", None) is not None:
+                yield StepperThere(key, value)
+        elif isinstance(value, ServerVariable):
+            yield VariableThere(key, value)
         else:
             put = self._replacing(key) if replace is None else replace
             yield leaf_of(key, value, None if put is _refuse else put)

@@ -18,14 +18,15 @@ from syncvar.checkpoint.preemption import EXIT_CODE, Notice
 from syncvar.checkpoint.reading import read_manifest
 from syncvar.checkpoint.retention import Kept, best_of, superfluous
 from syncvar.checkpoint.saving import checked_metric
+from syncvar.checkpoint.together import Alone, gathered
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.objects import gather_objects
 from syncvar.errors import CheckpointError, ConfigError, MismatchError
 from syncvar.loading import Taught, unexpected
-from syncvar.runtime.context import current, shutdown
+from syncvar.runtime.context import joined, shutdown
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.pending import PendingSave
+    from syncvar.checkpoint.together import Together
     from syncvar.runtime.group import Communicator
 
 __all__ = ["CheckpointManager"]
@@ -99,7 +100,7 @@ class CheckpointManager(Taught):
         self._saved: tuple[int, float | None] | None = None  # the last step that was saved here
         self._notice = Notice(listens=on_preemption)
         weakref.finalize(self, self._notice.close)
-        self._group: tuple[Any, Communicator] | None = None
+        self._group: tuple[Any, Together] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +195,9 @@ class CheckpointManager(Taught):
 
         Cost: as `Checkpoint.save`, and one exchange more.
         """
-        communicator = self._checkpoint._collect()[1]  # noqa: SLF001  (the manager is the checkpoint's other half)
+        communicator = self._checkpoint._collect().group  # noqa: SLF001  (the manager is the checkpoint's other half)
+        if isinstance(communicator, Alone) and communicator.rank and step is None:
+            raise ConfigError("rank 0 saves what is on servers, and other workers do not know how often it has: say the step, manager.save(step)")
 
         def bring() -> list[Any]:
             if step is not None:
@@ -204,7 +207,7 @@ class CheckpointManager(Taught):
             return [self._directory, step, None if rated is None else repr(rated), found[-1].step + 1 if found else 0]
 
         communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
-        everyone = gather_objects(communicator, "checkpoint step", bring, timeout)
+        everyone = gathered(communicator, "checkpoint step", bring, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             table = {
                 communicator.members[rank]: f"step {one[1]}, metric {one[2]}, directory {one[0]!r:.200}"
@@ -275,9 +278,11 @@ class CheckpointManager(Taught):
         Raises:
             CheckpointError: As `Checkpoint.restore`. `checkpoints` lists the others.
         """
-        communicator = self._checkpoint._collect()[1]  # noqa: SLF001
+        communicator = self._checkpoint._collect().group  # noqa: SLF001
+        if isinstance(communicator, Alone):
+            return self._checkpoint._restore(None, lambda: self.latest, restore_policy, timeout, partial=partial)  # noqa: SLF001
         self._checkpoint._finish_pending()  # noqa: SLF001
-        path = gather_objects(
+        path = gathered(
             communicator, "checkpoint latest", lambda: self.latest if communicator.member_rank == 0 else None, timeout
         )[0]
         if path is not None:
@@ -285,11 +290,11 @@ class CheckpointManager(Taught):
         found: str | None = path
         return found
 
-    def _communicator(self) -> Communicator:
+    def _communicator(self) -> Together:
         """Return the group of the checkpoint, which is looked for again only where something has changed."""
-        state = current(), len(self._checkpoint._objects)  # noqa: SLF001
+        state = joined(), len(self._checkpoint._objects)  # noqa: SLF001
         if self._group is None or self._group[0] != state:
-            self._group = state, self._checkpoint._collect()[1]  # noqa: SLF001
+            self._group = state, self._checkpoint._collect().group  # noqa: SLF001
         return self._group[1]
 
     # -- stopping -------------------------------------------------------------------------------------------------
@@ -318,10 +323,9 @@ class CheckpointManager(Taught):
         if not self._must_stop and self._asked % self._check_every == 0:
             pending = self._checkpoint._pending  # noqa: SLF001
             is_writing = pending is not None and not pending.done()
-            mine = np.array([self._notice.is_given, is_writing], np.uint8)
-            must_stop, somebody_writes = communicator.perform(
-                "should_stop", lambda: reduce_request(communicator, mine, "max", name="should_stop"), timeout
-            ).tolist()
+            must_stop, somebody_writes = int(self._notice.is_given), int(is_writing)
+            if not isinstance(communicator, Alone):
+                must_stop, somebody_writes = _most(communicator, [must_stop, somebody_writes], timeout)
             self._must_stop = bool(must_stop)
             if pending is not None and not somebody_writes:
                 self._checkpoint._finish_pending()  # noqa: SLF001
@@ -342,10 +346,19 @@ class CheckpointManager(Taught):
         """
         if step is None or self._saved != (step, checked_metric(metric)):
             self.save(step, metric, timeout=timeout)
-        rank = current().rank
+        rank = self._communicator().rank
         self._notice.end()
         self.close()
         shutdown()
         if rank == 0:
             _log.warning("stopped as asked; %s has all that is needed to go on", self.latest)
         raise SystemExit(EXIT_CODE)
+
+
+def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:
+    """Return for each place whether a rank has something there."""
+    flags = np.array(mine, np.uint8)
+    made: list[int] = communicator.perform(
+        "should_stop", lambda: reduce_request(communicator, flags, "max", name="should_stop"), timeout
+    ).tolist()
+    return made

@@ -131,6 +131,7 @@ class Manifest:
         metric: How good it is, or None.
         shards: By the rank that wrote them.
         entries: By key.
+        pushes: Rank -> how many of its pushes are in the variables on servers; empty where there are none.
     """
 
     identity: str
@@ -139,6 +140,7 @@ class Manifest:
     metric: float | None = None
     shards: dict[int, Shard] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
+    pushes: dict[int, int] = field(default_factory=dict)
 
     def shard_file(self, rank: int) -> str:
         """Return the name of the file that a rank wrote."""
@@ -165,6 +167,8 @@ class Manifest:
             },
             "entries": {key: _entry_body(entry) for key, entry in self.entries.items()},
         }
+        if self.pushes:
+            body["pushes"] = {str(rank): count for rank, count in self.pushes.items()}
         body["digest"] = _own_digest(body)
         return json.dumps(body, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n"
 
@@ -195,6 +199,7 @@ class Manifest:
                 None if body["metric"] is None else float(_is(body["metric"], str)),
                 {_index(rank): _shard(one) for rank, one in _is(body["shards"], dict).items()},
                 {key: _entry(one) for key, one in _is(body["entries"], dict).items()},
+                {_index(rank): _number(count, 0, 1 << 62) for rank, count in _is(body.get("pushes", {}), dict).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the manifest is not of the right form: {type(error).__name__}: {str(error)[:200]}") from None

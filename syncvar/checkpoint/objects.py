@@ -19,6 +19,7 @@ import numpy as np
 
 from syncvar.checkpoint.agreement import Brought
 from syncvar.checkpoint.manifest import digest_of
+from syncvar.checkpoint.together import Alone
 from syncvar.errors import CheckpointError, ConfigError, WireError
 from syncvar.runtime.context import current
 from syncvar.variables import Variable, VariableSynchronization
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import Entry, Stored
+    from syncvar.checkpoint.together import Together
     from syncvar.runtime.group import Communicator
 
-__all__ = ["KEEP", "Leaf", "PlainLeaf", "VariableLeaf", "checked_object", "communicator_of_leaves", "is_nested", "leaf_of", "outside"]
+__all__ = [
+    "KEEP", "Leaf", "PlainLeaf", "VariableLeaf", "checked_object", "communicator_of_leaves", "is_nested", "leaf_of", "outside",
+    "require_fit", "require_kind",
+]  # fmt: skip
 
 _log = logging.getLogger("syncvar")
 
@@ -46,8 +51,10 @@ class Leaf(Protocol):
     """One thing under one key."""
 
     key: str
+    is_optional: bool
+    """Whether a checkpoint may have no entry for it."""
 
-    def bring(self, communicator: Communicator) -> Brought:
+    def bring(self, communicator: Together) -> Brought:
         """Return what this rank has.
 
         Raises:
@@ -57,7 +64,7 @@ class Leaf(Protocol):
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Communicator) -> Any:
+    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
         """Return what `put` takes, or KEEP, without changing anything.
 
         Raises:
@@ -74,13 +81,15 @@ class Leaf(Protocol):
 class VariableLeaf:
     """A variable."""
 
+    is_optional = False
+
     def __init__(self, key: str, variable: Variable) -> None:
         self.key = key
         self.variable = variable
         self._reading = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.SYNC)
         self.is_own = variable.synchronization is VariableSynchronization.NONE or self._reading.error is not None
 
-    def bring(self, communicator: Communicator) -> Brought:
+    def bring(self, communicator: Together) -> Brought:
         """Return its mode, dtype and shape."""
         variable = self.variable
         replicas = variable.strategy.communicator
@@ -103,12 +112,12 @@ class VariableLeaf:
             return self.variable.sync()
         return self.variable.read_value()
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Communicator) -> Any:
+    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
         """Return this replica's new copy."""
         del communicator  # its own replicas count
         variable = self.variable
         replicas = variable.strategy.communicator
-        _require_kind(self.key, entry, "variable", f"variable {variable.name!r}")
+        require_kind(self.key, entry, "variable", f"variable {variable.name!r}")
         stored = entry.choose(self.key, replicas.member_rank, replicas.size, policy, own=self.is_own)
         parts = [] if stored is None else [stored]
         if variable._are_parts and entry.copies and entry.replicas != replicas.size:  # noqa: SLF001
@@ -116,18 +125,10 @@ class VariableLeaf:
         if not parts:
             return KEEP
         for one in parts:
-            self._require_fit(one)
+            require_fit(self.key, one, variable.dtype.name, variable.shape, f"variable {variable.name!r}")
         value = _mean_of([read(one) for one in parts])
         action = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.ASSIGN)
         return share_of(value, replicas.size, replicas.member_rank) if action.effect is Effect.SHARE else value
-
-    def _require_fit(self, stored: Stored) -> None:
-        variable = self.variable
-        if stored.dtype != variable.dtype.name or stored.shape != variable.shape:
-            raise CheckpointError(
-                f"{self.key!r}: the checkpoint has {stored.words}, variable {variable.name!r} is "
-                f"{variable.dtype.name}{list(variable.shape)}"
-            )
 
     def now(self) -> Any:
         """Return this replica's copy; writes that wait are made first."""
@@ -158,14 +159,17 @@ class PlainLeaf:
         check: Looks at a state, and raises CheckpointError if it does not fit; may be None.
     """
 
+    is_optional = False
+
     def __init__(
         self, key: str, kind: str, get: Callable[[], Any], put: Callable[[Any], None], check: Callable[[Any], None] | None = None
     ) -> None:
         self.key = key
         self._kind, self._get, self._put, self._check = kind, get, put, check
         self._packed = b""
+        self.told: list[bytes | None] = []  # what each worker is to have, where one restores for all
 
-    def bring(self, communicator: Communicator) -> Brought:
+    def bring(self, communicator: Together) -> Brought:
         """Return the length and digest of its state, which is taken now."""
         self._packed = packed(self._get(), self.key)
         everyone = tuple(range(communicator.size))
@@ -176,21 +180,38 @@ class PlainLeaf:
         """Return the bytes that were taken."""
         return np.frombuffer(self._packed, np.uint8)
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Communicator) -> Any:
+    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
         """Return the state."""
-        _require_kind(self.key, entry, self._kind, f"a {self._kind}")
-        stored = entry.choose(self.key, communicator.member_rank, communicator.size, policy, own=True)
+        require_kind(self.key, entry, self._kind, f"a {self._kind}")
+        if isinstance(communicator, Alone):
+            workers = 1 if entry.value is not None else communicator.workers
+            self.told = [self._read(entry, read, policy, rank, workers) for rank in range(workers)]
+            packed_state = self.told[0]
+        else:
+            packed_state = self._read(entry, read, policy, communicator.member_rank, communicator.size)
+        return KEEP if packed_state is None else self.accept(packed_state)
+
+    def _read(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, rank: int, ranks: int) -> bytes | None:
+        stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:
             _log.warning(
                 "%r differed between the %d ranks that saved it, and rank %d keeps its own: restore_policy='cycle' gives it one of theirs, "
                 "'error' refuses; state that is to be equal (buffers of a model) is made equal before it is saved",
-                self.key, entry.replicas, communicator.member_rank,
+                self.key, entry.replicas, rank,
             )  # fmt: skip
-            return KEEP
+            return None
         if stored.dtype != "uint8" or len(stored.shape) != 1:
             raise CheckpointError(f"{self.key!r}: the checkpoint has {stored.words}, where the bytes of a state should be")
+        return read(stored).tobytes()
+
+    def accept(self, data: bytes) -> Any:
+        """Return the state that bytes hold.
+
+        Raises:
+            CheckpointError: They hold none, or it does not fit.
+        """
         try:
-            state = unpack_object(read(stored).tobytes())
+            state = unpack_object(data)
         except (WireError, ConfigError) as error:
             raise CheckpointError(f"{self.key!r}: the state cannot be read: {error}") from error
         if self._check is not None:
@@ -283,7 +304,14 @@ def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _require_kind(key: str, entry: Entry, kind: str, what: str) -> None:
+def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], what: str) -> None:
+    """Raise CheckpointError unless an array of a checkpoint has this dtype and shape."""
+    if stored.dtype != dtype or stored.shape != shape:
+        raise CheckpointError(f"{key!r}: the checkpoint has {stored.words}, {what} is {dtype}{list(shape)}")
+
+
+def require_kind(key: str, entry: Entry, kind: str, what: str) -> None:
+    """Raise CheckpointError unless an entry is of a kind."""
     if entry.kind != kind:
         raise CheckpointError(f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}")
 

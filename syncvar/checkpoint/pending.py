@@ -14,6 +14,7 @@ from syncvar.errors import CheckpointError, DeadlineExceeded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncvar.checkpoint.one_for_all import SavedElsewhere
     from syncvar.checkpoint.saving import Saving
 
 __all__ = ["PendingSave", "write_now"]
@@ -21,7 +22,7 @@ __all__ = ["PendingSave", "write_now"]
 _log = logging.getLogger("syncvar")
 
 
-def write_now(saving: Saving) -> list[Any] | CheckpointError:
+def write_now(saving: Saving | SavedElsewhere) -> list[Any] | CheckpointError:
     """Write this rank's part; return what the commit has to know. Raises nothing but what ends the program."""
     try:
         return saving.write()
@@ -53,7 +54,7 @@ class PendingSave:
         array([1., 2.], dtype=float32)
     """
 
-    def __init__(self, saving: Saving, rank: int, after: Callable[[], None] | None = None) -> None:
+    def __init__(self, saving: Saving | SavedElsewhere, rank: int, after: Callable[[], None] | None = None) -> None:
         self._saving = saving
         self._after = after
         self._written: list[list[Any] | CheckpointError] = []
@@ -123,7 +124,7 @@ class PendingSave:
         return None
 
 
-def _give_up(saving: Saving, thread: threading.Thread, process: int) -> None:
+def _give_up(saving: Saving | SavedElsewhere, thread: threading.Thread, process: int) -> None:
     """Remove what nobody committed."""
     if os.getpid() != process:
         return

@@ -9,26 +9,51 @@ What changes is kept until all ranks say that it went well; an object that refus
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.checkpoint.agreement import failure_of, raise_failures
 from syncvar.checkpoint.objects import KEEP, VariableLeaf
 from syncvar.checkpoint.reading import Source
-from syncvar.collectives.objects import gather_objects
+from syncvar.checkpoint.together import gathered
 from syncvar.errors import CheckpointError, ConfigError, NotFound
 from syncvar.variables import VariableSynchronization
 
 if TYPE_CHECKING:
 
+    from collections.abc import Callable
+
     from syncvar.checkpoint.objects import Leaf
+    from syncvar.checkpoint.together import Together
     from syncvar.runtime.group import Communicator
 
-__all__ = ["POLICIES", "is_local", "restore_leaves"]
+__all__ = ["POLICIES", "Found", "check_arguments", "is_local", "restore_leaves", "stage_leaves"]
 
 POLICIES = ("same_rank_or_initial", "cycle", "error")
 _TRIES = 3  # of one rank
 _ROUNDS = 10  # of all: one saved meanwhile makes some ranks see the old one, and some the new one
 _NOTHING = "nothing was restored"
+
+
+class Found(NamedTuple):
+    """A checkpoint that has been read.
+
+    Args:
+        identity: Which.
+        left: Its keys that no object has taken.
+        pushes: Rank -> how many of its pushes to servers are in it.
+    """
+
+    identity: str = ""
+    left: frozenset[str] = frozenset()
+    pushes: dict[int, int] = {}  # noqa: RUF012  (never changed)
+
+
+def check_arguments(policy: Any, partial: Any) -> None:
+    """Raise ConfigError about arguments of a restore."""
+    if policy not in POLICIES:
+        raise ConfigError(f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}")
+    if not isinstance(partial, bool):
+        raise ConfigError(f"partial must be True or False, not {partial!r:.60}")
 
 
 def restore_leaves(
@@ -42,7 +67,8 @@ def restore_leaves(
     identity: str | None = None,
     prefix: str = "",
     refused: Exception | None = None,
-) -> tuple[str, frozenset[str]]:
+    last: Callable[[], None] | None = None,
+) -> Found:
     """Restore objects from a checkpoint. Collective, unless there is no group.
 
     Args:
@@ -55,9 +81,10 @@ def restore_leaves(
         identity: The checkpoint must be this one; None for any.
         prefix: What the keys in the checkpoint have before those of the leaves.
         refused: Why an object cannot be restored, for the others to be told; or None.
+        last: What the first rank does when all others have theirs: restores what is on servers.
 
     Returns:
-        (the checkpoint's identity, its keys that no leaf has taken).
+        What was found.
 
     Raises:
         ConfigError: A wrong policy.
@@ -65,22 +92,19 @@ def restore_leaves(
     """
     staged: list[tuple[Leaf, Any]] = []
     mine: CheckpointError | None = None
-    found: tuple[str, frozenset[str]] = ("", frozenset())
+    found = Found()
 
     def stage() -> list[Any]:
         nonlocal staged, mine, found
         if refused is not None:
             raise refused
-        if policy not in POLICIES:
-            raise ConfigError(f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}")
-        if not isinstance(partial, bool):
-            raise ConfigError(f"partial must be True or False, not {partial!r:.60}")
+        check_arguments(policy, partial)
         try:
-            staged, found = _stage(leaves, communicator, path, policy, identity, prefix, partial=partial)
+            staged, found = stage_leaves(leaves, communicator, path, policy, identity, prefix, partial=partial)
         except CheckpointError as error:
             mine = error
             return [failure_of(error), ""]
-        return [None, found[0]]
+        return [None, found.identity]
 
     if communicator is None:
         stage()
@@ -93,11 +117,11 @@ def restore_leaves(
     members = communicator.members
     before: list[str] = []
     for _ in range(_ROUNDS):
-        everyone = gather_objects(communicator, "checkpoint restore", stage, timeout)
+        everyone = gathered(communicator, "checkpoint restore", stage, timeout)
         raise_failures({members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None}, mine, _NOTHING)
         seen = [one[1] for one in everyone]
         if len(set(seen)) == 1:
-            _put(staged, communicator, timeout)
+            _put(staged, communicator, timeout, last)
             return found
         if seen == before:  # nothing is replaced, each rank has another one for good
             raise CheckpointError(
@@ -111,10 +135,10 @@ def restore_leaves(
     )
 
 
-def _stage(
-    leaves: list[Leaf], communicator: Communicator | None, path: str, policy: str, identity: str | None, prefix: str,
+def stage_leaves(
+    leaves: list[Leaf], communicator: Together | None, path: str, policy: str, identity: str | None, prefix: str,
     *, partial: bool,
-) -> tuple[list[tuple[Leaf, Any]], tuple[str, frozenset[str]]]:  # fmt: skip
+) -> tuple[list[tuple[Leaf, Any]], Found]:  # fmt: skip
     """Read everything; once more if the checkpoint is replaced while it is read."""
     for left in reversed(range(_TRIES)):
         with Source(path) as source:
@@ -129,7 +153,7 @@ def _stage(
                 for leaf in leaves:
                     entry = manifest.entries.get(prefix + leaf.key)
                     if entry is None:
-                        missing.append(leaf.key)
+                        missing += [] if leaf.is_optional else [leaf.key]
                         continue
                     value = leaf.stage(entry, functools.partial(source.array, prefix + leaf.key), policy, communicator or _alone(leaf))
                     if value is not KEEP:
@@ -145,7 +169,7 @@ def _stage(
                     continue
                 raise
             taken = {prefix + leaf.key for leaf in leaves}
-            return found, (manifest.identity, frozenset(manifest.entries.keys() - taken))
+            return found, Found(manifest.identity, frozenset(manifest.entries.keys() - taken), manifest.pushes)
     raise CheckpointError(f"the checkpoint at {path} was replaced again and again while it was read")
 
 
@@ -155,7 +179,9 @@ def _alone(leaf: Leaf) -> Communicator:
     return communicator
 
 
-def _put(staged: list[tuple[Leaf, Any]], communicator: Communicator, timeout: float | None) -> None:
+def _put(
+    staged: list[tuple[Leaf, Any]], communicator: Communicator, timeout: float | None, last: Callable[[], None] | None
+) -> None:
     """Change everything; take it back on all ranks if an object of one refuses."""
     before: list[tuple[Leaf, Any]] = []
     key = ""
@@ -171,7 +197,15 @@ def _put(staged: list[tuple[Leaf, Any]], communicator: Communicator, timeout: fl
     def told() -> str | None:
         return None if failure is None else f"{key!r} refused its state: {type(failure).__name__}: {failure}"[:500]
 
-    everyone = gather_objects(communicator, "checkpoint restored", told, timeout)
+    everyone = gathered(communicator, "checkpoint restored", told, timeout)
+    if last is not None and not any(everyone):
+        try:
+            if communicator.member_rank == 0:
+                key = "what is on servers"
+                last()
+        except Exception as error:
+            failure = error
+        everyone = gathered(communicator, "servers restored", told, timeout)
     refused = {communicator.members[rank]: ["CheckpointError", one] for rank, one in enumerate(everyone) if one is not None}
     if not refused:
         return

@@ -31,7 +31,7 @@ from syncvar.checkpoint.manifest import DIGEST_BYTES, Manifest, digest_of
 from syncvar.checkpoint.naming import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.reading import bytes_of, read_manifest
 from syncvar.checkpoint.tensors import header_bytes, itemsize_of
-from syncvar.collectives.objects import gather_objects
+from syncvar.checkpoint.together import Alone, gathered
 from syncvar.errors import CheckpointError, ConfigError, MismatchError, NotFound, UsageError
 from syncvar.runtime.context import current
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.objects import Leaf
-    from syncvar.runtime.group import Communicator
+    from syncvar.checkpoint.together import Together
 
 __all__ = ["Saving"]
 
@@ -60,6 +60,7 @@ class Saving:
         step: Of the program, or None.
         metric: How good it is, or None.
         timeout: Seconds that a call of the group waits.
+        pushes: Rank -> how many of its pushes to servers are in what is saved; on rank 0.
         guard: Called on rank 0 before anything is touched; raises CheckpointError.
 
     Raises:
@@ -72,17 +73,19 @@ class Saving:
         self,
         leaves: list[Leaf],
         refused: Exception | None,
-        communicator: Communicator,
+        communicator: Together,
         path: str,
         step: int | None,
         metric: float | None,
         timeout: float | None,
         guard: Callable[[], None] | None = None,
+        pushes: dict[int, int] | None = None,
     ) -> None:
         communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
         self.path = path
         self._step, self._metric = step, metric
-        self._context = current()
+        self._pushes = pushes or {}
+        self._context = None if isinstance(communicator, Alone) else current()  # who saves alone need not have joined
         self._communicator = communicator
         self._rank = communicator.member_rank
         self._timeout = timeout
@@ -128,7 +131,7 @@ class Saving:
             metric = None if self._metric is None else repr(self._metric)
             return [self.path, self._step, metric, {key: [*one] for key, one in brought.items()}, said]
 
-        everyone = gather_objects(communicator, "checkpoint save", bring, self._timeout)
+        everyone = gathered(communicator, "checkpoint save", bring, self._timeout)
         self._identity, failure = everyone[0][4]
         if failure is not None:
             raise_failures({communicator.members[0]: failure}, mine, _NOTHING)
@@ -229,7 +232,7 @@ class Saving:
             CheckpointError: On every rank, if one could not write. What was there before is as it was.
             UsageError: This process has left the job; nothing was saved.
         """
-        if self._context.is_closed:
+        if self._context is not None and self._context.is_closed:
             self.discard()
             raise UsageError(
                 f"this process left the job (sv.shutdown) before the checkpoint {self.path} was committed, so it does not exist: "
@@ -241,7 +244,7 @@ class Saving:
         mine = written if isinstance(written, CheckpointError) else None
         told = [failure_of(written), None] if isinstance(written, CheckpointError) else [None, written]
         try:
-            everyone = gather_objects(communicator, "checkpoint written", lambda: told, timeout)
+            everyone = gathered(communicator, "checkpoint written", lambda: told, timeout)
             failures = {communicator.members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None}
             if failures:
                 self._discard()
@@ -260,7 +263,7 @@ class Saving:
                     return [failure_of(error), self._is_visible()]
                 return None
 
-            sealed = gather_objects(communicator, "checkpoint committed", seal, timeout)[0]
+            sealed = gathered(communicator, "checkpoint committed", seal, timeout)[0]
             if sealed is not None:
                 failure, is_visible = sealed
                 if not is_visible:
@@ -284,7 +287,7 @@ class Saving:
     def _write_manifest(self, written: list[Any]) -> None:
         shards = {rank: shard for rank, one in enumerate(written) if (shard := shard_of(one[0])) is not None}
         entries = entries_of(self._layout, [one[1] for one in written])
-        manifest = Manifest(self._identity, self._communicator.size, self._step, self._metric, shards, entries)
+        manifest = Manifest(self._identity, self._communicator.size, self._step, self._metric, shards, entries, self._pushes)
         with Folder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
             with contextlib.suppress(CheckpointError):

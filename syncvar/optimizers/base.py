@@ -29,6 +29,7 @@ from syncvar.optimizers.call import (
     whose,
 )
 from syncvar.optimizers.clipping import Clipping
+from syncvar.optimizers.elsewhere import Elsewhere, stepper_of
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
@@ -54,7 +55,6 @@ __all__ = ["Optimizer"]
 _STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: no two steps below 2**64 give the same
 _DIGEST_MASK = (1 << 64) - 1
 _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
-_ONLY_HERE: dict[str, Any] = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
 _NONFINITE = ("allow", "error", "skip")
 
 
@@ -107,7 +107,7 @@ class Optimizer(Taught, Rule):
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._bases: dict[Any, tuple[Any, ...]] = {}
         self._variables_of_step: tuple[int, ...] | None = None
-        self._steps_elsewhere = 0  # of variables on servers, by this worker
+        self._elsewhere = Elsewhere(type(self).__name__, self._settings)
         self._refused: str | None = None  # why an earlier call of this step was refused here
 
     # -- what it is -----------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Optimizer(Taught, Rule):
     def iterations(self) -> int:
         """Steps made so far."""
         made = self._slots.iterations
-        return self._steps_elsewhere if made is None else int(copy_of(made))
+        return self._elsewhere.steps if made is None else int(copy_of(made))
 
     @property
     def variables(self) -> list[Variable]:
@@ -139,6 +139,11 @@ class Optimizer(Taught, Rule):
         "w/m", and "NONE:<variable>/<slot>" for NONE variables, whose names are a namespace of their own.
         """
         return dict(self._slots.tracked)
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """What it knows of variables on servers; None where it steps others. Of use to this package only."""
+        return self._elsewhere if self._slots.iterations is None else None
 
     def on_build(self, listener: Callable[[dict[str, Variable]], None]) -> None:
         """Call `listener(new variables by key)` whenever slots have been made, on every replica at the same call.
@@ -238,13 +243,14 @@ class Optimizer(Taught, Rule):
         stepper: Stepper | None = None
         try:
             pairs = listed(grads_and_vars)
-            stepper = _stepper_of(pairs)
+            stepper = stepper_of(pairs)
             if stepper is None:
                 made, plan = self._checked(pairs, reduce, weight, shards)
         except Exception as error:  # told to the other replicas below
             failure = error
         if stepper is not None:
-            self._step_elsewhere(stepper, pairs, reduce, is_plain=weight is None and not shards)
+            rate = self._rate_at(self.iterations)
+            self._elsewhere.step(stepper, pairs, rate, reduce, is_plain=weight is None and not shards)
             return
         if made is None:
             owner, travels = whose(pairs)
@@ -271,17 +277,6 @@ class Optimizer(Taught, Rule):
             self._finish(made, plan, rate)
         finally:
             self._set_calls(0)
-
-    def _step_elsewhere(self, stepper: Stepper, pairs: list[Any], reduce: str | None, *, is_plain: bool) -> None:
-        """Let servers make the step of variables that live there, with their own slots."""
-        extra = [name for name, usual in _ONLY_HERE.items() if self._settings[name] != usual]
-        if extra or not is_plain:
-            raise ConfigError(
-                f"servers make the steps of variables by their own gradients: leave out {', '.join(extra) or 'weight and shards'}"
-            )
-        settings = {name: given for name, given in self._settings.items() if name not in _ONLY_HERE}
-        stepper.step((type(self).__name__, settings), self._rate_at(self.iterations), pairs, "sum" if reduce == "sum" else "mean")
-        self._steps_elsewhere += 1
 
     def _checked(
         self, pairs: list[Any], reduce: str | None, weight: float | None, shards: bool
@@ -554,19 +549,6 @@ class Optimizer(Taught, Rule):
         if shared if plan.shared else apart or call.travels:
             assert self._slots.iterations is not None
             change_copies([self._slots.iterations], _fill, step + 1)
-
-
-def _stepper_of(pairs: list[Any]) -> Stepper | None:
-    """Return who makes the steps of these variables, where their values are elsewhere.
-
-    Raises:
-        ConfigError: Those of some are, those of others not.
-    """
-    steppers = [getattr(pair[1], "stepper", None) if isinstance(pair, tuple | list) and len(pair) == 2 else None for pair in pairs]
-    found = next((one for one in steppers if one is not None), None)
-    if found is not None and any(one is not found for one in steppers):
-        raise ConfigError("variables on servers and others are in one call of apply_gradients; make an optimizer and a call for each")
-    return found
 
 
 def _refuse_nonfinite(variable: Variable, *, is_finite: bool) -> None:

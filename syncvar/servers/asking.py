@@ -9,9 +9,11 @@ import numpy as np
 from syncvar.servers.client import Part
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
-    from syncvar.servers.shard import Spec
+    from syncvar.servers.shard import RuleKey, Slots, Spec
 
 __all__ = ["Asking", "Place"]
 
@@ -78,6 +80,32 @@ class Asking:
     def pull(self, server: int, key: str, rows: NDArray[Any] | None = None) -> Place:
         """Read a shard, or the named rows of it."""
         return self._do(server, "pull", key=key, rows=None if rows is None else self._array(server, rows))
+
+    def restore(
+        self,
+        server: int,
+        key: str,
+        spec: Spec,
+        staleness: int | None,
+        value: NDArray[Any],
+        rules: Mapping[RuleKey, Slots] | None = None,
+    ) -> Place:
+        """Make a shard, or make it what it was once, on all servers that a request names this for, or on none; see `shard.Shard.restore`."""
+        told = [
+            [[name, dict(settings)], one.steps, {slot: self._array(server, array) for slot, array in one.slots.items()}]
+            for (name, settings), one in (rules or {}).items()
+        ]
+        return self._do(
+            server, "restore", key=key, value=self._array(server, value), staleness=staleness, rules=told, **_told(spec)
+        )
+
+    def slots(self, server: int, key: str, rule: RuleKey) -> Place:
+        """Read what an optimizer keeps of a shard."""
+        return self._do(server, "slots", key=key, rule=[rule[0], dict(rule[1])])
+
+    def version(self, server: int) -> Place:
+        """Read how many pushes of each worker have been applied."""
+        return self._do(server, "version")
 
     def staleness(self, server: int, key: str, staleness: int | None) -> Place:
         """Change the bound of a shard."""

@@ -20,7 +20,7 @@ from syncvar.errors import (
     WireError,
 )
 from syncvar.roles import server_number
-from syncvar.servers.ledger import changes, reads
+from syncvar.servers.ledger import SHARED, changes, reads
 from syncvar.servers.messages import Outgoing
 from syncvar.servers.primary import PATIENCE, WINDOW
 from syncvar.servers.server import RESEND_S
@@ -287,7 +287,7 @@ class Client:
             if changes({"operations": part.operations}):
                 self._changed[server] = self._numbers[server]
         sharing = sorted(
-            server for server, part in ticket.parts.items() if any(one["do"] == "push" for one in part.operations)
+            server for server, part in ticket.parts.items() if any(one["do"] in SHARED for one in part.operations)
         )
         made: list[Outgoing] = []
         for server, part in ticket.parts.items():
@@ -373,7 +373,7 @@ class Client:
     ) -> list[Outgoing]:
         ticket.version[server] = message["marks"]
         ticket.arrays[server] = arrays
-        ticket.results[server] = [{"array": number} for number in range(len(arrays))]
+        ticket.results[server] = message["results"]
         if len(ticket.version) < len(ticket.parts):
             return []
         for one, version in ticket.version.items():

@@ -13,7 +13,7 @@ import numpy as np
 
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, WireError
 from syncvar.servers.board import Board, Outcome
-from syncvar.servers.shard import Push, Shard, Spec
+from syncvar.servers.shard import Push, Shard, Slots, Spec, check_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.servers.messages import Arrays, Message
-    from syncvar.servers.shard import Position, Room
+    from syncvar.servers.shard import Position, Room, RuleKey
 
-__all__ = ["Ledger", "Reading", "Request", "Worker", "changes", "reads"]
+__all__ = ["SHARED", "Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
-_READS = ("pull", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats")
+_READS = ("pull", "slots", "version", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats")
+
+
+SHARED = ("push", "restore")
+"""Operations that are executed on all servers that a request names them for, or on none."""
 
 
 class Request(NamedTuple):
@@ -54,6 +58,7 @@ class Worker:
         clock: How often it has ticked; phase: at how many barriers it was since.
         phase: See clock.
         executed: Number of its last request that changed something here.
+        pushes: Its pushes that were applied here, of those to several servers only at the lowest, in all its incarnations.
         sent: For each server the number of its last request that changes something, when it sent that one.
         staged: Its part of a transaction that is not decided yet.
         refusals: Number -> what was refused, as long as the worker may ask again.
@@ -67,6 +72,7 @@ class Worker:
     clock: int = 0
     phase: int = 0
     executed: int = 0
+    pushes: int = 0
     sent: list[int] = field(default_factory=list)
     staged: Request | None = None
     refusals: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -179,6 +185,8 @@ class Ledger:
         if message["incarnation"] == worker.incarnation:
             worker.executed, worker.sent = message["number"], message["sent"]
         rank = message["rank"]
+        if min(message["parts"]) == self.server:
+            worker.pushes += any(operation["do"] == "push" for operation in message["operations"])
         for operation in message["operations"]:
             self._perform(rank, worker, operation, request.arrays)
 
@@ -194,6 +202,11 @@ class Ledger:
             if operation["key"] not in self.shards:
                 bound = operation["staleness"]
                 self.shards[operation["key"]] = Shard(_spec(operation), arrays[operation["value"]], bound, self.room)
+        elif kind == "restore":
+            if operation["key"] not in self.shards:
+                bound = operation["staleness"]
+                self.shards[operation["key"]] = Shard(_spec(operation), arrays[operation["value"]], bound, self.room)
+            self.shards[operation["key"]].restore(arrays[operation["value"]], _slots(operation, arrays))
         elif kind == "staleness":
             self.shards[operation["key"]].set_staleness(operation["staleness"])
         elif kind == "tick":
@@ -241,7 +254,7 @@ class Ledger:
         if kind == "push":
             if operation["key"] not in made:
                 self._shard(operation).check(_push(operation, arrays))
-        elif kind == "create":
+        elif kind in ("create", "restore"):
             spec, value = _spec(operation), arrays[operation["value"]]
             made.add(operation["key"])
             if value.shape != spec.shape or value.dtype.name != spec.dtype:
@@ -251,6 +264,9 @@ class Ledger:
                 raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
             if operation["key"] in self.shards:
                 self._compare(operation["key"], spec)
+            if kind == "restore":
+                for rule, slots in _slots(operation, arrays).items():
+                    check_slots(rule, slots, value)
         elif kind == "staleness":
             self._shard(operation)
         elif kind == "tick":
@@ -315,6 +331,12 @@ class Ledger:
                 value = self._pull(rank, operation, arrays)
                 result = {"array": len(made.arrays)}
                 made.arrays.append(value)
+            elif kind == "slots":
+                steps, slots = self._shard(operation).slots(_rule(operation["rule"]))
+                result = {"steps": steps, "slots": {name: len(made.arrays) + index for index, name in enumerate(slots)}}
+                made.arrays.extend(slots.values())
+            elif kind == "version":
+                result = {"pushes": {rank: worker.pushes for rank, worker in self.workers.items() if worker.pushes}}
             elif kind == "expect":
                 self._compare(operation["key"], _spec(operation))
             elif kind == "describe":
@@ -337,7 +359,7 @@ class Ledger:
                 result = {"drained": self.board.is_drained, "failed": failed}
             elif kind == "where":
                 worker = self.worker(rank)
-                result = {"clock": worker.clock}
+                result = {"clock": worker.clock, "pushes": worker.pushes}
             elif kind == "stats":
                 result = {"staleness": dict(self.staleness), "shards": len(self.shards), "entries": self.entries}
             made.results.append(result)
@@ -366,13 +388,24 @@ def changes(message: Message) -> bool:
     return any(operation.get("do") not in _READS for operation in message["operations"])
 
 
+def _rule(told: list[Any]) -> RuleKey:
+    return told[0], tuple(sorted(told[1].items()))
+
+
+def _slots(operation: dict[str, Any], arrays: Arrays) -> dict[RuleKey, Slots]:
+    return {
+        _rule(rule): Slots(steps, {name: arrays[number] for name, number in slots.items()})
+        for rule, steps, slots in operation["rules"]
+    }
+
+
 def _push(operation: dict[str, Any], arrays: Arrays) -> Push:
     rows, rule = operation["rows"], operation.get("rule") or ["", {}]
     return Push(
         operation["how"],
         arrays[operation["value"]],
         None if rows is None else arrays[rows],
-        (rule[0], tuple(sorted(rule[1].items()))),
+        _rule(rule),
         operation.get("rate", 0.0),
         operation.get("combine", "mean"),
     )

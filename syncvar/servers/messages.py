@@ -46,7 +46,7 @@ _SCHEMA: dict[str, dict[str, type]] = {
     "cut": {"server": int, "rank": int, "id": int},
     "marks": {"server": int, "id": int, "marks": dict},
     "take": {"server": int, "rank": int, "id": int, "need": dict, "operations": list},
-    "taken": {"server": int, "id": int, "marks": dict},
+    "taken": {"server": int, "id": int, "marks": dict, "results": list},
     "uncut": {"server": int, "id": int},
     "vote": {"home": int, "server": int, "rank": int, "incarnation": int, "transaction": int, "parts": list, "reason": str},
     "decision": {"server": int, "rank": int, "incarnation": int, "transaction": int, "reason": str},

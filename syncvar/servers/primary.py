@@ -391,7 +391,7 @@ class Primary:
             elif state == "there":
                 del self._cuts[key]
                 made = self.ledger.read(-1, message["operations"], cut.take.arrays)
-                taken = {"kind": "taken", "server": self.server, "id": key[1], "marks": self._marks()}
+                taken = {"kind": "taken", "server": self.server, "id": key[1], "marks": self._marks(), "results": made.results}
                 self._say(Outgoing(("worker", key[0]), taken, tuple(made.arrays)))
                 self._go_on()
 

@@ -14,13 +14,13 @@ from syncvar.optimizers.slots import compute_dtype, is_half
 from syncvar.runtime.kernels import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
     from syncvar.optimizers.rule import Rule
 
-__all__ = ["ServerRule", "rule_of"]
+__all__ = ["ServerRule", "rule_of", "slot_names"]
 
 _ELEMENTWISE: dict[str, Callable[..., Rule]] = {
     "SGD": SGD, "Momentum": Momentum, "Nesterov": Momentum, "Adagrad": Adagrad, "RMSProp": RMSProp, "Adam": Adam, "AdamW": AdamW,
@@ -51,11 +51,33 @@ class ServerRule:
         self._rule = rule
         self._compute = compute_dtype(array.dtype)
         self._is_half = is_half(array.dtype)
+        self._names = slot_names(rule, array.dtype)
         initials = rule._initials()  # noqa: SLF001  (a rule as its variables see it)
         self._slots = [np.full(array.shape, initial, self._compute) for initial in initials.values()]
         if self._is_half:
             self._slots.insert(0, array.astype(self._compute))
         self._steps = np.zeros((), np.int64)
+
+    @property
+    def steps(self) -> int:
+        """How many it has made."""
+        return int(self._steps)
+
+    def slots(self) -> dict[str, NDArray[Any]]:
+        """Return copies of the slots, by their names."""
+        return {name: slot.copy() for name, slot in zip(self._names, self._slots, strict=True)}
+
+    def restore(self, steps: int, slots: Mapping[str, NDArray[Any]]) -> None:
+        """Make the slots that are named what they were once.
+
+        Args:
+            steps: How many it had made.
+            slots: By name; of the shard's shape.
+        """
+        self._steps[...] = steps
+        for name, slot in zip(self._names, self._slots, strict=True):
+            if name in slots:
+                slot[...] = slots[name]
 
     def step(self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float) -> None:
         """Make one step in place.
@@ -83,6 +105,16 @@ class ServerRule:
             array[rows] = touched
             for slot, changed in zip(self._slots, slots, strict=True):
                 slot[rows] = changed
+
+
+def slot_names(rule: Rule, dtype: np.dtype[Any]) -> list[str]:
+    """Return the names of the slots that a rule has of a variable, in their order; those that a checkpoint knows too.
+
+    Example:
+        >>> slot_names(rule_of("Adam", {}), np.dtype("float16"))
+        ['master', 'm', 'v']
+    """
+    return [*(["master"] if is_half(dtype) else []), *rule._initials()]  # noqa: SLF001  (a rule as its variables see it)
 
 
 def rule_of(name: str, settings: dict[str, Any]) -> Rule:

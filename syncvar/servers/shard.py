@@ -13,8 +13,9 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import tree_combined
 from syncvar.errors import ConfigError
+from syncvar.optimizers.slots import compute_dtype
 from syncvar.runtime.kernels import quiet
-from syncvar.servers.rules import ServerRule, rule_of
+from syncvar.servers.rules import ServerRule, rule_of, slot_names
 from syncvar.variables.policy import Operation
 from syncvar.variables.rows import Rows, applied
 
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
 
     Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
-__all__ = ["Position", "Push", "Shard", "Spec"]
+__all__ = ["Position", "Push", "RuleKey", "Shard", "Slots", "Spec", "check_slots"]
 
 Position = tuple[int, int]
 """Where a worker is: how often it has ticked, and at how many barriers it was since."""
+
+RuleKey = tuple[str, tuple[tuple[str, Any], ...]]
+"""An optimizer as a shard knows it: its class name and its settings."""
 
 _PLAIN = {Operation.ASSIGN.value: None, Operation.ASSIGN_ADD.value: np.add, Operation.ASSIGN_SUB.value: np.subtract}
 _SCATTERS = {one.value: one for one in Operation if one.value.startswith("scatter_")}
@@ -70,7 +74,7 @@ class Push(NamedTuple):
     how: str
     value: NDArray[Any]
     rows: NDArray[Any] | None = None
-    rule: tuple[str, tuple[tuple[str, Any], ...]] = ("", ())
+    rule: RuleKey = ("", ())
     rate: float = 0.0
     combine: str = "mean"
 
@@ -78,6 +82,28 @@ class Push(NamedTuple):
     def kind(self) -> tuple[Any, ...]:
         """What pushes have in common that can be combined."""
         return self.how, self.rows is None, self.rule, self.combine
+
+
+class Slots(NamedTuple):
+    """What one optimizer keeps of a shard.
+
+    Args:
+        steps: How many it has made; 0: none, and there are no slots.
+        slots: By name, of the shard's shape.
+    """
+
+    steps: int
+    slots: dict[str, NDArray[Any]]
+
+
+def check_slots(rule: RuleKey, slots: Slots, value: NDArray[Any]) -> None:
+    """Raise ConfigError unless an optimizer can have such slots of a shard of this value."""
+    names, dtype = slot_names(rule_of(rule[0], dict(rule[1])), value.dtype), compute_dtype(value.dtype)
+    for name, slot in slots.slots.items():
+        if name not in names or slot.shape != value.shape or slot.dtype != dtype:
+            raise ConfigError(
+                f"slot {name!r:.40} of {rule[0]}, {slot.dtype.name}{list(slot.shape)}, does not fit a shard {value.dtype.name}{list(value.shape)}"
+            )
 
 
 class Shard:
@@ -97,7 +123,7 @@ class Shard:
         self._room = room
         self._is_given = False  # somebody may read the array for as long as he likes
         self.staleness = staleness
-        self._rules: dict[tuple[str, tuple[tuple[str, Any], ...]], ServerRule] = {}
+        self._rules: dict[RuleKey, ServerRule] = {}
         self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}
         self._counts: dict[int, tuple[Position, int]] = {}  # rank -> where it was, pushes there
         self._settled: tuple[int, int, int] = (0, 0, -1)  # the last round that was applied
@@ -163,6 +189,26 @@ class Shard:
             self._combine([push for _, push in sorted(brought.items())])
         self._rounds.clear()
         self.staleness = staleness
+
+    def slots(self, rule: RuleKey) -> Slots:
+        """Return what an optimizer keeps of this shard now."""
+        made = self._rules.get(rule)
+        return Slots(0, {}) if made is None else Slots(made.steps, made.slots())
+
+    def restore(self, value: NDArray[Any], slots: Mapping[RuleKey, Slots]) -> None:
+        """Make it what it was once; pushes that wait for those of other workers are dropped.
+
+        Args:
+            value: Of its shape and dtype.
+            slots: Of the optimizers whose slots are to be what they were, too.
+        """
+        self._rounds.clear()
+        self._apply([Push(Operation.ASSIGN.value, value)])
+        for rule, one in slots.items():
+            self._rules.pop(rule, None)
+            if one.steps or one.slots:
+                self._rules[rule] = ServerRule(rule_of(rule[0], dict(rule[1])), self.array)
+                self._rules[rule].restore(one.steps, one.slots)
 
     def _count(self, rank: int, place: Position) -> int:
         """Return the number of a worker's next round in its present step: none that went on without it, as it was away."""

@@ -61,6 +61,7 @@ class ServersHere:
         self.names = Names()
         self.next_server = 0
         self.clock = 0
+        self.restorings = 0  # from checkpoints, which all workers count alike
         self.meets = False  # there has been a variable with staleness 0, whose readers have to know of barriers
         self.pushes: deque[tuple[Ticket, str]] = deque()
         self.lock = threading.RLock()
@@ -261,10 +262,11 @@ class ParameterServerStrategy(Strategy):
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def ask(self, asking: Asking, what: str) -> Ticket:
+    def ask(self, asking: Asking, what: str, *, snapshot: bool = False, timeout: float | None = None) -> Ticket:
         """Make a request and wait for it; of use to this package only."""
         self._require_place(what)
-        return self.session.wait(self.session.request(asking.parts()), what, self.timeout)
+        ticket = self.session.request(asking.parts(), snapshot=snapshot)
+        return self.session.wait(ticket, what, self.timeout if timeout is None else timeout)
 
     @contextlib.contextmanager
     def pushing(self, what: str) -> Iterator[Asking]:

@@ -282,7 +282,8 @@ class ServerVariable(Variable):
         rows = self._shape[0] if self._shape else 1
         self._ranges = [(start, stop) for start, stop in row_ranges(rows, parts)]
 
-    def _spec(self, shard: int) -> Spec:
+    def spec_of(self, shard: int) -> Spec:
+        """Return what a part is; of use to this package only."""
         start, stop = self._ranges[shard]
         shape = (stop - start, *self._shape[1:]) if self._shape else ()
         return Spec(shape, self._dtype.name, self._aggregation.name, self._shape, start, self.num_shards)
@@ -291,7 +292,7 @@ class ServerVariable(Variable):
         """Let the servers make it, if this is the chief; else wait until they have."""
         asking = Asking()
         for index, (start, stop) in enumerate(self._ranges):
-            server, key, spec = self.server_of(index), self.key_of(index), self._spec(index)
+            server, key, spec = self.server_of(index), self.key_of(index), self.spec_of(index)
             if self._owner.is_chief:
                 asking.create(server, key, spec, self._staleness, value if not self._shape else value[start:stop])
             else:

@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 def meanwhile(monkeypatch, replace):
     """Let rank 0 read, then `replace(number of the reading)`, then the other ranks read; give a list of all readings."""
-    usual = restoring._stage
+    usual = restoring.stage_leaves
     are_there = [threading.Event() for _ in range(20)]
     readings = [[] for _ in range(RANKS)]
 
@@ -63,7 +63,7 @@ def meanwhile(monkeypatch, replace):
             are_there[number].set()
         return made
 
-    monkeypatch.setattr(restoring, "_stage", stage)
+    monkeypatch.setattr(restoring, "stage_leaves", stage)
     return readings
 
 
