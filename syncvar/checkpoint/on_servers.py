@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.checkpoint.agreement import Brought
-from syncvar.checkpoint.objects import KEEP, Leaf, VariableLeaf, communicator_of_leaves, require_fit, require_kind
+from syncvar.checkpoint.objects import (
+    KEEP,
+    Leaf,
+    VariableLeaf,
+    communicator_of_leaves,
+    require_fit,
+    require_kind,
+)
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype
