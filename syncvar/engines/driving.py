@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.config import RuntimeConfig, doubtful_variables
-from syncvar.engines.part import End, Place, parts
+from syncvar.engines.part import End, Place, packed, parts, unpacked
 from syncvar.errors import LaunchError, RankFailed
 from syncvar.exits import INTERNAL, TIMEOUT, weight_of
 from syncvar.restarting import Ending, Restarting
@@ -88,7 +88,7 @@ class _Start:
     def run(self, call: bytes, workers: int, restarts: int) -> list[Any]:
         """Return the results by rank; raise the first failure by cause."""
         limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
-        places = [Place.unpacked(data) for data in self._engine.gather(workers, limit_s)]
+        places = [unpacked(Place, data) for data in self._engine.gather(workers, limit_s)]
         pids = {(place.ground, place.pid) for place in places}
         if len(pids) < workers:
             raise LaunchError(
@@ -96,12 +96,12 @@ class _Start:
             )
         secret = secrets.token_hex(32)
         handed = parts(places, call, secrets.token_hex(8), secret, self._config.to_mapping(), [path for path in sys.path if path], restarts)
-        self._engine.begin([part.packed() for part in handed])
+        self._engine.begin([packed(part) for part in handed])
         ends: dict[int, End] = {}  # by rank, in the order in which they came
         stop = self._until
         while len(ends) < workers and (now := time.monotonic()) < stop:
             for number, told in self._engine.ended(min(_LOOK_S, stop - now)).items():
-                end = End.unpacked(told) if isinstance(told, bytes) else End(error="", message=told, exit_code=INTERNAL)
+                end = unpacked(End, told) if isinstance(told, bytes) else End(error="", message=told, exit_code=INTERNAL)
                 ends[handed[number].rank] = end
                 if not end.result:  # the others are told by their links, and say so; who computes on and on does not
                     stop = min(stop, time.monotonic() + self._config.abort_grace_s)

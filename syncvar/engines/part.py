@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncvar.wire import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["End", "Part", "Place", "parts"]
+__all__ = ["End", "Part", "Place", "packed", "parts", "unpacked"]
 
 
 class Place(NamedTuple):
@@ -29,15 +29,6 @@ class Place(NamedTuple):
     port: int
     pid: int
 
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return pack_object(list(self))
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Self:
-        """Return what `packed` has packed."""
-        return cls(*unpack_object(data))
-
 
 class Part(NamedTuple):
     """What a rank is given.
@@ -55,15 +46,6 @@ class Part(NamedTuple):
     call: bytes
     folders: list[str]
     pid: int
-
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return pack_object(list(self))
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Self:
-        """Return what `packed` has packed."""
-        return cls(*unpack_object(data))
 
 
 class End(NamedTuple):
@@ -85,14 +67,18 @@ class End(NamedTuple):
     exit_code: int = 0
     has_met: bool = True
 
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return pack_object(list(self))
 
-    @classmethod
-    def unpacked(cls, data: bytes) -> Self:
-        """Return what `packed` has packed."""
-        return cls(*unpack_object(data))
+_Carried = TypeVar("_Carried", Place, Part, End)
+
+
+def packed(value: Place | Part | End) -> bytes:
+    """Return what an engine carries as bytes."""
+    return pack_object(list(value))
+
+
+def unpacked(kind: type[_Carried], data: bytes) -> _Carried:
+    """Return what `packed` has packed."""
+    return kind(*unpack_object(data))
 
 
 def parts(

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncvar.bootstrap import failure_of
-from syncvar.engines.part import End, Part, Place
+from syncvar.engines.part import End, Part, Place, packed, unpacked
 from syncvar.remote_call import called
 from syncvar.runtime.context import is_initialized, member
 from syncvar.runtime.directory import base_directory
@@ -39,7 +39,7 @@ def arrive(address: str) -> bytes:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         port = int(probe.getsockname()[1])
-    return Place(ground, socket.gethostname(), address, port, os.getpid()).packed()
+    return packed(Place(ground, socket.gethostname(), address, port, os.getpid()))
 
 
 def play(data: bytes) -> bytes:
@@ -48,9 +48,9 @@ def play(data: bytes) -> bytes:
     Args:
         data: A packed `Part`.
     """
-    part = Part.unpacked(data)
+    part = unpacked(Part, data)
     if part.pid != os.getpid():
-        return End(error="PeerLost", message="its process was lost, and started again by the engine", exit_code=70).packed()
+        return packed(End(error="PeerLost", message="its process was lost, and started again by the engine", exit_code=70))
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ} | part.environ
     patience_s, has_met = 0.0, False
     try:
@@ -65,7 +65,7 @@ def play(data: bytes) -> bytes:
         failure = failure_of(error)
         end = End(b"", failure.error, failure.message, failure.text, failure.exit_code, has_met)
     leave(patience_s)
-    return end.packed()
+    return packed(end)
 
 
 @contextlib.contextmanager

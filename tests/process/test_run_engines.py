@@ -5,12 +5,12 @@ that whatever a rank left in one of them would disturb the next.
 """
 
 import os
-import signal
 import threading
 import time
 
 import numpy as np
 import pytest
+from engine_jobs import fails, is_killed
 from engine_of_processes import Processes
 
 import syncvar as sv
@@ -37,13 +37,6 @@ def who(scale):
     return sv.rank(), sv.world_size(), sv.local_rank(), sv.host_count(), total, os.getpid(), threading.active_count()
 
 
-def fails(rank):
-    sv.barrier()
-    if sv.rank() == rank:
-        raise ValueError("of its own")
-    sv.barrier()
-
-
 def leaves_early(rank):
     if sv.rank() == rank:
         raise SystemExit(0)
@@ -56,20 +49,6 @@ def idles():
     if sv.rank() == 1:
         time.sleep(60)
     return sv.all_reduce(1)
-
-
-def is_killed(rank, folder):
-    sv.barrier()
-    if sv.restart_count() == 0:
-        if sv.rank() == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            sv.barrier()
-        except sv.PeerLost as error:
-            with open(f"{folder}/lost-{sv.rank()}", "w") as file:
-                file.write(f"{error.rank} {error}")
-            raise
-    return sv.restart_count()
 
 
 def test_places_are_used_again_and_nothing_of_a_rank_stays_in_them(engine):
@@ -127,10 +106,10 @@ def test_several_ranks_in_one_process_are_refused(engine):
 
 
 def test_a_part_is_not_played_again_by_another_process():
-    from syncvar.engines.part import End, Part
+    from syncvar.engines.part import End, Part, packed, unpacked
     from syncvar.engines.place import play
 
-    end = End.unpacked(play(Part(0, {}, b"", [], os.getpid() + 1).packed()))
+    end = unpacked(End, play(packed(Part(0, {}, b"", [], os.getpid() + 1))))
     assert (end.error, end.exit_code) == ("PeerLost", 70)
     assert "started again by the engine" in end.message
 
@@ -138,10 +117,10 @@ def test_a_part_is_not_played_again_by_another_process():
 def test_a_rank_cannot_be_where_one_is_already(engine):
     sv.init()
     try:
-        from syncvar.engines.part import End, Part
+        from syncvar.engines.part import End, Part, packed, unpacked
         from syncvar.engines.place import play
 
-        end = End.unpacked(play(Part(0, {}, b"", [], os.getpid()).packed()))
+        end = unpacked(End, play(packed(Part(0, {}, b"", [], os.getpid()))))
         assert end.error == "UsageError"
         assert "is a rank already: each rank needs a process of its own" in end.message
     finally:

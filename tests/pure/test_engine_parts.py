@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import syncvar as sv
-from syncvar.engines.part import End, Part, Place, parts
+from syncvar.engines.part import End, Part, Place, packed, parts, unpacked
 from syncvar.topology import told_elsewhere
 
 
@@ -37,7 +37,7 @@ def test_each_start_is_another_job_and_knows_its_number():
     ids=lambda value: type(value).__name__,
 )
 def test_what_engines_carry_comes_back_as_it_was(value):
-    assert type(value).unpacked(value.packed()) == value
+    assert unpacked(type(value), packed(value)) == value
 
 
 @pytest.mark.parametrize(("name", "module"), [("ray", "ray"), ("dask", "distributed")])

@@ -25,17 +25,17 @@ def fails(rank):
 
 
 def is_killed(rank, folder):
-    sv.barrier()
-    if sv.restart_count() == 0:
-        if sv.rank() == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
+    try:
+        sv.barrier()
+        if sv.restart_count() == 0:
+            if sv.rank() == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
             sv.barrier()
-        except sv.PeerLost as error:
-            with open(f"{folder}/lost-{sv.rank()}", "w") as file:
-                file.write(f"{error.rank} {error}")
-            raise
-    return sv.restart_count(), os.getpid()
+    except sv.PeerLost as error:
+        with open(f"{folder}/lost-{sv.rank()}", "w") as file:
+            file.write(f"{error.rank} {error}")
+        raise
+    return sv.restart_count()
 
 
 def computes_on_and_on(folder):
