@@ -83,10 +83,8 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
                 stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
     atexit.register(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
-        (run or _run)(sys.argv[1:])
+        _settled(run or _run)
     except SystemExit as request:
-        if request.code is None or request.code == 0:
-            return
         if os.getpid() == process:
             failure = failure_of(request)
             _let_go(f"SystemExit: {failure.message}", request)
@@ -96,6 +94,18 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
         if os.getpid() != process:
             raise
         _fail(word, error)
+
+
+def _settled(run: Callable[[list[str]], None]) -> None:
+    """Run it to its end in order, which is when what it has pushed to servers is there."""
+    try:
+        run(sys.argv[1:])
+    except SystemExit as request:
+        if request.code is not None and request.code != 0:
+            raise
+    edge = sys.modules.get("syncvar.serving.edge")
+    if edge is not None:
+        edge.settle_all()
 
 
 def add_folder(arguments: list[str]) -> None:

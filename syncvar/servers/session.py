@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.errors import DeadlineExceeded
 
@@ -63,17 +63,25 @@ class Session:
             while not ticket.is_over:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    waiting = sorted(set(ticket.parts) - set(ticket.results))
-                    self.send(self.client.give_up(ticket, time.monotonic()))
-                    raise DeadlineExceeded(
-                        f"{what}: no answer of server {', '.join(map(str, waiting))} within {allowed:g} s. Another worker may not "
-                        f"have come so far (staleness), or the server is overloaded",
-                        (), allowed,
-                    )  # fmt: skip
+                    self._overdue(ticket, what, allowed)
                 self._changed.wait(min(left, max(self.turn(), 0.001)))
+        return self._told(ticket)
+
+    def _told(self, ticket: Ticket) -> Ticket:
+        """Return a request that is over, or raise what it has failed with."""
         if ticket.error is not None:
             raise ticket.error
         return ticket
+
+    def _overdue(self, ticket: Ticket, what: str, allowed: float) -> NoReturn:
+        """Give a request up; with the lock held."""
+        waiting = sorted(set(ticket.parts) - set(ticket.results))
+        self.send(self.client.give_up(ticket, time.monotonic()))
+        raise DeadlineExceeded(
+            f"{what}: no answer of server {', '.join(map(str, waiting))} within {allowed:g} s. Another worker may not "
+            f"have come so far (staleness), or the server is overloaded",
+            (), allowed,
+        )  # fmt: skip
 
     def settle(self, what: str, timeout_s: float | None = None) -> None:
         """Wait until all that was pushed so far is acknowledged.

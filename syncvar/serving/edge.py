@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from syncvar.servers import Outgoing, Ticket
     from syncvar.servers.client import Part
 
-__all__ = ["Edge"]
+__all__ = ["Edge", "settle_all"]
 
 _LOOK_EVERY_S = 0.02
+_edges: list[Edge] = []  # of this process, until they are closed
 _LOOK_S = 0.05  # another thread may have taken what this one waits for
 
 
@@ -57,6 +58,7 @@ class Edge(Session):
         self._config = config
         self._process = os.getpid()
         self._waiting = 0
+        self._is_given_up = False  # nobody waits any more for what was pushed
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
@@ -78,7 +80,8 @@ class Edge(Session):
             raise
         self._thread = threading.Thread(target=self._look, name="syncvar-servers", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+        _edges.append(self)
 
     # -- the session ----------------------------------------------------------------------------------------------
 
@@ -99,7 +102,8 @@ class Edge(Session):
 
     def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
         """Wait until a request is over, and take what comes meanwhile."""
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        allowed = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + allowed
         ready: list[Any] = []
         self._waiting += 1
         try:
@@ -111,18 +115,20 @@ class Edge(Session):
                         break
                     due_s, left_s = self.turn(), deadline - time.monotonic()
                     if left_s <= 0:
-                        break
+                        self._overdue(ticket, what, allowed)
                 ready = self._links.watching.wait(min(_LOOK_S, due_s, left_s))
         finally:
             self._waiting -= 1
-        return super().wait(ticket, what, 0.0 if not ticket.is_over and timeout_s is None else timeout_s)
+        if not ticket.is_over:
+            raise UsageError("the servers have been left")
+        return self._told(ticket)
 
     def close(self) -> None:
         """Wait until what was pushed is acknowledged, for at most `shutdown_timeout_s`, and let go. Idempotent."""
         if self._ends.is_set() or os.getpid() != self._process:
             return
         try:
-            if self.client.broken is None:
+            if self.client.broken is None and not self._is_given_up:
                 self.settle("leaving the servers", self._config.shutdown_timeout_s)
         finally:
             self._ends.set()
@@ -130,7 +136,21 @@ class Edge(Session):
                 self._thread.join()
             with self._changed:
                 self._let_go(self._config.shutdown_timeout_s)
-            atexit.unregister(self.close)
+            atexit.unregister(self._close_at_exit)
+            _edges.remove(self)
+
+    def settle_own(self, what: str) -> None:
+        """Wait until what was pushed is acknowledged; nothing in a forked copy, or where the program was told that it cannot be."""
+        if not self._ends.is_set() and os.getpid() == self._process and self.client.broken is None:
+            try:
+                self.settle(what)
+            except SyncvarError:
+                self._is_given_up = True
+                raise
+
+    def _close_at_exit(self) -> None:
+        with contextlib.suppress(SyncvarError):  # `settle_all` has told, or the process fails for another reason
+            self.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -178,3 +198,13 @@ class Edge(Session):
         self._context.term()
         if self._lender is not None:
             self._lender.close()
+
+
+def settle_all() -> None:
+    """Wait until what this process has pushed is acknowledged: a script that ends before would lose it, and nobody would know.
+
+    Raises:
+        SyncvarError: A push was refused, or took too long.
+    """
+    for edge in _edges:
+        edge.settle_own("the end of the script")

@@ -184,3 +184,26 @@ def test_servers_of_a_host_that_has_an_agent_are_its_children_and_workers_are_st
     assert job.wait() == 0, job
     check_sums(job)
     assert [event["incarnation"] for event in job.events("joined", rank=1)] == [0, 1], job
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_before_its_pushes_are_there_fails(launch):
+    script = """
+import numpy as np
+import probe
+from served import ME, begun, edge, push
+
+way = edge()
+begun(way, range(ME.servers), np.zeros(10, np.int64))
+probe.note("begun")
+probe.gate("stopped")
+way.request({1: push("v", np.ones(10, np.int64))})
+"""
+    job = start(launch, script=script, workers=1, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "1", "SYNCVAR_LOST_AFTER_S": "60"})
+    job.await_events("begun", 1)
+    stopped = servers_of(job)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    job.open_gate("stopped")
+    assert job.wait() == 70, str(job)
+    assert "DeadlineExceeded: the end of the script: no answer of server 1 within 1 s" in job.err, str(job)
+    assert "Exception ignored" not in job.err
