@@ -14,16 +14,21 @@ import numpy as np
 
 from syncvar.collectives._arguments import checked_root
 from syncvar.collectives._headers import exchange_bytes
+from syncvar.collectives._moving import UNMOVED, by_shortcut, detail_of, moved, moves
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.broadcast import broadcast_bytes
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.scatter import scatter_flat
 from syncvar.errors import ConfigError
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.runtime.shared_moves import Blocks, Layout
+from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+
+    from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.group import Communicator
@@ -31,8 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_bytes", "gather_object", "scatter_object"]
 
-_LENGTH = struct.Struct("<Q")
 _AT_ONCE = 248  # bytes of an object that travel with its length; with it four cache lines
+_HEAD = struct.Struct(f"<Q{_AT_ONCE}s")
+_HEAD_BYTES = _HEAD.size
+_BYTE = np.dtype(np.uint8)
+_EMPTY = np.frombuffer(_HEAD.pack(0, b""), np.uint8)
+_NOTHING = np.empty(0, np.uint8)
 
 
 def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
@@ -56,16 +65,49 @@ def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | No
         [{'rank': 0}]
     """
     communicator = communicator_of(group)
+    head = _head_of(o) if not async_op and (timeout is None or is_seconds(timeout)) else None
+    if head is not None:
+        made = by_shortcut(communicator, ("all_gather_object",), head, None, timeout, _prepare_gather, None)
+        if made is not None:
+            return [unpack_object(data) for data in _in_heads(made)]
+    return communicator.perform(
+        "all_gather_object", lambda: _gather_request(communicator, pack_object(o), None), timeout, async_op=async_op
+    )
 
-    def check() -> Request:
-        mine = pack_object(o)
 
-        def body() -> Generator[Stage, None, list[Any]]:
-            return _placed(communicator, (yield from gather_bytes(communicator, mine)))
+def _prepare_gather(communicator: Communicator, _head: NDArray[Any], root: int | None) -> Any:
+    request = _gather_request(communicator, b"", None if root is None else checked_root(root, communicator))
+    layout, blocks = _gathered_heads(communicator, root)
+    return request, layout, lambda x, _: blocks(x), lambda x, _: gather_bytes(communicator, _in_heads(x)[0], root)
 
-        return Request("all_gather_object", fingerprint("all_gather_object"), body())
 
-    return communicator.perform("all_gather_object", check, timeout, async_op=async_op)
+def _gather_request(communicator: Communicator, mine: bytes, root: int | None) -> Request:
+    """Return the request of a gathering of objects: on the root, or on every rank (None)."""
+    name = "all_gather_object" if root is None else "gather_object"
+
+    def body() -> Generator[Stage, None, list[Any] | None]:
+        everything = None
+        if moves(communicator, name, None):
+            everything = yield from _moved(_heads([mine]), *_gathered_heads(communicator, root))
+        if everything is None:
+            everything = yield from gather_bytes(communicator, mine, root)
+        return _placed(communicator, everything) if root in (None, communicator.member_rank) else None
+
+    what = name if root is None else f"{name}(root {root})"
+    return Request(what, fingerprint(name) if root is None else fingerprint(name, root), body())
+
+
+def _gathered_heads(communicator: Communicator, root: int | None) -> tuple[Layout, Callable[[NDArray[Any]], Blocks]]:
+    size, rank = communicator.size, communicator.member_rank
+    if root not in (None, rank):
+        return _layout(), lambda head: Blocks(_NOTHING, (head,))
+
+    def blocks(head: NDArray[Any]) -> Blocks:
+        made = np.empty(size * _HEAD_BYTES, np.uint8)
+        parts = [made[start : start + _HEAD_BYTES] for start in range(0, made.size, _HEAD_BYTES)]
+        return Blocks(made, (head,), (*parts[rank + 1 :], *parts[:rank]), head, parts[rank])
+
+    return _layout(*(((rank + distance) % size, 0) for distance in range(1, size))), blocks
 
 
 def _placed(communicator: Communicator, data: list[bytes]) -> list[Any]:
@@ -115,17 +157,47 @@ def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeo
         [1, 'two']
     """
     communicator = communicator_of(group)
+    if type(root) is int and not async_op and (timeout is None or is_seconds(timeout)):
+        head = _head_of(o) if communicator.rank == root else _EMPTY
+        if head is not None:
+            made = by_shortcut(communicator, ("broadcast_object", root), head, None, timeout, _prepare_broadcast, root)
+            if made is not None:
+                return unpack_object(_in_heads(made)[0])
 
     def check() -> Request:
         source = checked_root(root, communicator)
-        mine = pack_object(o) if communicator.member_rank == source else b""
-
-        def body() -> Generator[Stage, None, Any]:
-            return unpack_object((yield from broadcast_bytes(communicator, mine, source)))
-
-        return Request(f"broadcast_object(root {source})", fingerprint("broadcast_object", source), body())
+        return _broadcast_request(communicator, pack_object(o) if communicator.member_rank == source else b"", source)
 
     return communicator.perform("broadcast_object", check, timeout, async_op=async_op)
+
+
+def _prepare_broadcast(communicator: Communicator, _head: NDArray[Any], root: int) -> Any:
+    def general(x: NDArray[Any], _out: None) -> Generator[Stage, None, list[bytes]]:
+        return [(yield from broadcast_bytes(communicator, _in_heads(x)[0], root))]
+
+    request = _broadcast_request(communicator, b"", checked_root(root, communicator))
+    layout, blocks = _broadcast_heads(communicator, root)
+    return request, layout, lambda x, _: blocks(x), general
+
+
+def _broadcast_request(communicator: Communicator, mine: bytes, root: int) -> Request:
+    def body() -> Generator[Stage, None, Any]:
+        made = None
+        if moves(communicator, "broadcast_object", None):
+            made = yield from _moved(_heads([mine]), *_broadcast_heads(communicator, root))
+        return unpack_object((yield from broadcast_bytes(communicator, mine, root)) if made is None else made[0])
+
+    return Request(f"broadcast_object(root {root})", fingerprint("broadcast_object", root), body())
+
+
+def _broadcast_heads(communicator: Communicator, root: int) -> tuple[Layout, Callable[[NDArray[Any]], Blocks]]:
+    is_root = communicator.member_rank == root
+
+    def blocks(head: NDArray[Any]) -> Blocks:
+        made = np.empty(_HEAD_BYTES, np.uint8)
+        return Blocks(made, (head,), own=head, own_target=made) if is_root else Blocks(made, targets=(made,))
+
+    return _layout(*(() if is_root else ((root, 0),))), blocks
 
 
 def gather_object(
@@ -151,16 +223,15 @@ def gather_object(
         ['me']
     """
     communicator = communicator_of(group)
+    head = _head_of(o) if type(root) is int and not async_op and (timeout is None or is_seconds(timeout)) else None
+    if head is not None:
+        made = by_shortcut(communicator, ("gather_object", root), head, None, timeout, _prepare_gather, root)
+        if made is not None:
+            return [unpack_object(data) for data in _in_heads(made)] if communicator.rank == root else None
 
     def check() -> Request:
         target = checked_root(root, communicator)
-        mine = pack_object(o)
-
-        def body() -> Generator[Stage, None, list[Any] | None]:
-            everything = yield from gather_bytes(communicator, mine, target)
-            return _placed(communicator, everything) if communicator.member_rank == target else None
-
-        return Request(f"gather_object(root {target})", fingerprint("gather_object", target), body())
+        return _gather_request(communicator, pack_object(o), target)
 
     return communicator.perform("gather_object", check, timeout, async_op=async_op)
 
@@ -188,6 +259,13 @@ def scatter_object(
         'for rank 0'
     """
     communicator = communicator_of(group)
+    if type(root) is int and not async_op and (timeout is None or is_seconds(timeout)):
+        is_fit = type(objects) in (list, tuple) and len(objects) == communicator.size  # type: ignore[arg-type]
+        heads = _EMPTY if communicator.rank != root else _head_of(*objects) if is_fit else None  # type: ignore[misc]
+        if heads is not None:
+            made = by_shortcut(communicator, ("scatter_object", root), heads, None, timeout, _prepare_scatter, root)
+            if made is not None:
+                return unpack_object(_in_heads(made)[0])
 
     def check() -> Request:
         source = checked_root(root, communicator)
@@ -198,17 +276,51 @@ def scatter_object(
                 given = f"{len(objects)} objects" if isinstance(objects, list | tuple) else type(objects).__name__
                 raise ConfigError(f"scatter_object needs a list of {count} objects on the root, not {given}")
             packed = [pack_object(objects[rank]) for rank in communicator.present]
-
-        def body() -> Generator[Stage, None, Any]:
-            lengths = pack_object([len(data) for data in packed])
-            counts = tuple(unpack_object((yield from broadcast_bytes(communicator, lengths, source))))
-            whole = np.frombuffer(b"".join(packed), np.uint8).copy() if packed else None
-            mine = yield from scatter_flat(communicator, whole, np.dtype(np.uint8), counts, source)
-            return unpack_object(mine.tobytes())
-
-        return Request(f"scatter_object(root {source})", fingerprint("scatter_object", source), body())
+        return _scatter_request(communicator, packed, source)
 
     return communicator.perform("scatter_object", check, timeout, async_op=async_op)
+
+
+def _prepare_scatter(communicator: Communicator, _heads: NDArray[Any], root: int) -> Any:
+    def general(x: NDArray[Any], _out: None) -> Generator[Stage, None, list[bytes]]:
+        return [(yield from _scattered(communicator, _in_heads(x) if communicator.member_rank == root else [], root))]
+
+    layout, blocks = _scattered_heads(communicator, checked_root(root, communicator))
+    return (_scatter_request(communicator, [], root), layout, lambda x, _: blocks(x), general) if layout.is_small else None
+
+
+def _scatter_request(communicator: Communicator, packed: list[bytes], root: int) -> Request:
+    def body() -> Generator[Stage, None, Any]:
+        layout, blocks_of = _scattered_heads(communicator, root)
+        made = None
+        if layout.is_small and moves(communicator, "scatter_object", None):
+            made = yield from _moved(_heads(packed) if packed else _EMPTY, layout, blocks_of)
+        return unpack_object((yield from _scattered(communicator, packed, root)) if made is None else made[0])
+
+    return Request(f"scatter_object(root {root})", fingerprint("scatter_object", root), body())
+
+
+def _scattered(communicator: Communicator, packed: list[bytes], root: int) -> Generator[Stage, None, bytes]:
+    """Scatter bytes of any lengths, which the root knows."""
+    lengths = pack_object([len(data) for data in packed])
+    counts = tuple(unpack_object((yield from broadcast_bytes(communicator, lengths, root))))
+    whole = np.frombuffer(b"".join(packed), np.uint8).copy() if packed else None
+    mine = yield from scatter_flat(communicator, whole, _BYTE, counts, root)
+    return mine.tobytes()
+
+
+def _scattered_heads(communicator: Communicator, root: int) -> tuple[Layout, Callable[[NDArray[Any]], Blocks]]:
+    size, rank = communicator.size, communicator.member_rank
+    is_root = rank == root
+
+    def blocks(heads: NDArray[Any]) -> Blocks:
+        made = np.empty(_HEAD_BYTES, np.uint8)
+        if not is_root:
+            return Blocks(made, targets=(made,))
+        parts = [heads[start : start + _HEAD_BYTES] for start in range(0, heads.size, _HEAD_BYTES)]
+        return Blocks(made, parts, own=parts[rank], own_target=made)
+
+    return _layout(*(() if is_root else ((root, rank),)), blocks=size), blocks
 
 
 def gather_bytes(
@@ -218,13 +330,52 @@ def gather_bytes(
 
     Cost: one exchange of small frames; where somebody has more than these hold, another round for all.
     """
-    heads = yield from exchange_bytes(communicator, _LENGTH.pack(len(mine)) + mine[:_AT_ONCE].ljust(_AT_ONCE, b"\0"))
-    counts = tuple(_LENGTH.unpack_from(head)[0] for head in heads)
+    heads = [_HEAD.unpack(head) for head in (yield from exchange_bytes(communicator, _HEAD.pack(len(mine), mine)))]
+    counts = tuple(count for count, _ in heads)
     if max(counts) <= _AT_ONCE:
-        return [head[_LENGTH.size : _LENGTH.size + count] for head, count in zip(heads, counts, strict=True)]
+        return [data[:count] for count, data in heads]
     flat = yield from gather_flat(communicator, np.frombuffer(mine, np.uint8), counts, root)
     if root is not None and communicator.member_rank != root:
         return []
     data = flat.tobytes()
     ends = list(accumulate(counts))
     return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+# -- small objects in shared memory: one phase ------------------------------------------------------------------------
+
+
+def _head_of(*objects: Any) -> NDArray[Any] | None:
+    """Return what carries small objects; None where the general way has to look at them, and tells what is wrong."""
+    try:
+        return _heads([pack_object(o) for o in objects])
+    except Exception:  # whatever another library's tensor raises
+        return None
+
+
+def _heads(packed: list[bytes]) -> NDArray[Any] | None:
+    """Return what carries packed objects; None where one of them is too long."""
+    if max(map(len, packed)) > _AT_ONCE:
+        return None
+    return np.frombuffer(b"".join([_HEAD.pack(len(data), data) for data in packed]), np.uint8)
+
+
+def _in_heads(made: NDArray[Any] | list[bytes]) -> list[bytes]:
+    """Return the objects in heads; what has gone the general way is there already."""
+    return made if isinstance(made, list) else [data[:count] for count, data in _HEAD.iter_unpack(made.tobytes())]
+
+
+def _layout(*takes: tuple[int, int], blocks: int = 1) -> Layout:
+    """Return how heads are moved; a rank whose object is longer moves nothing, and so does nobody."""
+    return Layout(detail_of(_BYTE, (_HEAD_BYTES,), "objects"), _BYTE, (_HEAD_BYTES,), blocks, takes)
+
+
+def _moved(
+    heads: NDArray[Any] | None, layout: Layout, blocks_of: Callable[[NDArray[Any]], Blocks]
+) -> Generator[Stage, None, list[bytes] | None]:
+    """Move heads, as the first stage of a call; None where some object is longer."""
+    if heads is None:
+        yield from moved(*UNMOVED)
+        return None
+    blocks = blocks_of(heads)
+    return _in_heads(blocks.made) if (yield from moved(layout, blocks)) else None

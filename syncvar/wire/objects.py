@@ -30,6 +30,7 @@ DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
 _VERSIONS = "_metadata"  # what PyTorch's modules note on their state, by which they read older ones
 
+_FLAT = frozenset((type(None), bool, int, float, str, bytes))
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, *MOMENTS,
 )  # fmt: skip
@@ -55,10 +56,21 @@ def pack_object(value: Any, limit_nbytes: int = 1 << 31) -> bytes:
         >>> unpack_object(pack_object({"a": (1, [2.5, None])}))
         {'a': (1, [2.5, None])}
     """
-    data = _packed(_plain(value, "value", 0))
+    try:
+        data = _packed(value if _is_flat(value) else _plain(value, "value", 0))
+    except (OverflowError, ValueError):  # a long integer; a text without an encoding, which `_plain` refuses by its place
+        data = _packed(_plain(value, "value", 0))
     if len(data) > limit_nbytes:
         raise ConfigError(f"the object takes {len(data)} bytes, more than the limit of {limit_nbytes}")
     return data
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a value is a number or text, or a dict or list of such: what is packed as it is."""
+    kind = type(value)
+    if kind is dict:
+        return _FLAT.issuperset(map(type, value)) and _FLAT.issuperset(map(type, value.values()))
+    return _FLAT.issuperset(map(type, value)) if kind is list else kind in _FLAT
 
 
 def unpack_object(data: bytes) -> Any:
