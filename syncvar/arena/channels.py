@@ -414,7 +414,7 @@ class Channel(ChannelState):
         return bind(
             self, self.arena.memory, self.entry, (CHECK, PHASE, DONE, _SOURCE, TARGET, ABORT, _SEGMENTS), self.others,
             tuple(self.words[entry + _SMALL] for entry in self._entries), (SMALL_BYTES, SEGMENT_BYTES, self._part_bytes), self.rank,
-            shares_cores, looks,
+            shares_cores, looks, () if self.reach is None else self.reach.processes,
         )  # fmt: skip
 
     def slot_call(self, **parts: Any) -> Any:

@@ -94,7 +94,7 @@ class Reach:
     """
 
     def __init__(self, processes: Sequence[int]) -> None:
-        self._processes = tuple(processes)
+        self.processes = tuple(processes)
         self._here, self._there = _Stretch(), _Stretch()
         self._places = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
@@ -138,7 +138,7 @@ class Reach:
         functions = _functions()
         here, there = self._here, self._there
         mine, theirs = self._places
-        process = self._processes[rank]
+        process = self.processes[rank]
         if functions is None:
             raise SyncvarError("this system cannot read the memory of another process")
         function = functions[hold]

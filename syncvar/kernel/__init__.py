@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "Begun", "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end", "program",
+    "UNREAD", "Begun", "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end",
+    "program",
     "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
 ]  # fmt: skip
 
@@ -41,7 +42,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 3  # as in native.c
+_FORM = 4  # as in native.c
 _MESSAGES_FORM = 1  # of `messages.c`
 
 
@@ -208,6 +209,10 @@ def told(wanted: str) -> str:
     return "prepared calls run in C" if not _missing else f"prepared calls run in Python: {_missing}"
 
 
+UNREAD = -(1 << 41)
+"""Yielded by a run that could not read the memory of another process."""
+
+
 def bind(channel: Any, *places: Any) -> bool:
     """Tell the C runner where the words of a channel's ranks are; returns False where it does not take so many ranks."""
     if _native is None:
@@ -236,7 +241,7 @@ def run(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ..
         made: What `program` has returned.
         channel: This rank's end of the group's channels.
         arrays: The memories that are arrays; anything for the others.
-        offsets: Where the others lie in the arena, in bytes; -1 for arrays.
+        offsets: Where the others lie in the arena, in bytes; with bit 60 the address in the process of the memory's rank; -1 for arrays.
         keeps_lock: Python's lock is kept.
     """
     found: Iterator[int] = _native.Run(made, channel, arrays, offsets, keeps_lock)  # type: ignore[union-attr]

@@ -9,7 +9,7 @@
  */
 #include "native.h"
 
-#define FORM 3          /* of what Python and this module tell each other; as in __init__.py */
+#define FORM 4          /* of what Python and this module tell each other; as in __init__.py */
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
 
 #define LONG_PATIENCE_NS 1000000 /* the same of long vectors, without Python's lock */
@@ -93,15 +93,15 @@ int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
  * looks). */
 static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     ChannelState *self = (ChannelState *)object;
-    PyObject *memory, *fields, *others, *slots, *sizes;
+    PyObject *memory, *fields, *others, *slots, *sizes, *processes;
     Py_ssize_t places[7], lengths[3];
     if (self->is_bound) {
         PyErr_SetString(PyExc_ValueError, "a channel is bound once");
         return NULL;
     }
     if (!PyArg_ParseTuple(
-            arguments, "OnOOOOiii", &memory, &self->entry, &fields, &others, &slots, &sizes, &self->rank,
-            &self->shares_cores, &self->looks
+            arguments, "OnOOOOiiiO", &memory, &self->entry, &fields, &others, &slots, &sizes, &self->rank,
+            &self->shares_cores, &self->looks, &processes
         ) ||
         read_numbers(fields, places, 7) != 7 || read_numbers(sizes, lengths, 3) != 3)
         return NULL;
@@ -117,6 +117,8 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     self->abort_at = places[5];
     self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
     if (PyErr_Occurred()) return NULL;
+    const Py_ssize_t readable = read_numbers(processes, self->processes, RANKS_MAX);
+    if (readable != 0 && readable != self->size) return NULL;
     int good = self->size >= 2 && self->rank >= 0 && self->rank < self->size &&
                read_numbers(others, self->others, RANKS_MAX) == self->size - 1;
     if (!good || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {

@@ -18,6 +18,7 @@ typedef struct {
     Py_ssize_t entry, check_at, phase_at, done_at, source_at, target_at, abort_at, segments_at, side_bytes,
         segment_bytes, part_bytes;
     Py_ssize_t others[RANKS_MAX], slots[RANKS_MAX];
+    Py_ssize_t processes[RANKS_MAX]; /* whose memory can be read; 0 where it cannot */
     int size, rank, shares_cores, looks;
     PyObject *begun; /* the call that waits to be ended, see native.c; it takes itself out when it goes */
 } ChannelState;
@@ -116,6 +117,7 @@ typedef struct {
     ChannelState *channel;
     PyObject *arrays; /* what the addresses of arrays belong to */
     char *at[MEMORIES_MAX];
+    Py_ssize_t process_of[MEMORIES_MAX]; /* a memory of another process, which is read where it lies; else 0 */
     char *scratch;
     Py_ssize_t place;
     int keeps_lock;

@@ -10,6 +10,14 @@
 #include <immintrin.h>
 #endif
 
+#include <errno.h>
+#if defined(__linux__)
+#include <sys/uio.h>
+#endif
+
+#define ADDRESS ((Py_ssize_t)1 << 60) /* in a memory's offset: an address in another process */
+#define GONE (-((long long)1 << 40))   /* as `NEVER` in phases.py: that process is no more */
+#define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
 #define PATIENCE_NS 1000000      /* so long others are waited for without Python's lock, before Python waits */
 #define PATIENCE_LOCKED_NS 20000 /* and with it */
 
@@ -213,11 +221,12 @@ static int is_sound(const Program *self) {
         if (*step == COPY || *step == STORE) {
             if (left < 6 || !is_known(self, step[1], step[2], step[5]) || !is_known(self, step[3], step[4], step[5]))
                 return 0;
+            if (self->named[step[3]].kind == LYING) return 0; /* it is read only */
             place += 6;
         } else if (*step == FOLD) {
             if (left < 5 || step[4] < 1 || step[4] > RANKS_MAX || left < 5 + 2 * step[4] || self->how.fold.loop == NULL)
                 return 0;
-            if (!is_known(self, step[1], step[2], step[3])) return 0;
+            if (!is_known(self, step[1], step[2], step[3]) || self->named[step[1]].kind == LYING) return 0;
             for (int64_t term = 0; term < step[4]; term++)
                 if (!is_known(self, step[5 + 2 * term], step[6 + 2 * term], step[3])) return 0;
             place += 5 + 2 * step[4];
@@ -307,6 +316,24 @@ failed:
 
 /* -- runs ---------------------------------------------------------------------------------------------------------- */
 
+/* Read the memory of another process; returns 0, or what ends the run. */
+static long long read_process(Py_ssize_t process, const char *there, char *into, Py_ssize_t nbytes) {
+#if defined(__linux__)
+    while (nbytes > 0) {
+        struct iovec here = {into, (size_t)nbytes}, remote = {(void *)there, (size_t)nbytes};
+        const ssize_t done = process_vm_readv((pid_t)process, &here, 1, &remote, 1, 0);
+        if (done <= 0) return done < 0 && errno == ESRCH ? GONE : UNREAD;
+        into += done;
+        there += done;
+        nbytes -= done;
+    }
+    return 0;
+#else
+    (void)process, (void)there, (void)into;
+    return nbytes > 0 ? UNREAD : 0;
+#endif
+}
+
 /* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of Python is touched. */
 long long advance_run(Run *self, Py_ssize_t end) {
     const Program *program = self->program;
@@ -317,19 +344,26 @@ long long advance_run(Run *self, Py_ssize_t end) {
         const int64_t *step = program->code + self->place;
         switch (*step) {
         case COPY:
+        case STORE:
+            if (self->process_of[step[1]] != 0) {
+                const long long failed = read_process(
+                    self->process_of[step[1]], self->at[step[1]] + step[2] * width, self->at[step[3]] + step[4] * width,
+                    step[5] * width
+                );
+                if (failed) return failed;
+                self->place += 6;
+                break;
+            }
+            if (*step == STORE && program->apply.loop != NULL) {
+                char *target = self->at[step[3]] + step[4] * width;
+                const char *value = self->at[step[1]] + step[2] * width;
+                combine(&program->apply, target, value, width, target, step[5], width);
+                self->place += 6;
+                break;
+            }
             memmove(self->at[step[3]] + step[4] * width, self->at[step[1]] + step[2] * width, step[5] * width);
             self->place += 6;
             break;
-        case STORE: {
-            char *target = self->at[step[3]] + step[4] * width;
-            const char *value = self->at[step[1]] + step[2] * width;
-            if (program->apply.loop == NULL)
-                memmove(target, value, step[5] * width);
-            else
-                combine(&program->apply, target, value, width, target, step[5], width);
-            self->place += 6;
-            break;
-        }
         case FOLD:
             for (int64_t term = 0; term < step[4]; term++)
                 terms[term] = self->at[step[5 + 2 * term]] + step[6 + 2 * term] * width;
@@ -473,7 +507,13 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     self->place = made->opening;
     for (int memory = 0; memory < made->memories; memory++) {
         Py_ssize_t room;
-        if (offsets[memory] >= 0) {
+        const int rank = made->named[memory].rank;
+        if (offsets[memory] >= ADDRESS && made->named[memory].kind == LYING && made->how.fold.loop == NULL &&
+            made->apply.loop == NULL && rank >= 0 && rank < state->size && state->processes[rank] != 0) {
+            self->at[memory] = (char *)(offsets[memory] - ADDRESS);
+            self->process_of[memory] = state->processes[rank];
+            room = made->sizes[memory];
+        } else if (offsets[memory] >= 0) {
             self->at[memory] = (char *)state->memory.buf + offsets[memory];
             room = state->memory.len - offsets[memory];
         } else {

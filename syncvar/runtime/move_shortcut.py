@@ -9,28 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena.channels import CHECK, MASK, SPREAD, TARGET
+from syncvar.arena.channels import CHECK, MASK, SPREAD
 from syncvar.errors import InternalError, SyncvarError
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import quiet
-from syncvar.runtime.phases import DISAGREE, NEVER
+from syncvar.runtime.phases import DISAGREE
 from syncvar.runtime.published import staged
-from syncvar.runtime.shared_moves import (
-    Movement,
-    Said,
-    are_taken_in_place,
-    folded,
-    put_blocks,
-    said_of,
-    take_blocks,
-    take_where_they_lie,
-    tell,
-)
+from syncvar.runtime.shared_moves import Movement, folder, move_shared, said_of, take_blocks
 from syncvar.runtime.shortcut import Ground, ground_of
-from syncvar.runtime.whereabouts import Gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
@@ -91,7 +80,7 @@ def move_shortcut(
             begin = monotonic_ns()
             try:
                 movement, need, steps = attempt(number, (digest + number * SPREAD) & MASK, blocks)
-                if steps is None or (movement.is_done and need == channel.last):
+                if steps is None:
                     add((told, number, begin, monotonic_ns(), get_ident()))
                     return blocks.made
             except BaseException as error:
@@ -202,8 +191,7 @@ class _SmallBlocks:
             else:
                 theirs, fold = self._theirs[side], layout.fold
                 if fold is not None:
-                    with quiet():
-                        folded(fold, layout.dtype, channel.rank, theirs, blocks.own, blocks.targets[0])
+                    self._combine(theirs, blocks.own, blocks.targets[0])
                     return None, 0, None
                 if blocks.own_target is not None:
                     blocks.own_target[...] = blocks.own
@@ -213,59 +201,32 @@ class _SmallBlocks:
         movement = Movement(layout, blocks)
         return movement, target, take_blocks(channel, said, movement)
 
+    def _combine(self, theirs: list[NDArray[Any]], own: Any, target: NDArray[Any]) -> None:
+        dtype = self._layout.dtype
+        terms = list(theirs)
+        terms.insert(self._channel.rank, own if own.dtype == dtype else own.astype(dtype))
+        made = target if target.dtype == dtype else np.empty(target.shape, dtype)
+        with quiet():
+            folder(self._layout)(terms, made)
+            if made is not target:
+                target[...] = made
+
 
 def _long_blocks(channel: Channel, layout: Layout) -> Any:
     """Return what makes a call where the blocks lie, or by windows: (movement, need, steps) as of a small one."""
-    others, words, detail = channel.others, channel.words, layout.detail or 0
-    marks = [tuple((other + CHECK + side, other + TARGET + side) for other in others) for side in (0, 1)]
-    tables = [[channel.told_word(peer, side) + place for peer, place in layout.takes] for side in (0, 1)]
+    others = channel.others
 
-    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
-        wait = channel.hold if crowd.holds() else channel.wait
-        movement: Movement | None = None
-        try:
-            offer = tell(channel, layout, blocks.outgoing)
-            if offer:
-                said = Said(check, (check + detail) & MASK, channel.tail ^ 1, offer)
-            else:
-                movement = Movement(layout, blocks)
-                said = put_blocks(channel, check, movement)
-            need = channel.begin(number, said.full, check, said.mark)
-            limit = need + 2
-            if wait(others, need, limit):
-                side, full = channel.side, said.full
-                for place, mark in marks[side]:
-                    # A rank that has not been given up a call has what it says on the same side.
-                    offer = offer & words[mark] if words[place] == full else 0
-                if are_taken_in_place(offer):
-                    take_where_they_lie(channel, layout, [words[place] for place in tables[side]], blocks)
-                    need = channel.publish()
-                    if wait(others, need, limit):
-                        return None, 0, None
-                    movement = Movement(layout, blocks)
-                    movement.is_done = True
-                    return movement, need, iter(())
-            movement = movement or Movement(layout, blocks)
-            steps = take_blocks(channel, said, movement)
-            if channel.is_reached(need):
-                need = _as_far_as_possible(channel, steps, wait, limit)
-        except Gone:
-            return Movement(layout, blocks), NEVER, iter(())
-        except BaseException:
-            channel.keep(blocks)
-            raise
-        return movement, need, steps
+    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement, int, Any]:
+        movement = Movement(layout, blocks)
+        steps = move_shared(channel, (number, check), movement)
+        wait, limit = channel.hold if crowd.holds() else channel.wait, (number << 1) + 4
+        with quiet():
+            for need in steps:
+                if need == DISAGREE or not wait(others, need, limit):
+                    return movement, need, steps
+        return movement, channel.last, None if movement.is_done else iter(())
 
     return attempt
-
-
-def _as_far_as_possible(channel: Channel, steps: Iterator[int], wait: Any, limit: int) -> int:
-    """Go on as long as the others come soon; returns what they have to reach then."""
-    with quiet():
-        for need in steps:
-            if need == DISAGREE or not wait(channel.others, need, limit):
-                return need
-    return channel.last  # which all have reached
 
 
 def _moved_or_else(

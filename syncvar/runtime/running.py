@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,10 +10,11 @@ import numpy as np
 
 from syncvar.errors import InternalError
 from syncvar.execution.program import Kind
+from syncvar.kernel import UNREAD, run
 from syncvar.kernel import program as native_program
-from syncvar.kernel import run
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.interpreter import interpret, opened
+from syncvar.runtime.whereabouts import ADDRESS, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.interpreter import Copier
     from syncvar.runtime.kernels import Combiner
 
-    Found: TypeAlias = "NDArray[Any] | Lying | None"
+    Found: TypeAlias = "NDArray[Any] | Lying | Reached | None"
 
-__all__ = ["Arithmetic", "Lying", "in_channel", "native_of", "open_code", "run_code", "suits_native"]
+__all__ = ["Arithmetic", "Lying", "Reached", "in_channel", "native_of", "open_code", "run_code", "suits_native"]
 
 
 class Arithmetic(NamedTuple):
@@ -87,6 +89,25 @@ class Lying(NamedTuple):
     dtype: np.dtype[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where a memory of a program begins in the process of another rank, which may be read.
+
+    Args:
+        rank: Whose, in the group.
+        address: There.
+        dtype: Of its elements.
+    """
+
+    rank: int
+    address: int
+    dtype: np.dtype[Any]
+
+    def __getitem__(self, part: slice) -> Reached:
+        """Return the elements of a slice."""
+        return Reached(self.rank, self.address + part.start * self.dtype.itemsize, self.dtype)
+
+
 def in_channel(channel: Channel, memory: Memory, sides: Mapping[int, int], dtype: np.dtype[Any]) -> Lying | None:
     """Return where ranks write for each other; None where it is not known yet.
 
@@ -108,7 +129,23 @@ def in_channel(channel: Channel, memory: Memory, sides: Mapping[int, int], dtype
     raise InternalError(f"{memory} is no memory of a channel")
 
 
-def _views(channel: Channel, code: Code, found: Sequence[Found]) -> list[NDArray[Any]]:
+def _reading(channel: Channel, copy: Copier) -> Copier:
+    """Return what copies from the memory of other processes too.
+
+    It raises `Gone` where such a process is no more.
+    """
+    hold = crowd.holds()
+
+    def copied(target: NDArray[Any], value: Any) -> None:
+        if type(value) is Reached:
+            read(channel, value.rank, value.address | ADDRESS, target, hold=hold)
+        else:
+            copy(target, value)
+
+    return copied
+
+
+def _views(channel: Channel, code: Code, found: Sequence[Found]) -> list[Any]:
     return [
         channel.resident(one.offset, count, one.dtype) if isinstance(one, Lying) else _NONE if one is None else one
         for one, count in zip(found, code.sizes, strict=True)
@@ -146,10 +183,22 @@ def run_code(
 
     Yields:
         What the others have to reach.
+
+    Raises:
+        Gone: A process whose memory is read is no more.
     """
+    reached = [one for one in found if type(one) is Reached]
     if native is None:
+        if reached:
+            store = _reading(channel, store)
         yield from interpret(channel, code.steps, _views(channel, code, found), copy, store, fold)
         return
-    arrays = tuple([None if isinstance(one, Lying) else one for one in found])
-    offsets = tuple([one.offset if isinstance(one, Lying) else -1 for one in found])
-    yield from run(native, channel, arrays, offsets, keeps_lock=crowd.holds())
+    offsets = tuple([
+        one.offset if type(one) is Lying else one.address | ADDRESS if type(one) is Reached else -1 for one in found
+    ])  # fmt: skip
+    for need in run(native, channel, tuple(found), offsets, keeps_lock=crowd.holds()):
+        if need == UNREAD:
+            for one in reached:
+                read(channel, one.rank, one.address | ADDRESS, np.empty(1, np.uint8), hold=True)
+            raise InternalError("the memory of another rank could not be read, and can be")
+        yield need

@@ -23,26 +23,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
-from syncvar.runtime.crowd import copy_holding, crowd
-from syncvar.runtime.kernels import quiet
+from syncvar.errors import InternalError
+from syncvar.execution.lower_moves import Move, Way, move_code
+from syncvar.execution.program import Kind
 from syncvar.runtime.phases import DISAGREE, NEVER
+from syncvar.runtime.running import Arithmetic, Lying, Reached, in_channel, native_of, open_code, run_code
 from syncvar.runtime.shared_reduce import combine, copier
-from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of, read
+from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.execution.program import Code
     from syncvar.runtime.kernels import Combiner
 
 __all__ = [
-    "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folded", "move_shared", "put_blocks", "said_of",
-    "take_blocks", "take_where_they_lie", "tell",
+    "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folder", "move_shared", "put_blocks", "said_of",
+    "take_blocks", "tell",
 ]  # fmt: skip
 
 _WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
+_NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 
 
 class Fold(NamedTuple):
@@ -90,7 +94,25 @@ class Layout(NamedTuple):
     @property
     def width(self) -> int:
         """Elements of each block in one window."""
-        return min(self.elements, max(1, SEGMENT_BYTES // _WINDOWS // (self.dtype.itemsize * self.blocks)))
+        return max(1, min(self.elements, SEGMENT_BYTES // _WINDOWS // (self.dtype.itemsize * max(1, self.blocks))))
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What becomes of the blocks."""
+        if self.fold is None:
+            return Arithmetic(None, self.dtype, self.dtype)
+        return Arithmetic(self.fold.ufunc, self.dtype, self.dtype, self.fold.divisor)
+
+    def code(self, rank: int, blocks: Blocks, way: Way, **told: bool) -> Code:
+        """Return what a rank does with its blocks, as a program; see `lower_move`."""
+        folds, own = self.fold is not None, blocks.own
+        move = Move(
+            rank, self.elements, self.width, len(blocks.outgoing), self.takes,
+            keeps=own is not None and (folds or blocks.own_target is not None), folds=folds,
+            converts=folds and own is not None and own.dtype != self.dtype,
+            makes_first=folds and blocks.targets[0].dtype != self.dtype,
+        )  # fmt: skip
+        return move_code(move, way, **told)
 
 
 class Blocks(NamedTuple):
@@ -114,13 +136,19 @@ class Blocks(NamedTuple):
 class Movement:
     """A call that moves blocks: its layout, its arrays, and whether it has come to an end."""
 
-    __slots__ = ("blocks", "is_done", "layout", "outgoing")
+    __slots__ = ("blocks", "is_done", "layout", "sources")
 
     def __init__(self, layout: Layout, blocks: Blocks) -> None:
         self.layout = layout
         self.blocks = blocks
-        self.outgoing: list[NDArray[Any]] = []  # flat, alive until the others have taken them; not of small blocks
+        brought = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
+        self.sources = [np.ascontiguousarray(block).reshape(-1) for block in brought]  # alive until the others have taken them
         self.is_done = False  # else the details differ, and the call has to go on in the general way
+
+    @property
+    def outgoing(self) -> list[NDArray[Any]]:
+        """What the others take."""
+        return self.sources[: len(self.blocks.outgoing)]
 
 
 class Said(NamedTuple):
@@ -172,28 +200,27 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         yield from take_blocks(channel, said, movement)
     except BaseException:
         is_refused = channel.is_reached(channel.last) and channel.disagreeing(said.full)
-        if movement.outgoing and not is_refused:
+        if said.offer and movement.outgoing and not is_refused:
             channel.keep(movement)  # others may still be reading what this rank has told them of
         raise
 
 
 def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     """Put what goes with phase 0; returns what is published with it."""
-    layout, outgoing = movement.layout, movement.blocks.outgoing
+    layout, rank = movement.layout, channel.rank
     if layout.is_small:
-        count = layout.elements
-        if outgoing:
-            slot = channel.small(channel.rank, channel.side ^ 1, count * len(outgoing), layout.dtype)
-            for place, block in enumerate(outgoing):
-                slot[place * count : (place + 1) * count] = block.reshape(-1)
+        code = layout.code(rank, movement.blocks, Way.SLOTS)
+        open_code(channel, code, _found(channel, movement, code, {rank: channel.side ^ 1}), copier())
         return said_of(layout, check)
     side = channel.tail ^ 1
-    flat = movement.outgoing = _flat(outgoing)
+    flat = movement.outgoing
     if flat:
         channel.reserve_segments()
     offer = tell(channel, layout, flat)
     if flat and not offer:
-        _put(channel, layout, flat, side, 0, copier())
+        code = layout.code(rank, movement.blocks, Way.WINDOWS)
+        open_code(channel, code, _found(channel, movement, code, {rank: side}), copier())
+        channel.tail = side
     return said_of(layout, check, side, offer)
 
 
@@ -202,7 +229,7 @@ def tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> in
     offer = RESIDENT | TOLD if channel.reach is None or layout.fold is not None else READS | RESIDENT | TOLD
     places = []
     for block in blocks:
-        if block.dtype != layout.dtype or not block.flags.c_contiguous:
+        if block.dtype != layout.dtype:
             return 0
         place = place_of(channel, block)
         if place is None:
@@ -218,7 +245,7 @@ def tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> in
 
 def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
     """Take what is for this rank, when all ranks have published phase 0; put and publish what does not go with it."""
-    layout, blocks = movement.layout, movement.blocks
+    layout, rank = movement.layout, channel.rank
     sources, marks = channel.arrays()
     if channel.disagreeing(said.full):
         if layout.detail is None or any(source != said.check for source in sources):
@@ -226,34 +253,25 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         return
     if layout.detail == 0:
         return
-    copy = copier()
-    targets = [target.reshape(-1) for target in blocks.targets]
-    own = None if blocks.own is None else blocks.own.reshape(-1)
+    sides = [mark >> 3 for mark in marks]
+    offers = [mark & 7 for mark in marks]
     if layout.is_small:
-        _keep(blocks, copy)
-        count, dtype = layout.elements, layout.dtype
-        parts = [
-            channel.small(peer, channel.side_of(peer), count * (place + 1), dtype)[place * count :]
-            for peer, place in layout.takes
-        ]
-        _take(layout, channel.rank, parts, targets, own, copy)
+        code = layout.code(rank, movement.blocks, Way.SLOTS)
+        sides = [channel.side_of(peer) for peer in range(channel.size)]
+    elif are_taken_in_place(reduce(and_, offers)):
+        code = layout.code(rank, movement.blocks, Way.LYING)
     else:
-        offers = [mark & 7 for mark in marks]
-        if are_taken_in_place(reduce(and_, offers)):
-            places = [channel.told_place(peer, place) for peer, place in layout.takes]
-            try:
-                take_where_they_lie(channel, layout, places, blocks)
-            except Gone:
-                yield NEVER
-            yield channel.publish()
-        else:
-            _keep(blocks, copy)
-            if any(offers):  # the first window is still to come
-                if blocks.outgoing and said.offer:
-                    movement.outgoing = movement.outgoing or _flat(blocks.outgoing)
-                    _put(channel, layout, movement.outgoing, said.side, 0, copy)
-                yield channel.publish()
-            yield from _take_by_windows(channel, movement, [mark >> 3 for mark in marks], targets, own, copy)
+        has_told = said.offer != 0 and len(movement.outgoing) > 0
+        code = layout.code(rank, movement.blocks, Way.WINDOWS, has_told=has_told, some_told=any(offers))
+        if code.last_side is not None:
+            channel.tail = said.side ^ code.last_side
+    found = _found(channel, movement, code, dict(enumerate(sides)))
+    native = native_of(code, layout.arithmetic) if channel.is_native and _suit_native(layout, found) else None
+    copy = copier()
+    try:
+        yield from run_code(channel, code, found, native, copy, _storer(layout, copy), folder(layout))
+    except Gone:
+        yield NEVER
     movement.is_done = True
 
 
@@ -262,110 +280,55 @@ def are_taken_in_place(common: int) -> bool:
     return common > TOLD
 
 
-def _keep(blocks: Blocks, copy: Any) -> None:
-    """Copy what this rank brings for itself."""
-    if blocks.own_target is not None and blocks.own is not None:
-        copy(blocks.own_target.reshape(-1), blocks.own.reshape(-1))
-
-
-def take_where_they_lie(channel: Channel, layout: Layout, places: Sequence[int], blocks: Blocks) -> None:
-    """Take blocks that others leave in place until all have published the next phase; keep what is this rank's own.
-
-    Raises:
-        Gone: A rank's process is no more.
-    """
-    hold = crowd.holds()
-    copy = copy_holding if hold else np.copyto
-    dtype, count = layout.dtype, layout.elements
-    if layout.fold is not None:
-        own = None if blocks.own is None else blocks.own.reshape(-1)
-        parts = [channel.resident(place, count, dtype) for place in places]
-        with quiet():  # what overflows is infinite, on all ranks
-            folded(layout.fold, dtype, channel.rank, parts, own, blocks.targets[0].reshape(-1))
-        return
-    for (peer, _), place, target in zip(layout.takes, places, blocks.targets, strict=True):
-        if place & ADDRESS:
-            read(channel, peer, place, target, hold=hold)
+def _found(channel: Channel, movement: Movement, code: Code, sides: Mapping[int, int]) -> list[Any]:
+    """Return the memories of a program; None for those that are not known yet."""
+    layout, blocks = movement.layout, movement.blocks
+    found: list[Any] = []
+    for memory, count in zip(code.memories, code.sizes, strict=True):
+        kind, rank, place = memory
+        if kind == Kind.SOURCE:
+            found.append(movement.sources[place])
+        elif kind == Kind.TARGET:
+            target = blocks.targets[place] if place < len(blocks.targets) else blocks.own_target
+            found.append(_NOTHING if target is None else target.reshape(-1))
+        elif kind == Kind.SCRATCH:
+            found.append(np.empty(count, layout.dtype))
+        elif kind != Kind.LYING:
+            found.append(in_channel(channel, memory, sides, layout.dtype))
+        elif rank not in sides:
+            found.append(None)
         else:
-            copy(target.reshape(-1), channel.resident(place, count, dtype))
-    _keep(blocks, copy)
+            told = channel.told_place(rank, place)
+            found.append(Reached(rank, told ^ ADDRESS, layout.dtype) if told & ADDRESS else Lying(told, layout.dtype))
+    return found
 
 
-def _take_by_windows(
-    channel: Channel,
-    movement: Movement,
-    sides: list[int],
-    targets: list[NDArray[Any]],
-    own: NDArray[Any] | None,
-    copy: Any,
-) -> Iterator[int]:
-    layout, outgoing = movement.layout, movement.outgoing
-    count, dtype, width = layout.elements, layout.dtype, layout.width
-    side = sides[channel.rank]
-    window = start = 0
-    while True:
-        stop = min(count, start + width)
-        if stop < count and outgoing:
-            _put(channel, layout, outgoing, side ^ 1, stop, copy)
-        parts = [
-            channel.segment(peer, (sides[peer] + window) & 1, stop - start, dtype, place * width)
-            for peer, place in layout.takes
-        ]
-        into = [target[start:stop] for target in targets]
-        _take(layout, channel.rank, parts, into, own if own is None else own[start:stop], copy)
-        if stop >= count:
-            return
-        yield channel.publish()
-        start, side = stop, side ^ 1
-        window += 1
+def _suit_native(layout: Layout, found: Sequence[Any]) -> bool:
+    """Return whether all arrays are such as the C runner takes."""
+    return all(
+        array.dtype == layout.dtype and array.flags.carray for array in found if isinstance(array, np.ndarray)
+    )  # fmt: skip
 
 
-def _flat(blocks: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return blocks as flat arrays in one piece."""
-    return [np.ascontiguousarray(block).reshape(-1) for block in blocks]
-
-
-def _put(channel: Channel, layout: Layout, outgoing: list[NDArray[Any]], side: int, start: int, copy: Any) -> None:
-    width = layout.width
-    stop = min(layout.elements, start + width)
-    for place, block in enumerate(outgoing):
-        copy(channel.segment(channel.rank, side, stop - start, layout.dtype, place * width), block[start:stop])
-    channel.tail = side
-
-
-def _take(
-    layout: Layout,
-    rank: int,
-    parts: list[NDArray[Any]],
-    targets: list[NDArray[Any]],
-    own: NDArray[Any] | None,
-    copy: Any,
-) -> None:
+def _storer(layout: Layout, copy: Any) -> Any:
     if layout.fold is None:
-        for part, target in zip(parts, targets, strict=True):
-            copy(target, part)
-    else:
-        folded(layout.fold, layout.dtype, rank, parts, own, targets[0])
+        return copy
 
-
-def folded(
-    fold: Fold, dtype: np.dtype[Any], rank: int, parts: Sequence[NDArray[Any]], own: Any, target: NDArray[Any]
-) -> None:
-    """Combine what the other ranks have put, and what this one brings for itself, in the order of ranks.
-
-    Args:
-        fold: How.
-        dtype: In which is combined.
-        rank: This process in the group.
-        parts: Of the other ranks, in their order.
-        own: Of this rank.
-        target: Where the combination goes; it is none of the operands.
-    """
-    terms = list(parts)
-    terms.insert(rank, own if own.dtype == dtype else own.astype(dtype))
-    made = target if target.dtype == dtype else np.empty(target.shape, dtype)
-    combine(terms, fold.ufunc, made)
-    if fold.divisor:
-        np.divide(made, fold.divisor, out=made)
-    if made is not target:
+    def store(target: NDArray[Any], made: NDArray[Any]) -> None:
         target[...] = made
+
+    return store
+
+
+def folder(layout: Layout) -> Any:
+    """Return what combines blocks into an array, of (blocks in the order of ranks, array)."""
+    fold = layout.fold
+
+    def folded(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
+        if fold is None:
+            raise InternalError("blocks that are moved are not combined")
+        combine(terms, fold.ufunc, made)
+        if fold.divisor:
+            np.divide(made, fold.divisor, out=made)
+
+    return folded

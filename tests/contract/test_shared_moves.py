@@ -100,6 +100,8 @@ def test_blocks_are_taken_wherever_they_lie(what, of_x, reads):
 
     results(size, fn, "off" if reads == "none" else "auto")
 
+NOBODY = 1 << 22, 1 << 22  # no system has so many processes
+
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_a_rank_that_is_gone_ends_the_reading(is_prepared):
@@ -108,13 +110,25 @@ def test_a_rank_that_is_gone_ends_the_reading(is_prepared):
         for _ in range(3 * is_prepared):
             sv.broadcast(x)
         sv.barrier()
-        channel = communicator_of(None).channel
         if sv.rank() == 1:
-            channel.reach._processes = (1 << 22, 1 << 22)  # no system has so many processes
+            communicator_of(None).channel.reach.processes = NOBODY
         return sv.broadcast(x) is not None
 
-    found = run_ranks(2, fn, shared=True, timeout_s=30, config=RuntimeConfig(collective_timeout_s=1.0))
+    config = RuntimeConfig(collective_timeout_s=1.0, kernel="python")
+    found = run_ranks(2, fn, shared=True, timeout_s=30, config=config)
     assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found), found
+
+
+@pytest.mark.needs_kernel
+def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
+    def finds(reach, *_):
+        reach.processes = NOBODY
+        return True
+
+    monkeypatch.setattr(Reach, "finds", finds)
+    config = RuntimeConfig(collective_timeout_s=1.0)
+    found = run_ranks(2, lambda: sv.broadcast(np.ones(100_000)), shared=True, timeout_s=30, config=config)
+    assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found[1:]), found
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

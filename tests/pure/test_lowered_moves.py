@@ -1,0 +1,225 @@
+"""Programs of moved blocks and of plans, run on symbols by all ranks of a group, in orders in which one is as far ahead as it may be."""
+
+import itertools
+import random
+
+import pytest
+from test_lowered_programs import World, tree
+
+from syncvar.execution.lower_moves import Move, Way, lower_move
+from syncvar.execution.lower_rounds import lower_rounds
+from syncvar.execution.program import Await, Copy, Fold, Kind, Publish
+from syncvar.plans import ALGORITHMS, Buffer, Recv, RecvReduce, Send, build_all, publications, unsuited
+from syncvar.plans import Copy as CopyStep
+
+COUNTS = (1, 2, 3, 5, 7, 12)
+WINDOW = 3
+
+
+class Call:
+    """A call of a rank: its program, what it begins with, and what it has to end with."""
+
+    def __init__(self, program, held, wanted, *, by_tail=True, late=False):
+        self.program, self.held, self.wanted = program, held, wanted
+        self.by_tail = by_tail  # cells of phase 0 lie on the side that was not written last; else by the parity of the phase
+        self.late = late  # the first cells go with a phase of their own, after phase 0
+
+
+def steps_of(world, rank, number, one):
+    """Make a call; yields where it waits."""
+    program, sides = one.program, {}
+    own = {}  # SOURCE, TARGET and SCRATCH
+    for name, values in one.held.items():
+        world.memory[name, rank, number] = own[name] = dict(enumerate(values))
+
+    def held(memory):
+        kind, owner, place = memory
+        if kind in (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH):
+            return own.setdefault((kind, place), {})
+        if kind == Kind.LYING:
+            return world.memory[(Kind.SOURCE, place), owner, number]
+        if kind == Kind.SLOT:
+            return world.memory.setdefault(("SLOT", owner, number & 1), {})
+        return world.memory.setdefault(("CELLS", owner, sides[owner] ^ place), {})
+
+    def read(stretch):
+        return [held(stretch.memory).get(place, "nothing") for place in range(stretch.start, stretch.start + stretch.length)]
+
+    def write(stretch, values):
+        held(stretch.memory).update(enumerate(values, stretch.start))
+
+    first = sides[rank] = world.tails[rank] ^ 1 if one.by_tail else 1
+    published = 0
+    if one.late:
+        world.at[rank] = (number, 0)
+        yield (number, 0)
+    for copy in program.opening:
+        write(copy.target, read(copy.source))
+    published += one.late
+    world.memory["side", rank, number] = first
+    world.at[rank] = (number, published)
+    yield (number, published)
+    if program.last_side is not None:
+        world.tails[rank] = first ^ program.last_side
+    for owner in range(world.size):
+        sides[owner] = world.memory["side", owner, number]
+    for step in program.steps:
+        if isinstance(step, Copy):
+            write(step.target, read(step.source))
+        elif isinstance(step, Fold):
+            write(step.target, [tree(values) for values in zip(*map(read, step.terms), strict=True)])
+        elif isinstance(step, Publish):
+            published += 1
+            world.at[rank] = (number, published)
+        else:
+            assert isinstance(step, Await)
+            yield (number, published - step.back)
+    for name, values in one.wanted.items():
+        made = own.get(name, {})
+        assert [made.get(place) for place in range(len(values))] == list(values), f"rank {rank}, call {number}, {name}"
+    for (kind, _), values in one.held.items():
+        if kind == Kind.SOURCE:  # the program that called may write there now
+            world.memory[(kind, _), rank, number].update(dict.fromkeys(range(len(values)), "overwritten"))
+
+
+def run(size, calls, choose_rank):
+    """Let ranks make calls, `calls[number][rank]`, one step of a rank at a time."""
+    world = World(size)
+
+    def all_of(rank):
+        for number, ranks in enumerate(calls, 1):
+            yield from steps_of(world, rank, number, ranks[rank])
+
+    ranks = {rank: all_of(rank) for rank in range(size)}
+    needs = dict.fromkeys(ranks, (0, 0))
+    while ranks:
+        ready = [rank for rank in ranks if world.has_come(rank, needs[rank])]
+        assert ready, f"every rank waits: {needs}"
+        rank = choose_rank(ready)
+        try:
+            needs[rank] = next(ranks[rank])
+        except StopIteration:
+            del ranks[rank]
+            world.at[rank] = (1 << 30, 0)
+
+
+def every_order(size, calls, draw):
+    for first in range(size):
+        order = [*range(first, size), *range(first)]
+        run(size, calls, lambda ready, order=order: min(ready, key=order.index))
+    run(size, calls, draw.choice)
+
+
+def moves(kind, size, count, tell):
+    """Return the calls of all ranks that move blocks: kind of the call, and who tells where its blocks lie."""
+    folds, root = kind in ("reduce_scatter", "converted"), 0
+    puts = size - 1 if kind in ("all_to_all", "reduce_scatter", "converted") else 1
+    made = []
+    for rank in range(size):
+        others = [peer for peer in range(size) if peer != rank]
+        if kind == "broadcast":
+            takes, mine = ([] if rank == root else [(root, 0)]), int(rank == root)
+        else:
+            takes, mine = [(peer, (rank - (rank > peer)) if puts > 1 else 0) for peer in others], puts
+        keeps = kind != "broadcast"
+        move = Move(rank, count, WINDOW, mine, tuple(takes), keeps=keeps, folds=folds, converts=kind == "converted", makes_first=kind == "converted")
+        everyone = len(tell) == size
+        way = Way.LYING if everyone else Way.SLOTS if count <= 2 and not tell else Way.WINDOWS
+        has_told = way == Way.WINDOWS and rank in tell and mine > 0
+        program = lower_move(move, way, has_told=has_told, some_told=way == Way.WINDOWS and bool(tell))
+        held = {(Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)] for place in range(mine + keeps)}
+        if folds:
+            terms = [rank if peer == rank else peer for peer in range(size)]
+            places = [mine if peer == rank else (rank - (rank > peer)) if puts > 1 else 0 for peer in range(size)]
+            wanted = {(Kind.TARGET, 0): [tree(f"{one}.{place}.{at}" for one, place in zip(terms, places, strict=True)) for at in range(count)]}
+        else:
+            wanted = {(Kind.TARGET, at): [f"{peer}.{place}.{item}" for item in range(count)] for at, (peer, place) in enumerate(takes)}
+            if keeps:
+                wanted[Kind.TARGET, len(takes)] = held[Kind.SOURCE, mine]
+        made.append(Call(program, held, wanted))
+    return made
+
+
+KINDS = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "converted")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_order_moves_all_blocks(size):
+    draw = random.Random(size)
+    everyone = frozenset(range(size))
+    for kind, count, tell in itertools.product(KINDS, COUNTS, (frozenset(), frozenset({0}), frozenset({size - 1}), everyone)):
+        if kind == "converted" and tell:
+            continue  # what has another dtype cannot be taken where it lies
+        other = moves(draw.choice(KINDS[:4]), size, draw.choice(COUNTS), draw.choice([frozenset(), everyone]))
+        every_order(size, [moves(kind, size, count, tell), other, moves(kind, size, count, tell)], draw)
+
+
+@pytest.mark.parametrize("change", ["no wait", "a copy less"])
+@pytest.mark.parametrize("way", ["lying", "windows"])
+def test_a_move_that_is_changed_is_found_out(way, change):
+    calls = [moves("all_gather", 2, 12, frozenset({0, 1} if way == "lying" else ())) for _ in range(2)]
+    program = calls[0][0].program
+    kind = Copy if change == "a copy less" else Await
+    steps = list(program.steps)
+    del steps[next(place for place, step in enumerate(steps) if isinstance(step, kind) and (kind is Await or step.target.memory.kind == Kind.TARGET))]
+    for call in calls:
+        call[0].program = program._replace(steps=tuple(steps))
+    with pytest.raises((AssertionError, KeyError)):
+        for first in (0, 1):
+            run(2, calls, lambda ready, first=first: first if first in ready else ready[0])
+
+
+def planned(collective, algorithm, size, count, *, small, late):
+    """Return the calls of all ranks that run a plan, and what each has to end with: the same as the plan's own steps give."""
+    shape = {"counts": (count,) * size} if collective in ("all_gather", "reduce_scatter") else {"count": count}
+    plans = build_all(collective, algorithm, size, root=0, **shape)
+    works = [[f"{rank}.{at}" for at in range(plan.work_count)] for rank, plan in enumerate(plans)]
+    ends = run_plainly(plans, works)
+    made = []
+    for rank in range(size):
+        program = lower_rounds(publications(plans, rank), rank, WINDOW, 0 if late else small)
+        made.append(Call(program, {(Kind.TARGET, 0): works[rank]}, {(Kind.TARGET, 0): ends[rank]}, by_tail=False, late=late))
+    return made
+
+
+def run_plainly(plans, works):
+    """Run a plan as messages: each round sends what all ranks held when it began."""
+    held = [{Buffer.WORK: list(work), Buffer.SCRATCH: ["nothing"] * plan.scratch_count} for plan, work in zip(plans, works, strict=True)]
+
+    def part(rank, chunk):
+        return held[rank][chunk.buffer][chunk.start : chunk.stop]
+
+    for rounds in zip(*(plan.rounds for plan in plans), strict=True):
+        sent = {(rank, step.peer): part(rank, step.chunk) for rank, steps in enumerate(rounds) for step in steps if isinstance(step, Send)}
+        for rank, steps in enumerate(rounds):
+            for step in steps:
+                if isinstance(step, Send):
+                    continue
+                if isinstance(step, Recv | RecvReduce):
+                    value, target, is_left = sent[step.peer, rank], step.chunk, isinstance(step, RecvReduce) and step.incoming_left
+                    reduces = isinstance(step, RecvReduce)
+                else:
+                    value, target, reduces = part(rank, step.source), step.target, not isinstance(step, CopyStep)
+                    is_left = reduces and step.source_left
+                if reduces:
+                    pairs = zip(value, part(rank, target), strict=True)
+                    value = [(one, other) if is_left else (other, one) for one, other in pairs]
+                held[rank][target.buffer][target.start : target.stop] = value
+    return [one[Buffer.WORK] for one in held]
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_order_runs_a_plan_to_its_end(collective, size):
+    draw = random.Random(size)
+    names = {algorithm for algorithm in ALGORITHMS[collective] if unsuited(collective, algorithm, size, even=True) is None}
+    assert names
+    for algorithm, count in itertools.product(sorted(names), (0, 1, 4, 9)):
+        for small, late in ((100, False), (1, False), (0, True)):
+            calls = [planned(collective, algorithm, size, count, small=small, late=late) for _ in range(3)]
+            if late and not calls[0][0].program.steps and not calls[0][0].program.opening:
+                continue
+            every_order(size, calls, draw)
