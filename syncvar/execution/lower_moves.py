@@ -134,7 +134,7 @@ def _take(move: Move, parts: list[Stretch], start: int) -> list[Instruction]:
         ]
         if move.keeps and start == 0:
             whole = _source(move.puts, 0, move.elements)
-            copies.insert(0, Copy(whole, Stretch(Memory(Kind.TARGET, -1, len(parts)), 0, move.elements)))
+            copies.append(Copy(whole, Stretch(Memory(Kind.TARGET, -1, len(parts)), 0, move.elements)))
         return copies
     steps: list[Instruction] = []
     if move.converts:
