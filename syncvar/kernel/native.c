@@ -90,7 +90,7 @@ int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
 }
 
 /* Learn where the words of all ranks are: bind(memory, entry, fields, others, slots, side_bytes, rank, shares_cores,
- * looks). */
+ * looks, processes): processes whose memory can be read, or none. */
 static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     ChannelState *self = (ChannelState *)object;
     PyObject *memory, *fields, *others, *slots, *sizes, *processes;
@@ -118,7 +118,10 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
     if (PyErr_Occurred()) return NULL;
     const Py_ssize_t readable = read_numbers(processes, self->processes, RANKS_MAX);
-    if (readable != 0 && readable != self->size) return NULL;
+    if (readable != 0 && readable != self->size) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a process of each rank, or of none");
+        return NULL;
+    }
     int good = self->size >= 2 && self->rank >= 0 && self->rank < self->size &&
                read_numbers(others, self->others, RANKS_MAX) == self->size - 1;
     if (!good || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {

@@ -1,5 +1,6 @@
 """Random programs by both runners over the same memory, and broken ones by the C runner: python program_fuzz.py SEED COUNT."""
 
+import os
 import sys
 
 import ml_dtypes
@@ -27,7 +28,7 @@ def channel_over(memory, size):
     made.side = made.last = made.phase = made.tail = 0
     made.is_settled = True
     places = (1, 3, 4, 8, 10, ABORT, 14)
-    assert bind(made, memory, entries[0], places, tuple(entries[1:]), (4096,) * size, (64, 4096, 1024), 0, 0, 4)
+    assert bind(made, memory, entries[0], places, tuple(entries[1:]), (4096,) * size, (64, 4096, 1024), 0, 0, 4, (os.getpid(),) * size)
     return made
 
 
@@ -88,10 +89,12 @@ def contents(places, arena):
 
 def both(draw):
     """Run a random program by both runners; the bytes of all memories are the same afterwards."""
-    from syncvar.execution.program import Code, Kind, Memory
+    from syncvar.execution.program import COPY, FOLD, STORE, Code, Kind, Memory
     from syncvar.kernel import program, run
     from syncvar.runtime.interpreter import interpret
+    from syncvar.runtime.running import Arithmetic
     from syncvar.runtime.shared_reduce import Vector
+    from syncvar.runtime.whereabouts import ADDRESS
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
@@ -103,13 +106,23 @@ def both(draw):
     for place in places:
         place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
     steps = steps_of(draw, places)
-    code = Code(tuple(Memory(Kind.SCRATCH, -1, number) for number in range(len(places))), tuple(place.count for place in places), (), tuple(steps), None)
     vector = Vector(np.empty(1, dtype), np.empty(1, dtype), ufunc, wide, divisor)
+    how = vector.arithmetic
+    arrays, offsets = tuple(place.array for place in places), [place.offset for place in places]
+    memories = [Memory(Kind.SCRATCH, -1, number) for number in range(len(places))]
+    if draw.integers(2):  # nothing is combined, and what is only read lies in a process, here this one
+        how, steps = Arithmetic(None, dtype, dtype), [step for step in steps if step[0] != FOLD]
+        written = {step[3] for step in steps if step[0] in (COPY, STORE)}
+        for number, place in enumerate(places):
+            if number not in written and place.whole is not None:
+                memories[number] = Memory(Kind.LYING, 1, number)
+                offsets[number] = ADDRESS | place.array.__array_interface__["data"][0]
+    offsets = tuple(offsets)
+    code = Code(tuple(memories), tuple(place.count for place in places), (), tuple(steps), None)
     before = contents(places, arena)
     channel = channel_over(arena, 3)
-    made = program(*code.numbers(), code.names, code.sizes, *vector.arithmetic.native)
+    made = program(*code.numbers(), code.names, code.sizes, *how.native)
     assert made is not None
-    arrays, offsets = tuple(place.array for place in places), tuple(place.offset for place in places)
     assert list(run(made, channel, arrays, offsets, keeps_lock=bool(draw.integers(2)))) == []
     phases, native = channel.phase, contents(places, arena)
     words = arena[:4096].copy()
@@ -122,10 +135,10 @@ def both(draw):
     assert channel.phase == phases
     arena[:4096] = words
     assert contents(places, arena) == native, (dtype, ufunc, divisor, steps)
-    return made, code, vector, channel, arrays, offsets, places, arena
+    return made, code, how, channel, arrays, offsets, places, arena
 
 
-def broken(draw, code, vector, channel, arrays, offsets, places, arena):
+def broken(draw, code, how, channel, arrays, offsets, places, arena):
     """Change a program anywhere: it is refused, or does nothing outside of its memories."""
     from syncvar.kernel import program, run
 
@@ -137,7 +150,7 @@ def broken(draw, code, vector, channel, arrays, offsets, places, arena):
         changed[place] = draw.choice([-1, 0, 1, 2, 3, 4, 7, 10_000, 1 << 40, -(1 << 62), (1 << 62) + 1])
     cut = int(draw.integers(0, changed.size + 1))
     opening = int(draw.choice([opening, 0, 6, 1, -1, 12, 1 << 40]))
-    made = program(changed[:cut].tobytes(), opening, code.names, code.sizes, *vector.arithmetic.native)
+    made = program(changed[:cut].tobytes(), opening, code.names, code.sizes, *how.native)
     guards = [(place.whole[:GUARD].copy(), place.whole[-GUARD:].copy()) for place in places if place.whole is not None]
     outside = arena[: 16384].copy()
     if made is not None:
