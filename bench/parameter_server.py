@@ -4,13 +4,13 @@ One worker and one server on this host are timed beside a bare ZeroMQ ROUTER tha
 process, turn and turn about, so that whatever else the machine does meets both:
 
 * throughput: a request pushes an array and pulls one of the same size; the echo gets as many bytes and sends them back.
-  Long arrays go through shared memory; the same request over ZeroMQ alone is the column beside it.
+  Within a host requests go through pipes, long arrays through shared memory; over ZeroMQ alone is the column beside it.
 * a dense pull of 16 MiB, through shared memory and over ZeroMQ.
 * lookups of 4 096 rows out of 1 000 000 of 64 floats, with --redis beside MGET of the same rows (redis-server on loopback;
   `redis` and, for its parser in C, `hiredis` must be installed), and pushes of as many rows beside MSET.
 * `--slow`: four workers, one of which is ten times slower: steps per second of the others, with staleness None and 4.
 
-Rates are of the best round: others can only take time away.
+Rates are of the median round; rounds are short and take turns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _DENSE_NBYTES = 16 << 20
 _ROWS, _WIDTH, _LOOKUP = 1_000_000, 64, 4096
-_ROUNDS = 9
-_ROUND_S = 0.2
+_ROUNDS = 31
+_ROUND_S = 0.05
 _ECHO = """
 import sys, zmq
 socket = zmq.Context().socket(zmq.ROUTER)
@@ -57,22 +58,22 @@ while True:
 """
 
 
-def best(bodies: dict[str, Callable[[], object]], rounds: int = _ROUNDS) -> dict[str, float]:
-    """Return the least time of a call of each body, in seconds; they take turns."""
+def medians(bodies: dict[str, Callable[[], object]], rounds: int = _ROUNDS) -> dict[str, float]:
+    """Return the time of a call of each body in its median round, in seconds; they take turns."""
     calls: dict[str, int] = {}
     for name, body in bodies.items():
         body()
         began = time.perf_counter()
         body()
         calls[name] = max(1, min(2000, int(_ROUND_S / max(1e-6, time.perf_counter() - began))))
-    found = dict.fromkeys(bodies, float("inf"))
+    found: dict[str, list[float]] = {name: [] for name in bodies}
     for _ in range(rounds):
         for name, body in bodies.items():
             began = time.perf_counter()
             for _ in range(calls[name]):
                 body()
-            found[name] = min(found[name], (time.perf_counter() - began) / calls[name])
-    return found
+            found[name].append((time.perf_counter() - began) / calls[name])
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 @contextmanager
@@ -142,7 +143,7 @@ def throughput(servers: Servers, over: Servers) -> list[dict[str, Any]]:
         for nbytes in _SIZES:
             value = np.ones(nbytes // 4, np.float32)
             servers.make(f"t{nbytes}", value)
-            found = best({
+            found = medians({
                 "echo": lambda value=value: bare(value),  # type: ignore[misc]
                 "server": lambda nbytes=nbytes, value=value: servers.both(f"t{nbytes}", value),  # type: ignore[misc]
                 "zmq": lambda nbytes=nbytes, value=value: over.both(f"t{nbytes}", value),  # type: ignore[misc]
@@ -154,7 +155,7 @@ def throughput(servers: Servers, over: Servers) -> list[dict[str, Any]]:
 def dense(servers: Servers, over: Servers) -> dict[str, float]:
     """Return the seconds of a pull of 16 MiB, through shared memory and over ZeroMQ."""
     servers.make("dense", np.zeros(_DENSE_NBYTES // 4, np.float32))
-    return best({"arena": lambda: servers.pull("dense"), "zmq": lambda: over.pull("dense")}, rounds=3 * _ROUNDS)
+    return medians({"arena": lambda: servers.pull("dense"), "zmq": lambda: over.pull("dense")})
 
 
 def embedding(servers: Servers, redis_port: int) -> dict[str, float]:
@@ -185,7 +186,7 @@ def embedding(servers: Servers, redis_port: int) -> dict[str, float]:
 
             assert np.array_equal(lookup(), table[picked])
             bodies |= {"redis lookup": lookup, "redis update": update}
-        found = best(bodies)
+        found = medians(bodies)
     return {name: (len(rows) if "update" in name else _LOOKUP) / seconds for name, seconds in found.items()}
 
 
@@ -201,9 +202,9 @@ def work(arguments: argparse.Namespace) -> None:
     servers = Servers(Edge(environment, config, os.environ))
     # The same process once more, without shared memory, in place of the other rank.
     over = Servers(Edge(environment._replace(rank=1), config.replaced(transport="zmq"), os.environ))
-    found: dict[str, Any] = {
-        "throughput": throughput(servers, over), "dense": dense(servers, over), "embedding": embedding(servers, arguments.redis_port),
-    }  # fmt: skip
+    found: dict[str, Any] = {"throughput": throughput(servers, over)}
+    if not arguments.throughput:
+        found |= {"dense": dense(servers, over), "embedding": embedding(servers, arguments.redis_port)}
     for one in (servers, over):
         one.edge.close()
     Path(arguments.work).write_text(json.dumps(found))
@@ -297,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--redis", action="store_true", help="beside redis-server")
     parser.add_argument("--slow", action="store_true", help="four workers, one of which is slow")
+    parser.add_argument("--throughput", action="store_true", help="nothing but that")
     parser.add_argument("--json", default="", help="also write the numbers to a file")
     parser.add_argument("--work", default="", help=argparse.SUPPRESS)
     parser.add_argument("--lag", action="store_true", help=argparse.SUPPRESS)
@@ -309,7 +311,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="sv-") as folder, redis_server(arguments.redis) as port:
         path = f"{folder}/found.json"
-        run(["--workers", "2", "--servers", "1"], ["--work", path, "--redis-port", str(port)])
+        run(["--workers", "2", "--servers", "1"], ["--work", path, "--redis-port", str(port), *(["--throughput"] * arguments.throughput)])
         found = json.loads(Path(path).read_text())
         if arguments.slow:
             found["slow"] = slow(folder)
@@ -324,6 +326,8 @@ def show(found: dict[str, Any]) -> None:
     for row in found["throughput"]:
         rates = [row[name] / 1e6 for name in ("echo", "server", "zmq")]
         print(f"{row['nbytes']:>8} {rates[0]:>9.1f} {rates[1]:>9.1f} {rates[1] / rates[0]:>7.0%} {rates[2]:>9.1f} {rates[2] / rates[0]:>7.0%}")
+    if "dense" not in found:
+        return
     arena, over = found["dense"]["arena"], found["dense"]["zmq"]
     print(f"\ndense pull of 16 MiB: {1e3 * arena:.2f} ms through shared memory, {1e3 * over:.2f} ms over ZeroMQ: {over / arena:.1f} x")
     print(f"\n{_LOOKUP} rows of {_WIDTH} floats out of {_ROWS}, rows/s")

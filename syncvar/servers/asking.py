@@ -178,7 +178,7 @@ class Asking:
 
     def _array(self, server: int, array: NDArray[Any]) -> int:
         arrays = self._arrays.setdefault(server, [])
-        arrays.append(np.ascontiguousarray(array).reshape(array.shape))
+        arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
         return len(arrays) - 1
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "Part", "Ticket"]
 
 
+_NEVER = float("inf")
 _TOLD = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
 
 
@@ -170,6 +171,11 @@ class Client:
         return ticket, self._next_cut(now)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(self._sent) and self._snapshot is None
+
+    @property
     def unanswered(self) -> list[Ticket]:
         """Requests that are not over, in order."""
         found = {id(one.ticket): one.ticket for sent in self._sent for one in sent.values()}
@@ -228,8 +234,7 @@ class Client:
 
     def wake_at(self) -> float:
         """Return the time at which `wake` is due at the latest; infinite for never."""
-        busy = self._snapshot is not None or any(self._sent)
-        return self._sent_at + self._patience_s if busy else float("inf")
+        return _NEVER if self.is_idle else self._sent_at + self._patience_s
 
     def wake(self, now: float) -> list[Outgoing]:
         """Send again what has no answer; each time nothing comes, wait twice as long: servers may be busy."""
@@ -269,12 +274,10 @@ class Client:
     def _send_waiting(self, now: float) -> list[Outgoing]:
         made: list[Outgoing] = []
         while self._waiting:
-            if any(len(sent) >= WINDOW - 1 for sent in self._sent):
-                break
-            if any(reads(one.outgoing.message) for sent in self._sent for one in sent.values()):
-                break
             if not any(self._sent):
                 self._sent_at = now
+            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or any(reads(one.outgoing.message) for sent in self._sent for one in sent.values()):
+                break
             made += self._sent_off(self._waiting.popleft())
         return made
 
@@ -286,9 +289,9 @@ class Client:
             self._numbers[server] += 1
             if changes({"operations": part.operations}):
                 self._changed[server] = self._numbers[server]
-        sharing = sorted(
-            server for server, part in ticket.parts.items() if any(one["do"] in SHARED for one in part.operations)
-        )
+        sharing: list[int] = []
+        if len(ticket.parts) > 1:
+            sharing = sorted(server for server, part in ticket.parts.items() if any(one["do"] in SHARED for one in part.operations))
         made: list[Outgoing] = []
         for server, part in ticket.parts.items():
             number = self._numbers[server]

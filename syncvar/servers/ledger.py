@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["SHARED", "Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
-_READS = ("pull", "slots", "version", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats")
-
+_READS = frozenset(("pull", "slots", "version", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats"))
+_UNCHECKED = _READS | {"meet", "leave", "ask", "forget", "cancel", "close"}
 
 SHARED = ("push", "restore")
 """Operations that are executed on all servers that a request names them for, or on none."""
@@ -95,13 +95,17 @@ class Ledger:
         self.shards: dict[str, Shard] = {}
         self.board = Board()
         self.entries = 0
+        self.undecided: set[int] = set()  # workers that have a part of a transaction staged
         self._in_rounds: set[Shard] = set()  # in which pushes wait for those of other workers
         self.staleness: dict[int, int] = {}  # how many ticks reads were ahead of the slowest -> reads
         self.room: Room = np.empty  # makes the arrays of shards, and of rows that are read
 
     def worker(self, rank: int) -> Worker:
         """Return what is known of a worker."""
-        return self.workers.setdefault(rank, Worker(takes_part=False))
+        found = self.workers.get(rank)
+        if found is None:
+            found = self.workers[rank] = Worker(takes_part=False)
+        return found
 
     def places(self) -> dict[int, Position]:
         """Return where each worker is that takes part."""
@@ -118,7 +122,7 @@ class Ledger:
         self.entries += 1
         kind = entry["kind"]
         if kind == "request":
-            self._request(Request(entry, arrays))
+            self._request(entry, arrays)
         elif kind == "decision":
             self._decision(entry)
         elif kind == "fence":
@@ -131,21 +135,23 @@ class Ledger:
                 if shard.settle(places):
                     self._in_rounds.discard(shard)
 
-    def _request(self, request: Request) -> None:
-        message = request.message
+    def _request(self, message: Message, arrays: Arrays) -> None:
         worker = self.worker(message["rank"])
         number = message["number"]
         worker.done = number
-        for old in [one for one in worker.refusals if one <= message["answered"]]:
-            del worker.refusals[old]
+        if worker.refusals:
+            for old in [one for one in worker.refusals if one <= message["answered"]]:
+                del worker.refusals[old]
         if not worker.takes_part and message["rank"] < self.count:
             worker.takes_part = True  # it is back; it goes on where the slowest of the others is, unless it was further
             clocks = [place[0] for rank, place in self.places().items() if rank != message["rank"]]
             if clocks and min(clocks) > worker.clock:
                 worker.clock, worker.phase = min(clocks), 0
+        request = Request(message, arrays)
         refused = self.refusal(request)
         if len(message["parts"]) > 1:
             worker.staged = request
+            self.undecided.add(message["rank"])
             return
         if refused is not None:
             worker.refusals[number] = refused
@@ -165,6 +171,7 @@ class Ledger:
         if staged is None or (staged.message["incarnation"], staged.message["transaction"]) != (incarnation, transaction):
             return
         worker.staged = None
+        self.undecided.discard(entry["rank"])
         if not reason:
             self._apply(worker, staged)
         elif incarnation == worker.incarnation:
@@ -188,7 +195,8 @@ class Ledger:
         if min(message["parts"]) == self.server:
             worker.pushes += any(operation["do"] == "push" for operation in message["operations"])
         for operation in message["operations"]:
-            self._perform(rank, worker, operation, request.arrays)
+            if operation["do"] not in _READS:
+                self._perform(rank, worker, operation, request.arrays)
 
     def _perform(self, rank: int, worker: Worker, operation: dict[str, Any], arrays: Arrays) -> None:
         kind = operation["do"]
@@ -275,7 +283,7 @@ class Ledger:
         elif kind in ("put", "finish"):
             if type(operation["task"]) is not int or arrays[operation["value"]].dtype.name != "uint8":
                 raise WireError(f"a task to {kind} is a number and bytes")
-        elif kind not in ("meet", "leave", "ask", "forget", "cancel", "close", *_READS):
+        elif kind not in _UNCHECKED:
             raise WireError(f"servers know no operation {kind!r:.40}")
 
     def _shard(self, operation: dict[str, Any]) -> Shard:
@@ -296,16 +304,17 @@ class Ledger:
 
     def may_read(self, rank: int, operations: Iterable[dict[str, Any]]) -> bool:
         """Return whether a worker's reads need not wait for anybody."""
-        places = self.places()
         for operation in operations:
-            if operation["do"] in ("expect", "describe") and operation["key"] not in self.shards:
-                return False
-            if not self._is_on_board(rank, operation):
-                return False
-            if operation["do"] == "pull":
+            kind = operation["do"]
+            if kind == "pull":
                 shard = self.shards.get(operation["key"])
-                if shard is not None and not shard.may_read(rank, places):
+                if shard is not None and shard.staleness is not None and not shard.may_read(rank, self.places()):
                     return False
+            elif kind in ("expect", "describe"):
+                if operation["key"] not in self.shards:
+                    return False
+            elif kind in _READS and not self._is_on_board(rank, operation):
+                return False
         return True
 
     def _is_on_board(self, rank: int, operation: dict[str, Any]) -> bool:
@@ -327,7 +336,9 @@ class Ledger:
         for operation in operations:
             result: dict[str, Any] = {}
             kind = operation["do"]
-            if kind == "pull":
+            if kind not in _READS:
+                pass
+            elif kind == "pull":
                 value = self._pull(rank, operation, arrays)
                 result = {"array": len(made.arrays)}
                 made.arrays.append(value)
@@ -371,8 +382,7 @@ class Ledger:
         size = shard.array.shape[0] if shard.array.ndim else 0
         if rows is not None and rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < size:
             raise ConfigError(f"a lookup names rows outside 0 to {size - 1} of {operation['key']!r}")
-        places = self.places()
-        if rank in places and shard.staleness is not None:
+        if shard.staleness is not None and rank in (places := self.places()):
             ahead = places[rank][0] - min(place[0] for place in places.values())
             self.staleness[ahead] = self.staleness.get(ahead, 0) + 1
         return shard.rows(rows)
@@ -380,12 +390,12 @@ class Ledger:
 
 def reads(message: Message) -> bool:
     """Return whether a request has an answer that says more than that it was executed."""
-    return any(operation.get("do") in _READS for operation in message["operations"])
+    return not _READS.isdisjoint([operation.get("do") for operation in message["operations"]])
 
 
 def changes(message: Message) -> bool:
     """Return whether a request changes what a server holds."""
-    return any(operation.get("do") not in _READS for operation in message["operations"])
+    return not _READS.issuperset([operation.get("do") for operation in message["operations"]])
 
 
 def _rule(told: list[Any]) -> RuleKey:
@@ -400,12 +410,12 @@ def _slots(operation: dict[str, Any], arrays: Arrays) -> dict[RuleKey, Slots]:
 
 
 def _push(operation: dict[str, Any], arrays: Arrays) -> Push:
-    rows, rule = operation["rows"], operation.get("rule") or ["", {}]
+    rows, rule = operation["rows"], operation.get("rule")
     return Push(
         operation["how"],
         arrays[operation["value"]],
         None if rows is None else arrays[rows],
-        _rule(rule),
+        ("", ()) if rule is None else _rule(rule),
         operation.get("rate", 0.0),
         operation.get("combine", "mean"),
     )

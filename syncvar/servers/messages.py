@@ -10,7 +10,6 @@ kinds, by who sends them:
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -28,6 +27,7 @@ __all__ = ["MESSAGE_NBYTES_MAX", "Arrays", "Message", "Outgoing", "Party", "fram
 
 MESSAGE_NBYTES_MAX = 16 << 20
 _ITEMS_MAX = 1 << 20
+_PLAIN = "?bBhHiIlLqQefd"  # dtypes whose arrays are buffers that can be cast
 
 Message = dict[str, Any]
 Party = tuple[str, int]
@@ -56,6 +56,9 @@ _SCHEMA: dict[str, dict[str, type]] = {
 }  # fmt: skip
 
 
+_FIELDS = {kind: tuple(fields.items()) for kind, fields in _SCHEMA.items()}
+
+
 class Outgoing(NamedTuple):
     """A message to be sent.
 
@@ -79,8 +82,7 @@ def frames_of(message: Message, arrays: Sequence[NDArray[Any]] = ()) -> list[byt
         (1, [0, 1, 2])
     """
     told = [[dtype_index(array.dtype), *array.shape] for array in arrays]
-    head = bytes(msgpack.packb([message, told], use_bin_type=True))
-    return [head, *(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays)]  # type: ignore[arg-type]
+    return [msgpack.packb([message, told]), *map(_buffer, arrays)]
 
 
 def message_of(frames: Sequence[Any]) -> tuple[Message, Arrays]:
@@ -95,34 +97,40 @@ def message_of(frames: Sequence[Any]) -> tuple[Message, Arrays]:
     if not frames or len(frames[0]) > MESSAGE_NBYTES_MAX:
         raise WireError("a message between workers and servers begins with a map of at most 16 MiB")
     try:
-        message, told = msgpack.unpackb(
-            frames[0], raw=False, strict_map_key=False, max_array_len=_ITEMS_MAX, max_map_len=_ITEMS_MAX, max_ext_len=0
-        )
+        message, told = msgpack.unpackb(frames[0], strict_map_key=False, max_array_len=_ITEMS_MAX, max_map_len=_ITEMS_MAX, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a message of workers and servers: {error}") from error
     check(message)
     if not isinstance(told, list) or len(told) != len(frames) - 1:
         raise WireError(f"a message {message['kind']!r} tells of other arrays than came with it")
-    return message, tuple(_array(one, frame) for one, frame in zip(told, frames[1:], strict=True))
+    return message, tuple(map(_array, told, frames[1:]))
 
 
 def check(message: Any) -> None:
     """Raise WireError unless a message is of a known kind and has its fields."""
     kind = message.get("kind") if isinstance(message, dict) else None
-    schema = _SCHEMA.get(kind) if isinstance(kind, str) else None
+    schema = _FIELDS.get(kind) if isinstance(kind, str) else None
     if schema is None:
         raise WireError(f"unknown kind of message {str(kind)[:40]!r} between workers and servers")
-    for name, wanted in schema.items():
+    for name, wanted in schema:
         if type(message.get(name)) is not wanted:
             raise WireError(f"message {kind!r}: field {name!r} is missing or of a wrong type")
 
 
+def _buffer(array: NDArray[Any]) -> memoryview:
+    """Return the bytes of an array, in order; not a copy, unless its own order is another one."""
+    if array.dtype.char in _PLAIN and array.flags.c_contiguous and array.size:
+        return memoryview(array).cast("B")  # type: ignore[arg-type]
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
 def _array(told: Any, frame: Any) -> NDArray[Any]:
-    if not isinstance(told, list) or not told or any(type(one) is not int or one < 0 for one in told):
-        raise WireError("an array between workers and servers is told by its dtype and its shape")
-    dtype, shape = dtype_from_index(told[0]), tuple(told[1:])
-    if memoryview(frame).nbytes != prod(shape) * dtype.itemsize:
-        raise WireError(f"an array {dtype.name}{list(shape)} came with {memoryview(frame).nbytes} bytes")
-    array = np.frombuffer(frame, dtype).reshape(shape)
+    try:
+        dtype, shape = dtype_from_index(told[0]), told[1:]
+        array: NDArray[Any] = np.ndarray(shape, dtype, frame)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise WireError(f"an array between workers and servers is told by its dtype and its shape, and has their bytes: {error}") from error
+    if memoryview(frame).nbytes != array.nbytes:
+        raise WireError(f"an array {dtype.name}{shape} came with {memoryview(frame).nbytes} bytes")
     array.flags.writeable = False
     return array

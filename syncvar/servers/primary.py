@@ -31,6 +31,7 @@ PATIENCE = 16
 WINDOW = 64
 """So many requests of a worker may be unanswered; more than that a server does not keep."""
 
+_NEVER = float("inf")
 _FREEZE_S = 5.0  # after which a cut that nobody takes is given up
 
 
@@ -73,6 +74,7 @@ class Primary:
         self.is_retired = False
         self._resend_s = self._patience_s = resend_s
         self._held: dict[int, _Held] = {}
+        self._reading: set[int] = set()  # workers that have a request that waits until it may read
         self._votes: dict[tuple[int, int, int], dict[int, str]] = {}  # rank, incarnation, transaction -> server -> reason
         self._cuts: dict[tuple[int, int], _Cut] = {}
         self._log: deque[tuple[int, Outgoing]] = deque()  # entries that the mirror has not executed
@@ -126,15 +128,13 @@ class Primary:
 
     def wake_at(self) -> float:
         """Return when `wake` has something to do at the latest; infinite for never."""
+        if not (self._cuts or self._log or self.ledger.undecided):
+            return _NEVER
         times = [cut.until for cut in self._cuts.values()]
         if self._log:
             times.append(self._copied_at + self._patience_s)
-        times += [
-            self._of(rank).voted_at + self._resend_s
-            for rank, worker in self.ledger.workers.items()
-            if worker.staged is not None
-        ]
-        return min(times, default=float("inf"))
+        times += [self._of(rank).voted_at + self._resend_s for rank in self.ledger.undecided]
+        return min(times)
 
     def wake(self, now: float) -> list[Outgoing]:
         """Send again what has no answer, and give up cuts that nobody takes."""
@@ -148,15 +148,18 @@ class Primary:
             self._copied_at = now
             self._patience_s = min(2 * self._patience_s, PATIENCE * self._resend_s)
             self._out += [copy for _, copy in self._log]
-        for rank, worker in list(self.ledger.workers.items()):
-            if worker.staged is not None and self._of(rank).voted_at + self._resend_s <= now:
-                self._send_vote(rank, worker)
+        for rank in sorted(self.ledger.undecided):
+            if self._of(rank).voted_at + self._resend_s <= now:
+                self._send_vote(rank, self.ledger.worker(rank))
         return self._said()
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _of(self, rank: int) -> _Held:
-        return self._held.setdefault(rank, _Held())
+        found = self._held.get(rank)
+        if found is None:
+            found = self._held[rank] = _Held()
+        return found
 
     def _request(self, request: Request) -> None:
         message = request.message
@@ -178,10 +181,11 @@ class Primary:
     def _advance(self, rank: int) -> None:
         """Execute what may be executed of a worker."""
         worker, held = self.ledger.worker(rank), self._of(rank)
-        while worker.staged is None:
-            number = min((number for number, one in held.early.items() if one.message["follows"] <= worker.done), default=None)
-            if number is None:
+        while held.early and worker.staged is None:
+            numbers = [number for number, one in held.early.items() if one.message["follows"] <= worker.done]
+            if not numbers:
                 return
+            number = min(numbers)
             request = held.early[number]
             message = request.message
             if not changes(message):
@@ -213,6 +217,7 @@ class Primary:
             held = self._of(message["rank"])
             if held.reading is None or held.reading.message["number"] <= message["number"]:
                 held.reading = request  # an earlier one was answered, and comes late
+                self._reading.add(message["rank"])
             return
         if not reads(message):
             self._reply(message)
@@ -423,10 +428,14 @@ class Primary:
                 self._copied_at = self.now
             self._log.append((self._logged, made))
             self._out.append(made)
-        for rank, held in list(self._held.items()):
+        for rank in sorted(self._reading):
+            held = self._of(rank)
             waiting = held.reading
-            if waiting is not None and self.ledger.may_read(rank, waiting.message["operations"]):
+            if waiting is None:
+                self._reading.discard(rank)
+            elif self.ledger.may_read(rank, waiting.message["operations"]):
                 held.reading = None
+                self._reading.discard(rank)
                 self._read_when_seen(waiting)
                 self._advance(rank)
         if self._cuts:

@@ -104,7 +104,7 @@ class Server:
 
     def wake_at(self) -> float:
         """Return the time at which `wake` is due at the latest; infinite for never."""
-        return min(primary.wake_at() for primary in self.primaries.values())
+        return min([primary.wake_at() for primary in self.primaries.values()])
 
     def wake(self, now: float) -> list[Outgoing]:
         """Do what is due by time alone: send again, give up."""
@@ -136,6 +136,8 @@ class Server:
         """Return what goes to other processes; what is for a ledger in charge of which is this one is handed over."""
         made: list[Outgoing] = []
         waiting = outgoing
+        if len(waiting) == 1 and waiting[0].target[0] == "worker":
+            return waiting
         while waiting:
             again: list[Outgoing] = []
             for one in waiting:

@@ -97,13 +97,15 @@ class Edge(Session):
         with self._changed:
             if self._ends.is_set():
                 raise UsageError("the servers have been left")
-            self._take(self._links.watching.wait(0.0))
+            if not self.client.is_idle:
+                self._take(self._links.watching.wait(0.0))
             return super().request(parts, snapshot=snapshot)
 
     def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
         """Wait until a request is over, and take what comes meanwhile."""
+        now = time.monotonic()
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + allowed
+        deadline = now + allowed
         ready: list[Any] = []
         self._waiting += 1
         try:
@@ -111,12 +113,19 @@ class Edge(Session):
                 with self._changed:
                     if ready:
                         self._take(ready)
+                        if ticket.is_over:
+                            break
+                        now = time.monotonic()
+                    if self.client.wake_at() <= now:
+                        self.turn()
                     if ticket.is_over or self._ends.is_set():
                         break
-                    due_s, left_s = self.turn(), deadline - time.monotonic()
-                    if left_s <= 0:
+                    if now >= deadline:
                         self._overdue(ticket, what, allowed)
-                ready = self._links.watching.wait(min(_LOOK_S, due_s, left_s))
+                    until = min(now + _LOOK_S, self.client.wake_at(), deadline)
+                ready = self._links.watching.wait(until - now)
+                if not ready:
+                    now = time.monotonic()
         finally:
             self._waiting -= 1
         if not ticket.is_over:

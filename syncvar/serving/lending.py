@@ -99,8 +99,8 @@ class Lender:
             return []
         found: list[tuple[int, int, int]] = []
         for index, frame in enumerate(frames):
-            view = memoryview(frame)
-            if index and view.nbytes >= LEND_NBYTES_MIN:
+            if index and len(frame) >= LEND_NBYTES_MIN:
+                view = memoryview(frame)
                 if not found:
                     self._take_back()
                 word = self._free_word(view)

@@ -44,7 +44,7 @@ def packed(
     """Put a message together; nothing is copied.
 
     Args:
-        frames: Its parts: contiguous buffers.
+        frames: Its parts: contiguous buffers of bytes.
         lent: Of some of them the index, where it is lent, and the length.
         sees: The sender sees the memory in which arrays are lent.
         has_checksum: Whoever receives it is to compare its parts with a checksum; those that are lent have none.
@@ -61,16 +61,17 @@ def packed(
     places = {index: _LENT + offset for index, offset, _ in lent} if lent else {}
     nbytes, checksum = _HEAD.size + 16 * len(frames), 0
     for index, frame in enumerate(frames):
-        size = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
-        place = places.get(index, _HERE) if size < apart_nbytes or not size else places.get(index, _APART)
-        table += (size, place)
-        if place >= _LENT:
+        size = len(frame)
+        if index in places:
+            table += (size, places[index])
             continue
         if has_checksum:
             checksum = zlib.crc32(frame, checksum)
-        if place == _APART:
+        if size >= apart_nbytes:
+            table += (size, _APART)
             apart.append(frame)
             continue
+        table += (size, _HERE)
         pieces.append(frame)
         nbytes += size
         if size % 8:

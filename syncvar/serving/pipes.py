@@ -85,6 +85,7 @@ class Pipe:
         self.peer: Any = None
         self.is_over = False
         self._unsent: deque[memoryview] = deque()
+        self._room = memoryview(bytearray(_CHUNK_NBYTES))
         self._chunk = memoryview(b"")  # what has come and is not taken
         self._is_drained = False  # the last look found less than it would have taken
         self._filling: memoryview | None = None  # a message of which a part has come
@@ -158,15 +159,16 @@ class Pipe:
                 self._is_drained = False
                 return None
             try:
-                came = self._socket.recv(_CHUNK_NBYTES)
+                nbytes = self._socket.recv_into(self._room)
             except BlockingIOError:
                 return None
             except OSError:
-                came = b""
-            if not came:
+                nbytes = 0
+            if not nbytes:
                 self.is_over = True
                 return None
-            self._is_drained = len(came) < _CHUNK_NBYTES
+            self._is_drained = nbytes < _CHUNK_NBYTES
+            came = bytes(self._room[:nbytes])  # a chunk of its own each time would come from the system, and go back to it
             self._chunk = memoryview(bytes(self._chunk) + came if self._chunk else came)
             if len(self._chunk) < 8:
                 return None

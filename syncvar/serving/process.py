@@ -36,6 +36,7 @@ __all__ = ["Serving", "main", "number_of", "party_of"]
 
 _AT_ONCE = 64  # messages of one socket before the others are looked at
 _PAUSE_S = 1.0
+_NEVER = float("inf")
 _SAID_MAX = 5
 
 
@@ -117,16 +118,17 @@ class Serving:
         watching = self.links.watching
         watching.add(self._directory.socket)
         watching.add(self._wake)
+        wake_at = 0.0
         while not self._is_over:
-            wait_s = min(_PAUSE_S, max(0.0, self.server.wake_at() - time.monotonic()))
-            for one in watching.wait(wait_s):
+            for one in watching.wait(_PAUSE_S if wake_at == _NEVER else min(_PAUSE_S, wake_at - time.monotonic())):
                 if one is self._directory.socket:
                     for change in self._directory.changes():
                         self._take_in(change)
                     watching.is_empty(one)
                 elif one != self._wake:
                     self._receive(one)
-            if self.server.wake_at() <= (now := time.monotonic()):
+            wake_at = self.server.wake_at()
+            if wake_at != _NEVER and wake_at <= (now := time.monotonic()):
                 self._send(self.server.wake(now))
 
     def close(self) -> None:
