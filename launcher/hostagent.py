@@ -75,6 +75,7 @@ class HostAgent:
         self._looked = 0.0
         self._listeners: Listeners | None = None
         self._start: HostRanks | None = None
+        self._tallies: dict[str, bytes] = {}
         self._copy = HostCopy()
         self._is_stopped = False
         self._notices, self._is_heeded = 0, False  # that somebody wants this host back
@@ -172,7 +173,7 @@ class HostAgent:
             self._listeners.close()
             self._listeners = None
         try:
-            self._start = HostRanks(Order.read(message["start"]))
+            self._start = HostRanks(Order.read(message["start"]), self._tallies)
         except WireError:
             raise
         except (SyncvarError, OSError) as error:
@@ -246,6 +247,7 @@ class HostAgent:
                 self._tell(event)
             for name, data in start.records():
                 self._send("record", name=name, data=data)
+            self._tallies = start.tallies()
             start.close()
         self._send("closed")
 

@@ -13,6 +13,7 @@ from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
 from syncvar.roles import SERVER_0, is_server
 from syncvar.runtime.state import RECORDS, TOTALS
+from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.command import server_command, worker_command
@@ -44,9 +45,10 @@ class HostRanks:
 
     Args:
         order: What the launcher wants.
+        tallies: What the start before has left of its workers' counts of pushes.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, tallies: dict[str, bytes]) -> None:
         self.credit = {(one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")}
         self._order = order
         base = self._base()
@@ -63,6 +65,7 @@ class HostRanks:
                 directory = JobDirectory(os.environ)
             self._stack.callback(directory.remove)
             self._folder = directory.path
+            put_tallies(tallies, directory.path)
             self._server: ForkServer | None = None
             if self._beginning.is_forked:
                 self._server = ForkServer(self._command(), base, Path(order.cwd))
@@ -201,6 +204,10 @@ class HostRanks:
                 data = path.read_bytes()
                 if len(data) <= _RECORD_MAX:
                     yield path.name, data
+
+    def tallies(self) -> dict[str, bytes]:
+        """Return the workers' counts of pushes, for those that are started in their place."""
+        return take_tallies(self._folder)
 
     def close(self) -> None:
         """Let go of the private folder."""

@@ -15,6 +15,7 @@ from syncvar import exits
 from syncvar.errors import HostUnreachable
 from syncvar.restarting import Restarting
 from syncvar.roles import SERVER_0, is_server
+from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
@@ -69,6 +70,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
     number, had_met, code = 0, False, exits.RENDEZVOUS
     culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
+    tallies: dict[str, bytes] = {}
     with Watch(job.environ, forwarded(chosen.forward_signals)) as watch:
         began = watch.now() if job.fleet is None else job.fleet.began  # before the logins
         while True:
@@ -79,6 +81,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     stack.enter_context(server)
                 directory = JobDirectory(job.environ)
                 stack.callback(directory.remove)
+                put_tallies(tallies, directory.path)
                 try:
                     if job.fleet is not None:
                         job.fleet.renew(began + chosen.timeout_s - watch.now())
@@ -88,6 +91,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     break
                 generation = Generation(job, forwarder, events, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
                 outcome = generation.run()
+                tallies = take_tallies(directory.path)
                 if chosen.stats:
                     totals = read_totals(directory.path)
             code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number

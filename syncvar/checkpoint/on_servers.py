@@ -265,7 +265,7 @@ class OnServers:
                 elif self._iterations[stepper.key].told:
                     slots[stepper.rule] = Slots(0, {})
             given.append(Kept(variable, leaf.array, slots))
-        give_back(self.strategy, given, number, says, timeout)
+        give_back(self.strategy, given, number, says, timeout, None if says["path"] is None else says["pushes"])
 
 
 def _require_variables(steppers: Iterable[StepperThere], names: Collection[str]) -> None:

@@ -86,11 +86,14 @@ def restore_for_all(
     if not is_first or here.session.client.incarnation:
         told = recall(there.strategy, number, waits=not is_first, timeout=timeout)
     if told is None:
-        return _restore(leaves, there, number, path or find, stage, timeout)
+        where, found = _restore(leaves, there, number, path or find, stage, timeout)
+        here.went_back(where)
+        return where, found
     if told["failure"] is not None:
         raise_failures({0: told["failure"]}, None, _NOTHING)
     if path is not None and told["path"] != path:
         raise MismatchError("the workers do not restore the same checkpoint", {0: str(told["path"]), group.rank: path})
+    here.went_back(told["path"])
     own = [leaf for leaf in leaves if hasattr(leaf, "accept")]
     missing = [leaf.key for leaf in own if leaf.key not in told["own"] and not leaf.is_optional]
     if missing and not partial and told["path"] is not None:

@@ -99,6 +99,10 @@ class Asking:
             server, "restore", key=key, value=self._array(server, value), staleness=staleness, rules=told, **_told(spec)
         )
 
+    def count(self, server: int, pushes: dict[int, int]) -> Place:
+        """Say how many pushes of each worker are in what this request restores."""
+        return self._do(server, "count", pushes=pushes)
+
     def slots(self, server: int, key: str, rule: RuleKey) -> Place:
         """Read what an optimizer keeps of a shard."""
         return self._do(server, "slots", key=key, rule=[rule[0], dict(rule[1])])

@@ -136,6 +136,7 @@ class Client:
         self._snapshots: deque[_Snapshot] = deque()  # that wait for it: one is taken at a time
         self._sent_at = 0.0
         self.resent = 0
+        self.pushes = 0  # made so far, or said by whoever knows of those before
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,7 @@ class Client:
         if self.broken is not None:
             ticket.fail(self.broken)
             return ticket, []
+        self.pushes += any(one["do"] == "push" for part in parts.values() for one in part.operations)
         self._waiting.append(ticket)
         return ticket, self._send_waiting(now)
 

@@ -29,7 +29,7 @@ _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer 
 _READS = frozenset(("pull", "slots", "version", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats"))
 _UNCHECKED = _READS | {"meet", "leave", "ask", "forget", "cancel", "close"}
 
-SHARED = ("push", "restore")
+SHARED = ("push", "restore", "count")
 """Operations that are executed on all servers that a request names them for, or on none."""
 
 
@@ -221,6 +221,9 @@ class Ledger:
             worker.clock, worker.phase = max(worker.clock, operation["clock"]), 0
         elif kind == "meet":
             worker.phase += 1
+        elif kind == "count":
+            for rank_of, one in self.workers.items():
+                one.pushes = operation["pushes"].get(rank_of, 0)
         elif kind == "leave":
             worker.takes_part = False
             self.board.lose(rank)
@@ -280,6 +283,9 @@ class Ledger:
         elif kind == "tick":
             if type(operation["clock"]) is not int:
                 raise WireError("a tick names the clock that it leads to")
+        elif kind == "count":
+            if not all(type(one) is int for one in operation["pushes"].values()):
+                raise WireError("pushes are counted in whole numbers")
         elif kind in ("put", "finish"):
             if type(operation["task"]) is not int or arrays[operation["value"]].dtype.name != "uint8":
                 raise WireError(f"a task to {kind} is a number and bytes")

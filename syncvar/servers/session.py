@@ -31,6 +31,7 @@ class Session:
     def __init__(self, client: Client, timeout_s: float) -> None:
         self.client = client
         self.timeout_s = timeout_s
+        self.pushes_before = 0  # that this worker had made when all were started again, where that is known
         self._changed = threading.Condition(threading.RLock())
 
     def send(self, outgoing: list[Outgoing]) -> None:

@@ -22,6 +22,7 @@ from syncvar.servers import Client, Session, frames_of, message_of
 from syncvar.serving.directory import Directory, keys_of
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
+from syncvar.serving.tally import Tally, tally_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -60,6 +61,8 @@ class Edge(Session):
         self._waiting = 0
         self._is_given_up = False  # nobody waits any more for what was pushed
         self._ends = threading.Event()
+        self._tally = Tally(tally_path(environment.socket_directory, environment.rank), environment.generation)
+        self.pushes_before = self._tally.before
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         keys = keys_of(environment, config, environ)
@@ -99,7 +102,9 @@ class Edge(Session):
                 raise UsageError("the servers have been left")
             if not self.client.is_idle:
                 self._take(self._links.watching.wait(0.0))
-            return super().request(parts, snapshot=snapshot)
+            ticket = super().request(parts, snapshot=snapshot)
+            self._tally.count(self.client.pushes)
+            return ticket
 
     def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:
         """Wait until a request is over, and take what comes meanwhile."""
@@ -205,6 +210,7 @@ class Edge(Session):
         self._links.close(linger_s)
         self._directory.close()
         self._context.term()
+        self._tally.close()
         if self._lender is not None:
             self._lender.close()
 

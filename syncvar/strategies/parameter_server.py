@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ParameterServerStrategy", "ServersHere"]
 
+_log = logging.getLogger("syncvar")
 _PUSHES_MAX = 32  # of one strategy that may be under way
 _WORLD = 0
 _APART = (VariableSynchronization.ON_READ, VariableSynchronization.NONE)
@@ -66,10 +68,32 @@ class ServersHere:
         self.pushes: deque[tuple[Ticket, str]] = deque()
         self.lock = threading.RLock()
         if session.client.incarnation:
-            asking = Asking()
-            places_of_clock = [asking.where(server) for server in range(self.count)]
-            told = session.wait(session.request(asking.parts()), "asking servers where this worker was")
-            self.clock = max(told.results[server][number]["clock"] for server, number in places_of_clock)
+            self._find_itself()
+
+    def _find_itself(self) -> None:
+        """Ask the servers where this worker is."""
+        asking = Asking()
+        places = [asking.where(server) for server in range(self.count)]
+        ticket = self.session.wait(self.session.request(asking.parts()), "asking servers where this worker was")
+        told = [ticket.results[server][number] for server, number in places]
+        self.clock = max(self.clock, *(one["clock"] for one in told))
+        self.session.client.pushes = sum(one["pushes"] for one in told)
+
+    def went_back(self, path: str | None) -> None:
+        """Go on from a checkpoint, and say what is lost where all were started again.
+
+        Args:
+            path: Of the checkpoint; None where there was none.
+        """
+        self.settle("restoring", None)
+        self._find_itself()
+        before, self.session.pushes_before = self.session.pushes_before, 0
+        there = self.session.client.pushes
+        if before > there:
+            _log.warning(
+                "rank %d %s: %d of the %d pushes that it had made are lost, number %d and later",
+                self.rank, f"goes on from {path}" if path else "begins anew, as nothing was saved", before - there, before, there + 1,
+            )  # fmt: skip
 
     def settle(self, what: str, timeout: float | None) -> None:
         """Wait until what was pushed is acknowledged.

@@ -113,7 +113,14 @@ def _joined(rule: RuleKey, kept: Kept, told: list[dict[str, Any]], arrays: list[
     return Slots(steps, made)
 
 
-def give_back(strategy: ParameterServerStrategy, variables: Sequence[Kept], number: int, says: Any, timeout: float | None) -> None:
+def give_back(
+    strategy: ParameterServerStrategy,
+    variables: Sequence[Kept],
+    number: int,
+    says: Any,
+    timeout: float | None,
+    pushes: dict[int, int] | None = None,
+) -> None:
     """Make variables what they were once, all or none, and keep what is said of it under the number of this restoring.
 
     Args:
@@ -122,6 +129,7 @@ def give_back(strategy: ParameterServerStrategy, variables: Sequence[Kept], numb
         number: Of this restoring.
         says: Plain data.
         timeout: Seconds; None means those of the strategy.
+        pushes: Rank -> how many of its pushes are in it; None where nothing is restored.
 
     Raises:
         SyncvarError: Nothing was changed, as servers refused, or it is not known.
@@ -137,6 +145,9 @@ def give_back(strategy: ParameterServerStrategy, variables: Sequence[Kept], numb
             rules = {rule: Slots(one.steps, {name: part(slot) for name, slot in one.slots.items()}) for rule, one in slots.items()}
             spec = variable.spec_of(index)
             asking.restore(variable.server_of(index), variable.key_of(index), spec, variable.staleness, part(value), rules)
+    if pushes is not None:
+        for server in range(strategy.server_count):
+            asking.count(server, pushes if server == _HOME else {})
     said = np.frombuffer(pack_object(says), np.uint8)
     asking.restore(_HOME, _key(number), Spec(said.shape, "uint8", "NONE", said.shape, 0), None, said)
     strategy.ask(asking, "restoring", timeout=timeout)

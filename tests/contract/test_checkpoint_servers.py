@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.checkpoint.files import Folder
+from syncvar.checkpoint.reading import read_manifest
 from syncvar.config import RuntimeConfig
 from syncvar.runtime.context import current
 from syncvar.servers.local import LocalServers
+from syncvar.serving.tally import Tally, put_tallies, take_tallies, tally_path
 from syncvar.strategies.parameter_server import ServersHere
 from syncvar.testing import run_ranks
 
@@ -349,3 +352,60 @@ def test_rows_that_an_optimizer_has_stepped_go_on_from_where_they_were(tmp_path)
     made.apply_gradients([(rows, table)])
     made.apply_gradients([(([6], np.ones((1, 2), np.float32)), table)])
     assert table.numpy().tobytes() == wanted
+
+
+def test_pushes_are_counted_through_checkpoints_and_what_is_lost_is_said_once(tmp_path, caplog):
+    """A worker has made 4 pushes, of which 3 are in the checkpoint; one that begins anew with other servers knows that there were 4."""
+
+    def pushed(value, times):
+        for _ in range(times):
+            with value.strategy.transaction():  # one push, though to several servers
+                value.assign_add(np.ones(3))
+        value.strategy.tick()
+
+    def made():
+        strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2), staleness=None)
+        with strategy.scope():
+            return strategy, sv.Variable(np.zeros(3), name="v")
+
+    def first():
+        _, v = made()
+        pushed(v, 3)
+        sv.barrier()
+        sv.Checkpoint(v=v).save(tmp_path / "c")
+        sv.barrier()
+        pushed(v, 1)
+        return v.strategy.session.client.pushes
+
+    def second():
+        strategy, v = made()
+        strategy.session.pushes_before = 4  # as the launcher keeps it
+        checkpoint = sv.Checkpoint(v=v)
+        for _ in range(2):
+            checkpoint.restore(tmp_path / "c")
+        pushed(v, 2)
+        sv.barrier()
+        checkpoint.save(tmp_path / "d")
+        sv.barrier()
+        with Folder(tmp_path / "d") as folder:
+            return strategy.session.client.pushes, read_manifest(folder).pushes
+
+    assert workers(2, first) == [4, 4]
+    with caplog.at_level("WARNING", "syncvar"):
+        assert workers(2, second) == [(5, {0: 5, 1: 5})] * 2
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert said == [f"rank {rank} goes on from {tmp_path / 'c'}: 1 of the 4 pushes that it had made are lost, number 4 and later" for rank in range(2)]
+
+
+def test_a_tally_outlives_its_process_but_not_its_own_start(tmp_path):
+    counts = [(0, None, 7), (0, 0, 9), (1, 9, 2), (1, 0, 3)]  # generation, what was counted before it, what is counted
+    for generation, before, count in counts:
+        tally = Tally(tally_path(str(tmp_path), 3), generation)
+        assert tally.before == (before or 0)
+        tally.count(count)
+        tally.close()
+    (tmp_path / "other").mkdir()
+    put_tallies(take_tallies(tmp_path), tmp_path / "other")
+    tally = Tally(tally_path(str(tmp_path / "other"), 3), 2)
+    assert tally.before == 3
+    tally.close()

@@ -114,3 +114,61 @@ def test_functions_of_a_worker_that_is_killed_run_elsewhere(launch):
     (results,) = job.events("results")
     assert results["values"] == [k * k for k in range(40)]
     assert results["table"] == list(range(40))
+
+
+SAVED = """
+import time
+import numpy as np
+import probe, syncvar as sv
+
+def push(times):
+    for _ in range(times):
+        with strategy.transaction():
+            table.assign_add(np.ones((4, 2)))
+            done.scatter_add([strategy.replica_id], [1])
+    strategy.tick()
+
+def await_done(count):
+    until = time.monotonic() + 40
+    while not (done.numpy() >= count).all():
+        assert time.monotonic() < until, done.numpy()
+        time.sleep(0.01)
+
+strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2), staleness=None)
+with strategy.scope():
+    table = sv.Variable(np.zeros((4, 2)), name="table")
+    done = sv.Variable(np.zeros(2, np.int64), name="done")
+manager = sv.CheckpointManager(sv.Checkpoint(table=table, done=done), "saved")
+restored = manager.restore_latest()
+if restored is None:
+    push(10)
+    await_done(10)
+    manager.save(10)
+    probe.note("saved")
+    probe.gate("saved")
+    push(7)
+    probe.note("half")
+    probe.gate("on")
+probe.note("done", here=int(done.numpy()[strategy.replica_id]))
+push(20 - int(done.numpy()[strategy.replica_id]))
+await_done(20)
+probe.note("sums", table=table.numpy()[:, 0].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_without_copies_a_job_goes_on_from_its_checkpoint_and_says_what_is_lost(launch):
+    job = start(launch, SAVED, "--max-restarts", "1")
+    job.await_events("saved", 2, limit_s=60)
+    job.open_gate("saved")
+    job.await_events("half", 2, limit_s=60)
+    os.kill(servers_of(job)[1], signal.SIGKILL)
+    await_true(lambda: "restart 1 of 1" in job.err, 30.0, "the restart")
+    job.open_gate("on")
+    assert job.wait(60) == 0, job
+    assert "server 1 on" in job.err, job
+    for rank in range(2):
+        said = rf"rank {rank} goes on from \S+/step-0000000010: 7 of the 17 pushes that it had made are lost, number 11 and later"
+        assert re.search(said, job.err), job
+    assert [event["here"] for event in job.events("done")] == [10, 10], job
+    assert [event["table"] for event in job.events("sums")] == [[40.0] * 4] * 2, job
