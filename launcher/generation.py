@@ -133,7 +133,7 @@ class Generation:
         self.store.watch()
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s, job.mirrors(), chosen.max_restarts - restarts)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
-        self.inquiries = Inquiries(directory.path, self._about, self.stacks, self.store.coordinator.position, chosen.workers)
+        self.inquiries = Inquiries(directory.path, self._about, self.stacks, self._known, self._processes)
         self.store.seen = self._activity
         self.store.place = self.stacks.place_now
         self.busy: dict[int, tuple[float, float]] = {}
@@ -536,6 +536,7 @@ class Generation:
             "name": self.job.job_id[:8],
             "pid": os.getpid(),
             "workers": self.options.workers,
+            "servers": self.options.servers,
             "lasted_s": self.watch.now() - self.job_began,
             "command": shlex.join(["syncvar-launch", *mask_arguments(self.job.arguments)]),
             "folder": str(self.options.cwd),
@@ -548,8 +549,7 @@ class Generation:
         have_told = {but, *self.supervisor.causes}
         self.stacks.note(rank for rank in sorted(self.supervisor.running) if rank not in have_told)
         if not self.positions:
-            coordinator = self.store.coordinator
-            self.positions = {rank: coordinator.position(rank) for rank in range(self.options.workers)}
+            self.positions = {number: self._known(number) for number in self._processes}
 
     def tell(self, outcome: Outcome, *, is_last: bool) -> None:
         """Say how it ended.
@@ -566,7 +566,7 @@ class Generation:
         elif outcome.interrupted:
             name = exits.signal_name(outcome.interrupted)
             reads = outcome.interrupted != signal.SIGPIPE
-            places = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if self.positions and reads]
+            places = [Other(number, self._position(number)) for number in self._processes if self.positions and reads]
             raised = self._raised(("PeerLost", "GroupBroken"))
             self.forwarder.say(interrupted_block(name, places, [one for one in raised if one.is_own], is_whole=self.options.verbose))
         records = self._records(outcome)
@@ -575,7 +575,7 @@ class Generation:
                 self.forwarder.say(f"syncvar: evidence: {escape(records)}\n")
             return
         log_dir = str(self.options.log_dir) if self.options.log_dir else ""
-        others = [Other(rank, self._position(rank)) for rank in range(self.options.workers) if rank != cause.rank]
+        others = [Other(number, self._position(number)) for number in self._processes if number != cause.rank]
         outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
         text = failure_block(
@@ -626,11 +626,20 @@ class Generation:
         position = self.positions.get(cause.rank, "")
         return position.removeprefix("waiting in ") if position.startswith("waiting in ") else ""
 
+    @property
+    def _processes(self) -> list[int]:
+        """The numbers of all ranks and servers."""
+        return [*range(self.options.workers), *self.job.servers]
+
+    def _known(self, number: int) -> str:
+        """Return what a rank or server is known to do."""
+        return self.store.servers.position(number) if is_server(number) else self.store.coordinator.position(number)
+
     def _position(self, rank: int) -> str:
         told = self.supervisor.causes.get(rank)
         if told is not None and told.status is None and not told.error:  # nothing more has been heard of it
             return told.reason.split(": ", 1)[0]
-        position = self.positions.get(rank) or self.store.coordinator.position(rank)
+        position = self.positions.get(rank) or self._known(rank)
         place = self.stacks.places.get(rank, "")
         did_not_answer = "; " in position  # then how we ended it says less
         did_as_told = told is not None and told.error == "SystemExit" and told.exit_code == 128 + signal.SIGTERM

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from syncvar_launcher.agents import Agents
@@ -49,17 +49,17 @@ class Inquiries:
         directory: The job's private folder.
         about: Returns what is told of the job.
         stacks: What asks ranks where they stand.
-        position: Says what a rank is known to do, where its process ended included.
-        workers: How many ranks.
+        position: Says what a rank or server is known to do, where its process ended included.
+        processes: The numbers of the ranks and servers.
     """
 
     def __init__(
-        self, directory: Path, about: Callable[[], dict[str, Any]], stacks: Stacks | Agents, position: Callable[[int], str], workers: int
+        self, directory: Path, about: Callable[[], dict[str, Any]], stacks: Stacks | Agents, position: Callable[[int], str], processes: Sequence[int]
     ) -> None:
         self._about = about
         self._stacks = stacks
         self._position = position
-        self._workers = workers
+        self._processes = processes
         self._open: list[_Inquiry] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         with contextlib.suppress(OSError):  # then the job runs on, and cannot be asked
@@ -128,7 +128,7 @@ class Inquiries:
             return
         if question == "stacks":
             all_threads = bool(request.get("all_threads"))
-            one.asked = {rank: self._stacks.ask(rank, all_threads=all_threads) for rank in range(self._workers)}
+            one.asked = {rank: self._stacks.ask(rank, all_threads=all_threads) for rank in self._processes}
             one.until = now + ANSWER_S
         else:
             self._finish(one, {"job": self._about()}, now)

@@ -11,12 +11,12 @@ import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.exits import describe_exit, exit_code_of
-from syncvar.roles import SERVER_0, is_server, process_name
-from syncvar.topology import rank_list, rank_spans
+from syncvar.roles import is_server, process_name
+from syncvar.topology import process_list
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "Failure",
@@ -261,16 +261,6 @@ def _grouped(raised: Sequence[Raised]) -> list[list[Raised]]:
     return list(groups.values())
 
 
-def _names(numbers: Iterable[int]) -> str:
-    """Return processes as people write them: ranks, then servers."""
-    distinct = set(numbers)
-    servers = {number for number in distinct if is_server(number)}
-    words = [rank_list(distinct - servers)] if distinct - servers else []
-    if servers:
-        words.append(f"server{'s' * (len(servers) > 1)} {rank_spans(number - SERVER_0 for number in servers)}")
-    return " and ".join(words)
-
-
 def _impersonal(one: Raised) -> str:
     """Return a traceback as any rank would have it that says the same of itself."""
     return re.sub(rf"\b{process_name(one.rank)}\b", "this rank", one.traceback)
@@ -311,7 +301,7 @@ def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
 
 
 def _ranks(raised: Sequence[Raised]) -> str:
-    return _names(one.rank for one in raised)
+    return process_list(one.rank for one in raised)
 
 
 def _shown(lines: Sequence[str]) -> list[str]:
@@ -331,8 +321,8 @@ def _others(others: Sequence[Other]) -> list[str]:
     if len(shown) > _OTHER_LINES:
         rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
         shown = shown[: _OTHER_LINES - 1]
-    lines = [f"  {_names(ranks)}: {escape(what)}" for what, ranks in shown]
-    return [*lines, f"  {_names(rest)}: elsewhere"] if rest else lines
+    lines = [f"  {process_list(ranks)}: {escape(what)}" for what, ranks in shown]
+    return [*lines, f"  {process_list(rest)}: elsewhere"] if rest else lines
 
 
 def _commands(rank: int, arguments: Sequence[str], log_dir: str) -> list[str]:

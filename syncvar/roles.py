@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SERVER_0", "is_server", "mirrors_of", "process_name", "server_hosts", "server_number", "short_name"]
+__all__ = ["SERVER_0", "SERVING", "is_server", "mirrors_of", "process_name", "server_hosts", "server_number", "short_name"]
+
+SERVING = "serving"
+"""What is known of a server that has begun."""
 
 SERVER_0 = 1 << 16
 """The number of the first server: there are fewer ranks."""

@@ -25,6 +25,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.roles import SERVING
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType, TracebackType
@@ -48,6 +50,7 @@ _HEADER = re.compile(r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+)
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_SERVER = _PACKAGE + os.path.join("serving", "process.py")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _AROUND = (
@@ -199,7 +202,7 @@ def where(frames: Sequence[Frame], folder: str) -> str:
     """Say in one line where a stack stands: the innermost place of the program, and from where that was called.
 
     Frames of syncvar, of other libraries and of the interpreter's own start are left out, but for the innermost. Empty where
-    the program has not begun, or is over.
+    the program has not begun, or is over. Of a server, which runs no program, it is what it does.
 
     Args:
         frames: Innermost first.
@@ -214,6 +217,9 @@ def where(frames: Sequence[Frame], folder: str) -> str:
     kept = shown(frames)
     if not kept:
         return ""
+    at = _loop_of_server(frames)
+    if at is not None:
+        return "waiting for requests" if at == 0 or frames[at - 1].name == "wait" else f"at a request, in {_place(frames[0], folder)}"
     users = [frame for frame in kept if not _is_library(frame.file)] or [frame for frame in kept if not _is_ours(frame.file)]
     places: list[str] = []
     for frame in users:
@@ -237,13 +243,20 @@ def doing(position: str, place: str) -> str:
     """
     if place == STOPPED:
         return f"{position.partition('; ')[0]}; {STOPPED}"  # which is why no thread answers
+    if position == SERVING:
+        return place or position
     if not place or position.startswith(("waiting in ", "finished")):
         return position
     return place + position.removeprefix(_COMPUTES) if position.startswith(_COMPUTES) else f"{position}; {place}"
 
 
 def shown(frames: Sequence[Frame]) -> list[Frame]:
-    """Return a stack without what started the program, and with one frame for each call into syncvar or an import."""
+    """Return a stack without what started the program, and with one frame for each call into syncvar or an import.
+
+    That of a server is all of syncvar's, and is shown as it is.
+    """
+    if _loop_of_server(frames) is not None:
+        return [frame for frame in frames if not frame.file.startswith(_AROUND)]
     kept: list[Frame] = []
     for frame in frames:
         is_repeated = bool(kept) and _is_ours(frame.file) and _is_ours(kept[-1].file)
@@ -252,6 +265,10 @@ def shown(frames: Sequence[Frame]) -> list[Frame]:
     while kept and _is_ours(kept[-1].file):
         del kept[-1]
     return kept
+
+
+def _loop_of_server(frames: Sequence[Frame]) -> int | None:
+    return next((at for at, frame in enumerate(frames) if frame.file == _SERVER and frame.name == "run"), None)
 
 
 def _is_ours(file: str) -> bool:

@@ -1,4 +1,4 @@
-"""`syncvar stacks`: where the ranks of a running job stand, as its launcher is told by them."""
+"""`syncvar stacks`: where the ranks and servers of a running job stand, as its launcher is told by them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgpack
 
 from syncvar.errors import ConfigError
 from syncvar.stacks import Frame, doing, shown, where
-from syncvar.topology import rank_list
+from syncvar.topology import process_list
 
 if TYPE_CHECKING:
     import argparse
@@ -51,7 +51,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def stacks_text(answer: Mapping[str, Any], *, all_threads: bool = False, verbose: bool = False) -> str:
-    """Return the stacks of all ranks, equal ones once.
+    """Return the stacks of all ranks and servers, equal ones once.
 
     Args:
         answer: What the launcher says: "job" and "ranks".
@@ -71,7 +71,7 @@ def stacks_text(answer: Mapping[str, Any], *, all_threads: bool = False, verbose
         groups.setdefault(tuple(lines), []).append(rank["rank"])
     blocks = [f"job {_named(answer['job'])}\n"]
     for (headline, *rest), ranks in groups.items():
-        blocks.append("".join([f"{rank_list(ranks)}: {headline}\n", *(f"  {line}\n" for line in rest)]))
+        blocks.append("".join([f"{process_list(ranks)}: {headline}\n", *(f"  {line}\n" for line in rest)]))
     return "".join(blocks)
 
 
@@ -85,6 +85,8 @@ def _headline(rank: Mapping[str, Any], folder: str) -> str:
 
 def _named(job: Mapping[str, Any]) -> str:
     ranks = f"{job['workers']} rank{'s' * (job['workers'] != 1)}"
+    if servers := job["servers"]:
+        ranks += f" and {servers} server{'s' * (servers != 1)}"
     return f"{job['name']}: {ranks}, launcher {job['pid']}, since {job['lasted_s']:.0f} s: {job['command']}"
 
 

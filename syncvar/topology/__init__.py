@@ -10,9 +10,9 @@ from syncvar.topology.elsewhere import (
 )
 from syncvar.topology.engines import ADDRESS, FOLDER, MPI, PMI, Told
 from syncvar.topology.hosts import HostMap, divided
-from syncvar.topology.ranks import rank_list, rank_spans, ranks_of
+from syncvar.topology.ranks import process_list, rank_list, rank_spans, ranks_of
 
 __all__ = [
-    "ADDRESS", "FOLDER", "MPI", "PMI", "HostMap", "Told", "divided", "is_meant_alone", "rank_list", "rank_spans", "ranks_of", "started_with_others",
+    "ADDRESS", "FOLDER", "MPI", "PMI", "HostMap", "Told", "divided", "is_meant_alone", "process_list", "rank_list", "rank_spans", "ranks_of", "started_with_others",
     "told_elsewhere", "why_not_alone",
 ]  # fmt: skip

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
+from syncvar.roles import SERVER_0, is_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["rank_list", "rank_spans", "ranks_of"]
+__all__ = ["process_list", "rank_list", "rank_spans", "ranks_of"]
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -23,6 +24,21 @@ def rank_list(ranks: Iterable[int]) -> str:
     """
     distinct = set(ranks)
     return ("rank " if len(distinct) == 1 else "ranks ") + rank_spans(distinct)
+
+
+def process_list(numbers: Iterable[int]) -> str:
+    """Return processes as people write them: ranks, then servers.
+
+    Example:
+        >>> process_list([SERVER_0 + 1, 3, 0, 1, SERVER_0])
+        'ranks 0, 1, 3 and servers 0, 1'
+    """
+    distinct = set(numbers)
+    servers = {number for number in distinct if is_server(number)}
+    words = [rank_list(distinct - servers)] if distinct - servers else []
+    if servers:
+        words.append(f"server{'s' * (len(servers) > 1)} {rank_spans(number - SERVER_0 for number in servers)}")
+    return " and ".join(words)
 
 
 def rank_spans(ranks: Iterable[int]) -> str:

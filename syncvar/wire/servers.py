@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.roles import SERVER_0, process_name
+from syncvar.roles import SERVER_0, SERVING, process_name
 from syncvar.wire.control import pack_message
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ class ServerTable:
         if number not in self._ended:
             self._ended[number] = reason
             self.version += 1
+
+    def position(self, number: int) -> str:
+        """Return in words what is known of a server."""
+        if number in self._ended:
+            return f"ended: {self._ended[number]}" if self._ended[number] else "finished"
+        return SERVING if number in self._places else "not serving yet"
 
     def begins_again(self, number: int, incarnation: int) -> None:
         """Note that a process was started in place of one that has ended."""

@@ -13,7 +13,7 @@ from syncvar_launcher import inquiries
 from syncvar_launcher.inquiries import ANSWER_S, SOCKET, Inquiries
 from syncvar_launcher.stacks import Asked
 
-JOB = {"name": "1a2b3c4d", "pid": 7, "workers": 2, "lasted_s": 1.0, "command": "syncvar-launch a.py", "folder": "/job"}
+JOB = {"name": "1a2b3c4d", "pid": 7, "workers": 2, "servers": 0, "lasted_s": 1.0, "command": "syncvar-launch a.py", "folder": "/job"}
 
 
 class Stacks:
@@ -46,7 +46,7 @@ def ends():
 def server(tmp_path, ends):
     """The launcher's end, and a function that connects to it and sends."""
     stacks = Stacks()
-    with_sockets = Inquiries(tmp_path, lambda: JOB, stacks, lambda rank: "not waiting in any call", 2)
+    with_sockets = Inquiries(tmp_path, lambda: JOB, stacks, lambda rank: "not waiting in any call", range(2))
 
     def connect(data):
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -9,6 +9,8 @@ import pytest
 import server_faults
 from launching import await_true
 
+from syncvar.cli import main
+
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}
 
@@ -63,11 +65,15 @@ def start(launch, *options, script=SCRIPT, env=None, **keywords):
     return launch(script, options=("--servers", "2", *options), env={**ENV, **(env or {})}, **keywords)
 
 
-def test_servers_hold_what_workers_push_and_end_when_these_have_ended(launch, tmp_path):
+def test_servers_hold_what_workers_push_and_end_when_these_have_ended(launch, tmp_path, capsys):
     job = start(launch, "--events", str(tmp_path / "events"))
     job.await_events("half", 2)
     found = servers_of(job)
     assert sorted(found) == [0, 1]
+    assert main(["stacks", str(job.process.pid)]) == 0
+    asked = capsys.readouterr().out
+    assert ": 2 ranks and 2 servers, launcher " in asked
+    assert "\nservers 0, 1: waiting for requests\n" in asked
     job.open_gate("on")
     assert job.wait() == 0, job
     check_sums(job)
@@ -87,6 +93,7 @@ def test_a_server_that_is_lost_without_a_copy_ends_the_job_and_is_named(launch):
     first = job.report.splitlines()[0]
     assert first.startswith("syncvar: server 1 on "), job
     assert "was killed by signal 9 (SIGKILL)" in first, job
+    assert "  server 0: waiting for requests" in job.report.splitlines(), job
     for event in job.events("raised"):
         assert event["error"] == "PeerLost", job
         assert event["text"].startswith("server 1 was lost: signal 9"), job

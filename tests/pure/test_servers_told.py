@@ -59,6 +59,16 @@ def test_every_change_is_a_new_version_and_the_first_reason_stays():
     assert told["addresses"] == {}
 
 
+def test_what_is_known_of_a_server_is_told():
+    table = ServerTable("job", 2)
+    told = [table.position(SERVER_0)]
+    table.serves(serve(0))
+    told.append(table.position(SERVER_0))
+    table.ended(SERVER_0, "")
+    table.ended(SERVER_0 + 1, "signal 9")
+    assert [*told, table.position(SERVER_0), table.position(SERVER_0 + 1)] == ["not serving yet", "serving", "finished", "ended: signal 9"]
+
+
 def test_processes_are_called_what_they_are():
     assert [process_name(one) for one in (0, 7, SERVER_0, SERVER_0 + 1)] == ["rank 0", "rank 7", "server 0", "server 1"]
     assert [short_name(one) for one in (7, SERVER_0 + 1)] == ["7", "server 1"]

@@ -9,11 +9,13 @@ import pytest
 import syncvar
 from syncvar import stacks
 from syncvar.cli.stacks import stacks_text
+from syncvar.roles import SERVER_0, SERVING
 from syncvar.stacks import STOPPED, Frame, Thread, _of_program, doing, dumps_of, shown, where
 
 PACKAGE = os.path.dirname(syncvar.__file__)
 STANDARD = sysconfig.get_path("stdlib")
 START = [Frame(f"{PACKAGE}/bootstrap.py", 130, "_run"), Frame("<frozen runpy>", 88, "_run_code")]
+LOOP = [Frame(f"{PACKAGE}/serving/process.py", 9, "run")]
 
 
 def user(*lines, file="/job/train.py"):
@@ -65,6 +67,9 @@ def test_dumps_are_read_with_their_names():
         (user(7, 8, file="/v/lib/python3/site-packages/tool/run.py"), "in user code, tool/run.py:7 < tool/run.py:8"),
         ([*user(9), Frame("<frozen importlib._bootstrap>", 1, "_load"), *user(49)], "in user code, train.py:9 < train.py:49"),
         (user(9) + ours(2) + user(49), "in user code, train.py:9 < train.py:49"),
+        ([Frame("/v/site-packages/zmq/poll.py", 3, "poll"), *ours(4, file="serving/watching.py"), *LOOP], "waiting for requests"),
+        (LOOP, "waiting for requests"),
+        ([*user(7, file="/v/site-packages/numpy/core.py"), Frame(f"{PACKAGE}/servers/ledger.py", 5, "execute"), *LOOP], "at a request, in numpy/core.py:7"),
         ([], ""),
     ],
 )
@@ -77,7 +82,7 @@ def test_one_frame_is_kept_of_each_way_through_syncvar():
     assert shown(ours(1, 2) + user(3) + ours(4, 5) + user(6) + START) == ours(1) + user(3) + ours(4) + user(6)
 
 
-JOB = {"name": "1a2b3c4d", "pid": 7, "workers": 5, "lasted_s": 12.4, "command": "syncvar-launch -n 5 train.py", "folder": "/job"}
+JOB = {"name": "1a2b3c4d", "pid": 7, "workers": 5, "servers": 0, "lasted_s": 12.4, "command": "syncvar-launch -n 5 train.py", "folder": "/job"}
 
 
 def answer_of(rank, position, frames=(), instead="", ident=""):
@@ -102,6 +107,19 @@ def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
         "rank 4: does not answer within 2 s (process 104); not waiting in any call\n"
         f"rank 5: not waiting in any call; {STOPPED}\n"
     )
+
+
+def test_servers_are_shown_beside_ranks_with_their_own_frames():
+    waiting = [Frame("/v/site-packages/zmq/poll.py", 3, "poll"), *ours(4, file="serving/watching.py"), *LOOP]
+    answers = [answer_of(0, "not joined yet", user(9)), *(answer_of(SERVER_0 + server, SERVING, waiting) for server in (0, 1))]
+    text = stacks_text({"job": JOB | {"workers": 1, "servers": 2}, "ranks": answers})
+    assert text.startswith("job 1a2b3c4d: 1 rank and 2 servers, launcher 7")
+    assert text.split("\n")[3:-1] == [
+        "servers 0, 1: waiting for requests",
+        "  /v/site-packages/zmq/poll.py:3 in poll",
+        f"  {PACKAGE}/serving/watching.py:4 in wait",
+        f"  {PACKAGE}/serving/process.py:9 in run",
+    ]
 
 
 def test_every_frame_and_thread_is_shown_where_that_is_asked_for():
@@ -131,6 +149,9 @@ def test_every_frame_and_thread_is_shown_where_that_is_asked_for():
         ("waiting in barrier (call 1) at a.py:1 in f", "in user code, a.py:1", "waiting in barrier (call 1) at a.py:1 in f"),
         ("waiting in barrier (call 1) at a.py:1 in f", STOPPED, f"waiting in barrier (call 1) at a.py:1 in f; {STOPPED}"),
         ("finished", "", "finished"),
+        ("serving", "waiting for requests", "waiting for requests"),
+        ("serving", STOPPED, f"serving; {STOPPED}"),
+        ("serving", "", "serving"),
     ],
 )
 def test_what_a_rank_does_is_told_by_its_call_or_by_its_stack(position, place, text):
