@@ -8,7 +8,8 @@ arena had no room: then all messages of the pair go over links.
 A box is a ring of entries behind four lines of 64 bytes:
 
 * line 0, written by the sender: FILLED, the bytes put into the ring since the beginning; NEWS, which grows by one with
-  every message, put here or sent over a link; BY_LINK, how many of these went over a link; and RING, how long the ring is.
+  every message, put here or sent over a link; BY_LINK, how many of these went over a link; RING, how long the ring is;
+  NUMBER, that of the last long message; and ATTENDED, that of the one whose parts the sender can put at once.
 * line 1, written by the receiver: USED, the bytes of the ring that are free again, and FULL while the receiver keeps
   so much of other tags for itself that it wants no more in this way.
 * line 2, written by the receiver: an answer for each of eight long messages that may be open at a time.
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.layout import ABORT, LINE_BYTES
+from syncvar.arena.waiting import BUDGET_S
 from syncvar.errors import ArenaFull
 from syncvar.kernel import message_end
 
@@ -56,7 +58,7 @@ _RINGS_BYTES = 16 << 20  # of all boxes of a rank together, about
 _RING_BYTES_LEAST = 256 << 10
 _BOXES = 5  # word of a rank's table: where its list of boxes is
 _NEVER = 1  # in the list: all messages go over links
-FILLED, NEWS, BY_LINK, RING = 0, 1, 2, 3
+FILLED, NEWS, BY_LINK, RING, NUMBER, ATTENDED = range(6)  # the last is between C and C
 USED, FULL = 8, 9
 _ANSWERS, _GIVEN_UP, PLACES = 16, 24, 8
 _HEADER_WORDS = 32
@@ -172,13 +174,14 @@ class Boxes:
         places = self.channels.places
         return self.channels.reach((places[source], self._arena.local_rank))
 
-    def native_end(self, box: Outbox | Inbox, other: int, identity: int, objects: tuple[Any, ...]) -> Any:
+    def native_end(self, box: Outbox | Inbox, other: int, identity: int, eager_bytes: int, objects: tuple[Any, ...]) -> Any:
         """Return the C runner of one end of a pair's messages; None where Python runs them.
 
         Args:
             box: Where they lie.
             other: The other rank, in the world.
             identity: Of the pair's calls.
+            eager_bytes: A longer message waits for its receiver.
             objects: What it asks and tells; see `messages.c`.
         """
         channels = self.channels
@@ -186,7 +189,8 @@ class Boxes:
             return None
         looks, shares_cores = channels.patience((channels.places[other],))
         return message_end(
-            self._arena.memory, box.start, box.ring, box.ring_bytes, _ENTRY_BYTES_MAX, ABORT * 8, identity, looks, shares_cores, objects
+            self._arena.memory, box.start, box.ring, box.ring_bytes, _ENTRY_BYTES_MAX, eager_bytes, ABORT * 8, identity, looks,
+            shares_cores, int(BUDGET_S * 1e9), objects,
         )
 
     def _word_of(self, source: int) -> int:
@@ -217,7 +221,6 @@ class Outbox(_Box):
     def __init__(self, arena: Arena, start: int) -> None:
         super().__init__(arena, start)
         self._used = 0  # as far as it has been looked at
-        self._number = 0  # of the last long message
         self._asked = -1  # how far the receiver was when room was waited for
 
     def put(self, what: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int) -> bool:
@@ -263,14 +266,14 @@ class Outbox(_Box):
             address: Where it lies in this process, in one piece, until it is taken or given up.
             offset: 1 + where it lies in the arena; 0 where it does not.
         """
-        words, number = self.words, self._number + 1
+        words, number = self.words, self.words[self.base + NUMBER] + 1
         before = number - PLACES
         if before > 0 and words[self._answer(before)] < before << 1 and words[self._given_up(before)] != before:
             return 0
         start = self._room((_FIXED_WORDS + len(shape) + 3) * 8)
         if start < 0:
             return 0
-        self._number = number
+        words[self.base + NUMBER] = number
         word = start // 8
         words[word + 1] = what | Form.TOLD
         words[word + 2] = stream

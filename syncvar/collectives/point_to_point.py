@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from syncvar.plans import Step
     from syncvar.runtime.executor import Prepared
     from syncvar.runtime.group import Communicator
+    from syncvar.runtime.messages import Landing
 
 __all__ = ["recv", "recv_object", "send", "send_object"]
 
@@ -84,7 +85,7 @@ def send(
         DeadlineExceeded: A long message was not received in time.
 
     Cost: on one host half a microsecond for a small array of a dtype and shape that has gone before (C runner), and a copy into shared memory;
-        a long array is read where it lies. Between hosts, and where shared memory has no room, two frames over a link; a long message waits for one more.
+        up to 8 MiB of a long array flow through it while both sides copy, more is read where it lies. Between hosts, and where shared memory has no room, two frames over a link; a long message waits for one more.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -151,28 +152,14 @@ def _sent(
         _own(communicator, tag).put(kind, make().copy())
         return done() if async_op else None
     line = _line(communicator, rank, dest, tag)
-    stream = line.stream
     eager_bytes = current().config.eager_bytes
 
     def words_of(array: NDArray[Any]) -> tuple[str, int]:
-        shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
-        return f"{name}({shown} to rank {communicator.members[dest]}, tag {tag})", array_record(array).dtype
+        return _sending_words(name, line, array, kind, tag), array_record(array).dtype
 
     def check() -> Request:
         array = make()
-        waits = array.nbytes > eager_bytes
-        work = np.array(array, order="C", copy=async_op or not array.flags.c_contiguous, ndmin=0).reshape(-1)
-        told = array_record(array, int(waits))._replace(kind=kind)
-        record = np.frombuffer(pack_record(told), np.uint8)
-
-        def body() -> Generator[Stage, None, None]:
-            yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
-            rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
-            yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
-
-        letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
-        operation = partial(Sending, outward=line.end, letter=letter) if isinstance(line.end, Outward) else LinkOperation
-        return Request(words_of(array)[0], fingerprint("message"), body(), operation)
+        return _to_send(name, line, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op)
 
     if line.end is not None and (timeout is None or is_seconds(timeout)):
         with contextlib.suppress(ConfigError):  # it is raised again with the number of the call, which the receiver hears of
@@ -183,6 +170,28 @@ def _sent(
             elif not async_op and line.tell(mine, kind, partial(words_of, mine), check, timeout):
                 return None
     return line.perform(name, check, timeout, async_op=async_op)
+
+
+def _sending_words(name: str, line: Line, array: NDArray[Any], kind: int, tag: int) -> str:
+    shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
+    return f"{name}({shown} to rank {line.stream.members[_DEST]}, tag {tag})"
+
+
+def _to_send(name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool) -> Request:
+    """Return the call that sends an array, or an object as bytes; `waits` for a long one, which waits for its receiver."""
+    stream = line.stream
+    work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(-1)
+    told = array_record(array, int(waits))._replace(kind=kind)
+    record = np.frombuffer(pack_record(told), np.uint8)
+
+    def body() -> Generator[Stage, None, None]:
+        yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
+        rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
+        yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
+
+    letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
+    operation = partial(Sending, outward=line.end, letter=letter) if isinstance(line.end, Outward) else LinkOperation
+    return Request(_sending_words(name, line, array, kind, tag), fingerprint("message"), body(), operation)
 
 
 def recv(
@@ -286,27 +295,12 @@ def _received(
         own = _own(communicator, tag)
         return own.start(name, finish) if async_op else own.take(name, finish)
     line = _line(communicator, source, rank, tag)
-    stream = line.stream
 
     def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
 
     def check() -> Request:
-        def body() -> Generator[Stage, None, Any]:
-            data = np.empty(RECORD_BYTES, np.uint8)
-            yield Stage(_plan(stream, Recv(_SOURCE, Chunk(0, data.size))), data)
-            record = unpack_record(data.tobytes())
-            made: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
-            work = made.reshape(-1)
-            rounds: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
-            yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
-            return finish(record.kind, made)
-
-        what = f"{name}(from rank {communicator.members[source]}, tag {tag})"
-        operation = LinkOperation if not isinstance(line.end, Inward) else partial(
-            Receiving, inward=line.end, landing=landing, finish=finish
-        )
-        return Request(what, fingerprint("message"), body(), operation)
+        return _to_receive(name, line, tag, landing, finish)
 
     if line.end is not None and (timeout is None or is_seconds(timeout)):
         try:
@@ -318,6 +312,32 @@ def _received(
         if result is not NOT_YET:
             return done(result) if async_op else result
     return line.perform(name, check, timeout, async_op=async_op)
+
+
+def _to_receive(name: str, line: Line, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]) -> Request:
+    """Return the call that receives a message."""
+    stream = line.stream
+
+    def body() -> Generator[Stage, None, Any]:
+        data = np.empty(RECORD_BYTES, np.uint8)
+        yield Stage(_plan(stream, Recv(_SOURCE, Chunk(0, data.size))), data)
+        record = unpack_record(data.tobytes())
+        made: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
+        work = made.reshape(-1)
+        rounds: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
+        yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
+        return finish(record.kind, made)
+
+    what = f"{name}(from rank {stream.members[_SOURCE]}, tag {tag})"
+    operation = partial(Receiving, inward=line.end, landing=landing, finish=finish) if isinstance(line.end, Inward) else LinkOperation
+    return Request(what, fingerprint("message"), body(), operation)
+
+
+def _begun(tag: int, line: Line, array: NDArray[Any]) -> Request:
+    """Return the call of a long array's message that the C runner has begun, with the array that goes, or where it comes to."""
+    if isinstance(line.end, Outward):
+        return _to_send("send", line, array, ARRAY, tag, waits=True, copies=False)
+    return _to_receive("recv", line, tag, lambda *_: None, lambda _kind, made: made)
 
 
 def _unpacked(kind: int, made: NDArray[Any]) -> Any:
@@ -381,7 +401,7 @@ def _line(communicator: Communicator, source: int, dest: int, tag: int) -> Line:
             end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
             made.count = Count(identity, made.next_call)
             engine.count_by(made.count)
-        found = streams[source, dest, tag] = Line(context, made, end, ARRAY)
+        found = streams[source, dest, tag] = Line(context, made, end, ARRAY, partial(_begun, tag))
     return found
 
 

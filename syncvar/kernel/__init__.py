@@ -43,7 +43,7 @@ except ImportError as error:
 
 
 _FORM = 4  # as in native.c
-_MESSAGES_FORM = 1  # of `messages.c`
+_MESSAGES_FORM = 2  # of `messages.c`
 
 
 def _differs(native: Any) -> str:

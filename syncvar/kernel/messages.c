@@ -3,21 +3,27 @@
  *
  * `arena/boxes.py` says what lies where in a box. The bytes of an entry are stored before FILLED (release), and read after
  * it (acquire); they have been read before USED is stored (release). A long entry is published piece by piece, so that the
- * receiver copies the first ones while the last ones are still to come. The interpreter's lock is kept: what takes longer
- * than some microseconds is left to Python.
+ * receiver copies the first ones while the last ones are still to come. So much is done with the interpreter's lock.
+ *
+ * A long message waits for its receiver, and both let go of the lock. While the sender looks for the answer, ATTENDED has the
+ * message's number, and a receiver that finds it there asks for parts: the sender puts them while the receiver takes them.
+ * Where either has to wait for long, or finds something else, Python's engine goes on from the byte that has been reached.
  */
 #include "common.h"
 
 #define LINE 64
 #define PIECE 8192      /* bytes that are published at a time */
+#define PART_BYTES 32768 /* of a long message */
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
+#define LONG_BYTES 8388608 /* no longer message goes by parts: the caches are too small for it, and its receiver may as well read it alone */
+#define PLACES 8        /* of long messages that are open */
 #define SORTS 16        /* dtypes and shapes that are known of a pair and tag; the oldest goes */
 #define NDIM_MAX 13
 
 /* Words of a box, and of an entry. */
-enum { FILLED = 0, NEWS = 1, USED = 8, FULL = 9 };
-enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5 };
-enum { GAP = 0, WHOLE = 1 };
+enum { FILLED = 0, NEWS = 1, NUMBER = 4, ATTENDED = 5, USED = 8, FULL = 9, ANSWERS = 16, GIVEN_UP = 24 };
+enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5, START = 5 };
+enum { GAP = 0, WHOLE = 1, TOLD = 2, PART = 3 };
 
 /* What messages of one dtype and shape have in common. */
 typedef struct {
@@ -37,16 +43,22 @@ typedef struct {
 } Count;
 
 /* One end of a pair and tag. */
-enum { COUNT, ENGINE, CONTEXT, ADD, BUSY_LOCKED, BOX_LOCKED, KEPT, SHARED, ARRAY_TYPE, MAKE, OBJECTS };
+enum {
+    COUNT, ENGINE, CONTEXT, ADD, GO_ON,
+    BUSY_LOCKED, BUSY_ACQUIRE, BUSY_RELEASE, /* of the lock of the pair and tag */
+    BOX_LOCKED, BOX_ACQUIRE, BOX_RELEASE,    /* of that of this end of the box */
+    KEPT, SHARED, ARRAY_TYPE, MAKE, OBJECTS
+};
 
 typedef struct {
     PyObject_HEAD Py_buffer memory;
     int has_memory;
     uint64_t *words; /* of the box */
     char *ring;
-    uint64_t ring_bytes, entry_bytes_max, identity, used; /* as far as it has been looked at */
+    uint64_t ring_bytes, entry_bytes_max, eager_bytes, identity, used; /* as far as it has been looked at */
     uint64_t *abort;
     int looks, shares_cores;
+    int64_t patience_ns; /* so long it waits in a long message without the lock, before the engine goes on */
     PyObject *objects[OBJECTS];
     Sort sorts[SORTS];
     int next_sort;
@@ -85,12 +97,30 @@ static uint64_t data_at(int ndim, uint64_t nbytes) {
     return nbytes < 1024 ? head : in_lines(head);
 }
 
+/* Copy bytes from one core's caches to another's. The C library's memcpy takes string instructions for so much, which are
+ * slower here by a tenth, and by half where the cores are far from each other (measured). */
+static void copy(char *target, const char *source, uint64_t nbytes) {
+    typedef uint64_t Vector __attribute__((vector_size(16), aligned(1), may_alias));
+    uint64_t done = 0;
+    for (; done + LINE <= nbytes; done += LINE) {
+        const Vector *from = (const Vector *)(source + done);
+        const Vector first = from[0], second = from[1], third = from[2], fourth = from[3];
+        Vector *to = (Vector *)(target + done);
+        to[0] = first;
+        to[1] = second;
+        to[2] = third;
+        to[3] = fourth;
+        __asm__ volatile("" ::: "memory"); /* lest the compiler call memcpy */
+    }
+    memcpy(target + done, source + done, nbytes - done);
+}
+
 /* Return whether a message may go or come now: no refusal is known, nobody else is at it. */
 static int may_begin(const End *self) {
     PyObject *quiet = PyObject_GetAttr(self->objects[ENGINE], name_is_quiet);
     Py_XDECREF(quiet);
     int is_free = quiet == Py_True;
-    for (int which = BUSY_LOCKED; is_free && which <= BOX_LOCKED; which++) {
+    for (int which = BUSY_LOCKED; is_free && which <= BOX_LOCKED; which += BOX_LOCKED - BUSY_LOCKED) {
         PyObject *locked = PyObject_CallNoArgs(self->objects[which]);
         Py_XDECREF(locked);
         is_free = locked == Py_False;
@@ -127,32 +157,170 @@ static Count *count_of(const End *self) { return (Count *)self->objects[COUNT]; 
 
 /* -- sending ------------------------------------------------------------------------------------------------------- */
 
-static void put(End *self, const Sort *sort, uint64_t call, const char *data, uint64_t filled, uint64_t gap) {
-    uint64_t *words = self->words;
-    const uint64_t at = data_at(sort->ndim, sort->nbytes), length = in_lines(at + sort->nbytes);
+/* Return whether there is room for an entry of a length now, behind a gap. */
+static int has_room(End *self, uint64_t length, uint64_t *gap) {
+    const uint64_t filled = self->words[FILLED], place = filled % self->ring_bytes;
+    *gap = place + length > self->ring_bytes ? self->ring_bytes - place : 0;
+    if (filled + *gap + length - self->used <= self->ring_bytes) return 1;
+    if (seen(self->words + FULL)) return 0;
+    self->used = seen(self->words + USED);
+    return filled + *gap + length - self->used <= self->ring_bytes;
+}
+
+/* Write the head of an entry, behind a gap if need be; return where it begins. */
+static uint64_t *begin_entry(End *self, uint64_t length, uint64_t gap, uint64_t what, uint64_t call, uint64_t nbytes) {
+    uint64_t filled = self->words[FILLED];
     if (gap) {
         uint64_t *before = (uint64_t *)(self->ring + filled % self->ring_bytes);
         before[LENGTH] = gap;
         before[WHAT] = GAP;
-        filled += gap;
+        store(self->words + FILLED, filled += gap);
     }
-    char *start = self->ring + filled % self->ring_bytes;
-    uint64_t *entry = (uint64_t *)start;
+    uint64_t *entry = (uint64_t *)(self->ring + filled % self->ring_bytes);
     entry[LENGTH] = length;
-    entry[WHAT] = sort->what | WHOLE;
+    entry[WHAT] = what;
     entry[STREAM] = self->identity;
     entry[CALL] = call;
-    entry[NBYTES] = sort->nbytes;
+    entry[NBYTES] = nbytes;
+    return entry;
+}
+
+static void end_entry(End *self, uint64_t filled) {
+    store(self->words + FILLED, filled);
+    store(self->words + NEWS, self->words[NEWS] + 1);
+}
+
+static void put(End *self, const Sort *sort, uint64_t call, const char *data, uint64_t gap) {
+    const uint64_t at = data_at(sort->ndim, sort->nbytes), length = in_lines(at + sort->nbytes);
+    uint64_t *entry = begin_entry(self, length, gap, sort->what | WHOLE, call, sort->nbytes);
+    const uint64_t filled = self->words[FILLED];
+    char *start = (char *)entry + at;
     for (int axis = 0; axis < sort->ndim; axis++) entry[SHAPE + axis] = (uint64_t)sort->shape[axis];
     uint64_t done = 0;
     while (sort->nbytes - done > PIECE) {
-        memcpy(start + at + done, data + done, PIECE);
+        copy(start + done, data + done, PIECE);
         done += PIECE;
-        store(words + FILLED, filled + (at + done) / LINE * LINE);
+        store(self->words + FILLED, filled + (at + done) / LINE * LINE);
     }
-    memcpy(start + at + done, data + done, sort->nbytes - done);
-    store(words + FILLED, filled + length);
-    store(words + NEWS, words[NEWS] + 1);
+    copy(start + done, data + done, sort->nbytes - done);
+    end_entry(self, filled + length);
+}
+
+static int acquire(PyObject *method) {
+    PyObject *made = PyObject_CallFunctionObjArgs(method, Py_False, NULL); /* it does not wait */
+    Py_XDECREF(made);
+    return made == Py_True;
+}
+
+static void release(PyObject *method) {
+    PyObject *made = PyObject_CallNoArgs(method);
+    Py_XDECREF(made);
+}
+
+/* Lock this end, for what is done without the interpreter's lock; nothing of Python runs meanwhile. */
+static int hold(const End *self) {
+    if (!acquire(self->objects[BUSY_ACQUIRE])) return 0;
+    if (acquire(self->objects[BOX_ACQUIRE])) return 1;
+    release(self->objects[BUSY_RELEASE]);
+    return 0;
+}
+
+static void let_go(const End *self) {
+    release(self->objects[BOX_RELEASE]);
+    release(self->objects[BUSY_RELEASE]);
+}
+
+/* Let Python go on with a long message of which so many bytes have gone or come; it lets go of the box. */
+static PyObject *go_on(const End *self, PyObject *array, long long call, int64_t begin, uint64_t number, uint64_t done) {
+    PyObject *type = NULL, *error = NULL, *trace = NULL;
+    if (PyErr_CheckSignals() < 0) {
+        PyErr_Fetch(&type, &error, &trace);
+        PyErr_NormalizeException(&type, &error, &trace);
+    }
+    PyObject *made = PyObject_CallFunction(
+        self->objects[GO_ON], "OLLKKO", array, call, (long long)begin, (unsigned long long)number, (unsigned long long)done,
+        error == NULL ? Py_None : error
+    );
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    PyErr_Fetch(&type, &error, &trace);
+    release(self->objects[BUSY_RELEASE]);
+    PyErr_Restore(type, error, trace);
+    return made;
+}
+
+/* Look until a word is at least so far, for a while, without the interpreter's lock; return where it is then. */
+static uint64_t wait_long(const End *self, const uint64_t *word, uint64_t need) {
+    int64_t until = 0;
+    uint64_t value = 0;
+    while (1) {
+        for (int looks = 0; looks <= self->looks; looks++) {
+            if ((value = seen(word)) >= need) return value;
+            RELAX();
+        }
+        const int64_t now = now_ns();
+        if (until == 0) until = now + self->patience_ns;
+        if (now >= until || seen(self->abort)) return value;
+        sched_yield();
+    }
+}
+
+/* Put a long message in by parts, while the receiver takes them; return how many bytes have gone. */
+static uint64_t pour(End *self, uint64_t call, const char *data, uint64_t nbytes) {
+    uint64_t gone = 0, gap;
+    while (gone < nbytes) {
+        const uint64_t part = nbytes - gone < PART_BYTES ? nbytes - gone : PART_BYTES, at = data_at(1, part);
+        const uint64_t length = in_lines(at + part);
+        while (!has_room(self, length, &gap)) {
+            const uint64_t need = self->words[FILLED] + gap + length - self->ring_bytes;
+            if (seen(self->words + FULL) || wait_long(self, self->words + USED, need) < need) return gone;
+        }
+        uint64_t *entry = begin_entry(self, length, gap, PART, call, part);
+        entry[START] = gone;
+        copy((char *)entry + at, data + gone, part);
+        end_entry(self, self->words[FILLED] + length);
+        gone += part;
+    }
+    return gone;
+}
+
+static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
+    uint64_t *words = self->words, number = words[NUMBER] + 1, gap;
+    const uint64_t length = in_lines(8 * (SHAPE + (uint64_t)sort->ndim + 3)), before = number - PLACES;
+    if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 && words[GIVEN_UP + before % PLACES] != before)
+        Py_RETURN_FALSE;
+    if (self->looks == 0 || sort->nbytes > LONG_BYTES || PyList_Size(self->objects[SHARED]) || !has_room(self, length, &gap)) Py_RETURN_FALSE;
+    Count *count = count_of(self);
+    const long long call = count->number;
+    if (!hold(self)) Py_RETURN_FALSE;
+    const int64_t begin = now_ns();
+    const char *data = ((Array *)x)->data, *memory = self->memory.buf;
+    const uint64_t offset = data >= memory && data < memory + self->memory.len ? (uint64_t)(data - memory) + 1 : 0;
+    count->next_call = count->number = call + 1;
+    words[NUMBER] = number;
+    store(words + ATTENDED, number);
+    uint64_t *entry = begin_entry(self, length, gap, sort->what | TOLD, (uint64_t)call, sort->nbytes);
+    for (int axis = 0; axis < sort->ndim; axis++) entry[SHAPE + axis] = (uint64_t)sort->shape[axis];
+    entry[SHAPE + sort->ndim] = (uint64_t)(uintptr_t)data;
+    entry[SHAPE + sort->ndim + 1] = offset;
+    entry[SHAPE + sort->ndim + 2] = number;
+    end_entry(self, words[FILLED] + length);
+    uint64_t answer, gone = 0;
+    Py_BEGIN_ALLOW_THREADS
+    answer = wait_long(self, words + ANSWERS + number % PLACES, (number << 1) - 1);
+    if (answer == (number << 1) - 1) gone = pour(self, (uint64_t)call, data, sort->nbytes);
+    Py_END_ALLOW_THREADS
+    store(words + ATTENDED, 0);
+    if (answer < number << 1 && gone < sort->nbytes) {
+        PyObject *made = go_on(self, x, call, begin, number, gone);
+        Py_XDECREF(made);
+        return made == NULL ? NULL : Py_NewRef(Py_True);
+    }
+    if (gone) store(words + GIVEN_UP + number % PLACES, number); /* its place may be used again */
+    let_go(self);
+    if (note(self, sort, call, begin) < 0) return NULL;
+    Py_RETURN_TRUE;
 }
 
 static PyObject *send_now(PyObject *object, PyObject *x) {
@@ -161,21 +329,16 @@ static PyObject *send_now(PyObject *object, PyObject *x) {
     for (int which = 0; which < SORTS && sort == NULL; which++)
         if (is_of(self, &self->sorts[which], x, IN_ONE_PIECE | ALIGNED)) sort = &self->sorts[which];
     if (sort == NULL || !may_begin(self)) Py_RETURN_FALSE;
+    if (sort->nbytes > self->eager_bytes) return send_long(self, sort, x);
 
     const uint64_t length = in_lines(data_at(sort->ndim, sort->nbytes) + sort->nbytes);
-    const uint64_t filled = self->words[FILLED], place = filled % self->ring_bytes;
-    const uint64_t gap = place + length > self->ring_bytes ? self->ring_bytes - place : 0;
-    if (length > self->entry_bytes_max) Py_RETURN_FALSE;
-    if (filled + gap + length - self->used > self->ring_bytes) {
-        if (seen(self->words + FULL)) Py_RETURN_FALSE;
-        self->used = seen(self->words + USED);
-        if (filled + gap + length - self->used > self->ring_bytes) Py_RETURN_FALSE;
-    }
+    uint64_t gap;
+    if (length > self->entry_bytes_max || !has_room(self, length, &gap)) Py_RETURN_FALSE;
     Count *count = count_of(self);
     const long long call = count->number;
     const int64_t begin = now_ns();
     count->next_call = count->number = call + 1;
-    put(self, sort, (uint64_t)call, ((Array *)x)->data, filled, gap);
+    put(self, sort, (uint64_t)call, ((Array *)x)->data, gap);
     if (note(self, sort, call, begin) < 0) return NULL;
     Py_RETURN_TRUE;
 }
@@ -210,11 +373,54 @@ static int take(const End *self, uint64_t used, const Sort *sort, char *target) 
     while (1) {
         const uint64_t there = seen(self->words + FILLED) - used;
         uint64_t ready = there >= length ? sort->nbytes : there > at ? there - at : 0;
-        memcpy(target + done, start + done, ready - done);
+        copy(target + done, start + done, ready - done);
         done = ready;
         if (there >= length) return 1;
         if (wait_for(self, used + there + 1) <= used + there) return 0;
     }
+}
+
+/* Take the parts of a long message as they come; return how many bytes have. */
+static uint64_t take_parts(const End *self, uint64_t call, char *target, uint64_t nbytes) {
+    uint64_t done = 0, used = self->words[USED];
+    while (done < nbytes) {
+        const uint64_t there = wait_long(self, self->words + FILLED, used + 1) - used;
+        const char *start = self->ring + used % self->ring_bytes;
+        const uint64_t *entry = (const uint64_t *)start;
+        if (there == 0 || entry[LENGTH] > there) break;
+        if ((entry[WHAT] & 0xFF) != GAP) {
+            const uint64_t part = entry[NBYTES], at = data_at(1, part);
+            if ((entry[WHAT] & 0xFF) != PART || entry[STREAM] != self->identity || entry[CALL] != call || entry[START] != done) break;
+            if (part > nbytes - done || in_lines(at + part) != entry[LENGTH] || used % self->ring_bytes + entry[LENGTH] > self->ring_bytes)
+                break;
+            copy(target + done, start + at, part);
+            done += part;
+        }
+        used += entry[LENGTH];
+        store(self->words + USED, used);
+    }
+    return done;
+}
+
+/* Receive a long message, of which the oldest entry tells. */
+static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long long call, int64_t begin) {
+    uint64_t *words = self->words;
+    const uint64_t used = words[USED], *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
+    const uint64_t number = entry[SHAPE + sort->ndim + 2];
+    Count *count = count_of(self);
+    if (self->looks == 0 || sort->nbytes > LONG_BYTES || number == 0 || seen(words + ATTENDED) != number) Py_RETURN_NONE;
+    if (!hold(self)) Py_RETURN_NONE;
+    count->number = call + 1;
+    store(words + USED, used + entry[LENGTH]);
+    uint64_t done;
+    Py_BEGIN_ALLOW_THREADS
+    store(words + ANSWERS + number % PLACES, (number << 1) - 1);
+    done = take_parts(self, (uint64_t)call, ((Array *)made)->data, sort->nbytes);
+    Py_END_ALLOW_THREADS
+    if (done < sort->nbytes) return go_on(self, made, call, begin, number, done);
+    count->next_call = call + 1;
+    let_go(self);
+    return note(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
 }
 
 static PyObject *receive_now(PyObject *object, PyObject *out) {
@@ -233,17 +439,19 @@ static PyObject *receive_now(PyObject *object, PyObject *out) {
         store(self->words + USED, used);
     }
     PyObject *made = NULL, *result = NULL;
-    if ((entry[WHAT] & 0xFF) != WHOLE || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call) goto unusual;
+    const uint64_t form = entry[WHAT] & 0xFF;
+    if ((form != WHOLE && form != TOLD) || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call) goto unusual;
     const Sort *sort = NULL;
     for (int which = 0; which < SORTS && sort == NULL; which++) {
         const Sort *one = &self->sorts[which];
-        if (one->told == NULL || (one->what | WHOLE) != entry[WHAT] || one->nbytes != entry[NBYTES]) continue;
+        if (one->told == NULL || (one->what | form) != entry[WHAT] || one->nbytes != entry[NBYTES]) continue;
         sort = one;
         for (int axis = 0; axis < one->ndim; axis++)
             if ((uint64_t)one->shape[axis] != entry[SHAPE + axis]) sort = NULL;
     }
-    if (sort == NULL || used % self->ring_bytes + in_lines(data_at(sort->ndim, sort->nbytes) + sort->nbytes) > self->ring_bytes)
-        goto unusual;
+    if (sort == NULL) goto unusual;
+    const uint64_t length = in_lines(form == WHOLE ? data_at(sort->ndim, sort->nbytes) + sort->nbytes : 8 * (SHAPE + (uint64_t)sort->ndim + 3));
+    if (length > self->ring_bytes - used % self->ring_bytes) goto unusual;
     if (out != Py_None) {
         if (!is_of(self, sort, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
         made = Py_NewRef(out);
@@ -252,6 +460,10 @@ static PyObject *receive_now(PyObject *object, PyObject *out) {
         if (made == NULL) goto done;
         /* That may have run other threads, or the collector of garbage; from here on nothing does. */
         if (count->number != call || self->words[USED] != used || sort->told == NULL || !may_begin(self)) goto unusual;
+    }
+    if (form == TOLD) {
+        result = receive_long(self, sort, made, call, begin);
+        goto done;
     }
     if (!take(self, used, sort, ((Array *)made)->data)) goto unusual;
     count->next_call = count->number = call + 1;
@@ -378,19 +590,20 @@ static void end_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* End(memory, box, ring, ring_bytes, entry_bytes_max, abort, identity, looks, shares_cores, objects): box, ring and abort are bytes from the
- * beginning of the memory. */
+/* End(memory, box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort, identity, looks, shares_cores, patience_ns, objects): box, ring and
+ * abort are bytes from the beginning of the memory. */
 static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *memory, *objects;
-    unsigned long long box, ring, ring_bytes, entry_bytes_max, abort_at, identity;
+    unsigned long long box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort_at, identity;
     int looks, shares_cores;
+    long long patience_ns;
     if (keywords != NULL && PyDict_Size(keywords)) {
         PyErr_SetString(PyExc_TypeError, "an end takes no keywords");
         return NULL;
     }
     if (!PyArg_ParseTuple(
-            arguments, "OKKKKKKiiO!", &memory, &box, &ring, &ring_bytes, &entry_bytes_max, &abort_at, &identity, &looks, &shares_cores,
-            &PyTuple_Type, &objects
+            arguments, "OKKKKKKKiiLO!", &memory, &box, &ring, &ring_bytes, &entry_bytes_max, &eager_bytes, &abort_at, &identity, &looks,
+            &shares_cores, &patience_ns, &PyTuple_Type, &objects
         ))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -411,10 +624,12 @@ static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     self->abort = (uint64_t *)(start + abort_at);
     self->ring_bytes = ring_bytes;
     self->entry_bytes_max = entry_bytes_max;
+    self->eager_bytes = eager_bytes;
     self->identity = identity;
     self->used = seen(self->words + USED);
     self->looks = looks;
     self->shares_cores = shares_cores;
+    self->patience_ns = patience_ns;
     for (int which = 0; which < OBJECTS; which++) self->objects[which] = Py_NewRef(PyTuple_GetItem(objects, which));
     return (PyObject *)self;
 failed:
@@ -613,7 +828,7 @@ static int prepare_module(PyObject *module) {
         if ((*names[which] = PyUnicode_InternFromString(texts[which])) == NULL) return -1;
     end_type = add_type(module, &end_spec, "End");
     count_type = add_type(module, &count_spec, "Count");
-    if (PyModule_AddIntConstant(module, "FORM", 1) < 0) return -1; /* `kernel` expects it: a change of what Python sees here is another */
+    if (PyModule_AddIntConstant(module, "FORM", 2) < 0) return -1; /* `kernel` expects it: a change of what Python sees here is another */
     return end_type == NULL || count_type == NULL || add_type(module, &door_spec, "Door") == NULL ? -1 : 0;
 }
 

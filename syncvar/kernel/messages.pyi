@@ -8,8 +8,8 @@ class Count:
 
 class End:
     def __init__(
-        self, memory: Any, box: int, ring: int, ring_bytes: int, entry_bytes_max: int, abort: int, identity: int, looks: int,
-        shares_cores: bool, objects: tuple[Any, ...], /,
+        self, memory: Any, box: int, ring: int, ring_bytes: int, entry_bytes_max: int, eager_bytes: int, abort: int, identity: int,
+        looks: int, shares_cores: bool, patience_ns: int, objects: tuple[Any, ...], /,
     ) -> None: ...
     def send(self, x: Any, /) -> bool: ...
     def receive(self, out: Any, /) -> Any: ...

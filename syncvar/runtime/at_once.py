@@ -16,7 +16,7 @@ import numpy as np
 
 from syncvar.arena.boxes import what_of
 from syncvar.errors import SyncvarError
-from syncvar.runtime.messages import WAY, Inward, Outward, Sending
+from syncvar.runtime.messages import WAY, Inward, Outward, Sending, methods
 from syncvar.runtime.recorder import Told
 from syncvar.wire import dtype_index
 
@@ -58,21 +58,26 @@ class Line:
         stream: Their calls.
         end: This rank's end of the box through which they go; None where the ranks share no arena.
         array: The kind of messages that are arrays.
+        request: Makes the call of an array's message, where the engine has to go on with what the C runner has begun.
 
     Attributes:
         native: The C runner of this end, once it has something to do.
         is_remembered: `send` or `recv` finds it without a step of Python.
     """
 
-    __slots__ = ("_array", "_context", "_sorts", "end", "is_remembered", "native", "stream")
+    __slots__ = ("_array", "_context", "_request", "_sorts", "end", "is_remembered", "native", "stream")
 
-    def __init__(self, context: Context, stream: Communicator, end: Inward | Outward | None, array: int) -> None:
+    def __init__(
+        self, context: Context, stream: Communicator, end: Inward | Outward | None, array: int,
+        request: Callable[[Line, NDArray[Any]], Request],
+    ) -> None:  # fmt: skip
         self.stream = stream
         self.end = end
         self.native: Any = None
         self.is_remembered = False
         self._array = array
         self._context = context
+        self._request = request
         self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
 
     def put(self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]) -> bool:
@@ -150,6 +155,7 @@ class Line:
             if not told:
                 return False
             count.next_call = count.number = stream.next_call = call + 1
+            self._keep((array.dtype, array.shape, kind), sort)
             try:
                 if outward.is_taken_soon(told):
                     stream.recorder.add((sort.told, call, begin, monotonic_ns(), get_ident()))
@@ -274,7 +280,39 @@ class Line:
         if kind != self._array or stream.engine is None or end is None:
             return
         if self.native is None:
-            objects = stream.count, stream.engine, self._context, stream.recorder.add, stream.busy.locked
-            self.native = end.native_end(stream.identity, objects, stream.engine.under_way)
+            objects = stream.count, stream.engine, self._context, stream.recorder.add, self._go_on, *methods(stream.busy)
+            self.native = end.native_end(stream.identity, self._context.config.eager_bytes, objects, stream.engine.under_way)
         if self.native is not None:
             self.native.remember(dtype, shape, sort.what, sort.told.nbytes, sort.told)
+
+    def _go_on(self, array: NDArray[Any], call: int, begin: int, number: int, done: int, error: BaseException | None) -> Any:
+        """Go on with a long message that the C runner has begun, and that has not gone or come soon.
+
+        Args:
+            array: The message, or where it is written to.
+            call: Its number among the pair's calls.
+            begin: When it began.
+            number: Its number in the box.
+            done: So many bytes have gone or come in parts.
+            error: What a signal has raised meanwhile.
+        """
+        stream, end, engine = self.stream, self.end, self.stream.engine
+        assert engine is not None
+        assert end is not None
+        try:
+            if error is None and isinstance(end, Inward):
+                end.adopt((stream.identity, call), self._array, array, done)
+        finally:
+            end.lock.release()
+        try:
+            if error is not None:
+                raise error
+            operation = stream.operation(call, self._request(self, array), begin)
+        except BaseException as why:
+            if isinstance(end, Outward):
+                end.give_up(number)
+            stream.interrupt(call, begin, why)
+            raise
+        if isinstance(operation, Sending):
+            operation.go_on_with(number, done)
+        return engine.take_over(operation, None)

@@ -6,8 +6,9 @@ message: what finds no room in the box goes over a link. Whoever receives looks 
 A message of another tag that lies before the one that is wanted is taken out and kept, so that no tag disturbs another.
 Where much has come together the sender is told to use links, whose credit bounds what may be on its way.
 
-A long message stays where it is until the receiver has read it: in the arena, in the sender's memory where the system lets
-the receiver read there, else part by part. When the sender gives it up meanwhile, what was read of it is not used.
+A long message stays where it is until the receiver has read it: part by part where both ranks are at it, in C, at the same
+time; else in the arena, in the sender's memory where the system lets the receiver read there, or again part by part. When
+the sender gives it up meanwhile, what was read of it is not used.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]  # of (kind, dtype, shape): where to write a message
     Taken = tuple[int, NDArray[Any]]  # kind, message
 
-__all__ = ["WAY", "Inward", "Letter", "Outward", "Post", "Receiving", "Sending"]
+__all__ = ["WAY", "Inward", "Letter", "Outward", "Post", "Receiving", "Sending", "methods"]
 
 WAY = "arena message"  # in flight records
 
@@ -70,6 +71,11 @@ class Post:
         """Return this rank's end of the messages from another one."""
         made = self._inward.get(source)
         return made or self._inward.setdefault(source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.following))
+
+
+def methods(lock: threading.Lock) -> tuple[Any, ...]:
+    """Return what the C runner calls of a lock."""
+    return lock.locked, lock.acquire, lock.release
 
 
 class Outward:
@@ -123,10 +129,10 @@ class Outward:
         if box is not None:
             box.give_up(number)
 
-    def native_end(self, identity: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
+    def native_end(self, identity: int, eager_bytes: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
         """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
-        own = (*objects, self.lock.locked, {}, under_way, np.ndarray, np.empty)
-        return None if self._box is None else self._boxes.native_end(self._box, self.dest, identity, own)
+        own = (*objects, *methods(self.lock), {}, under_way, np.ndarray, np.empty)
+        return None if self._box is None else self._boxes.native_end(self._box, self.dest, identity, eager_bytes, own)
 
     def tell_link(self) -> None:
         """Say that a message goes over a link, lest the receiver look for it in the box."""
@@ -186,10 +192,15 @@ class Inward:
         box = self._box
         return box.by_link <= self.links if box is not None else not self.has_no_box
 
-    def native_end(self, identity: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
+    def native_end(self, identity: int, eager_bytes: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
         """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
-        own = (*objects, self.lock.locked, self._kept, under_way, np.ndarray, np.empty)
-        return None if self._box is None else self._boxes.native_end(self._box, self.source, identity, own)
+        own = (*objects, *methods(self.lock), self._kept, under_way, np.ndarray, np.empty)
+        return None if self._box is None else self._boxes.native_end(self._box, self.source, identity, eager_bytes, own)
+
+    def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
+        """Go on, with the lock, with a long message of which the C runner has asked for parts, and has taken the first bytes."""
+        parts = self._parts[key] = _Parts(kind, message)
+        parts.missing -= done
 
     def wait(self) -> bool:
         """Look for a short while whether there is something new."""
@@ -469,9 +480,10 @@ class Sending(_Message):
             self._outward.give_up(self._number)
         super().fail(error)
 
-    def go_on_with(self, number: int) -> None:
-        """Go on with a long message that has been told already."""
+    def go_on_with(self, number: int, gone: int = 0) -> None:
+        """Go on with a long message that has been told already, and of which some bytes have gone in parts."""
         self._number = number
+        self._gone = gone
         self.state = State.RUNNING
 
     def _start(self, outlet: Outlet) -> None:

@@ -47,7 +47,7 @@ outs = {}
 for step in range(steps):
     source = chance.randrange(2)
     dtype = chance.choice(["float64", "int16", "bool"])
-    shape = chance.choice([(), (1,), (3, 4), (500,), (5000,), (2, 8192)])
+    shape = chance.choice([(), (1,), (3, 4), (500,), (5000,), (2, 8192), (50_001,), (500_000,)][: 7 + (step % 8 == 0)])
     tag, has_out, values = chance.randrange(3), chance.random() < 0.5, np.random.default_rng(step)
     x = values.integers(0, 2, shape).astype(dtype)
     if rank == source:
@@ -87,6 +87,37 @@ def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
     assert job.wait(200) == 0, str(job)
     assert all(event["asked"] < 2700 for event in job.events("talked")), str(job)
     assert loaded(tmp_path) >= 2
+
+
+LATE = """
+import time
+import numpy as np
+import probe, syncvar as sv
+from syncvar.runtime.at_once import Line
+
+handed = []
+def go_on(*arguments, through=Line._go_on):
+    handed.append(arguments[4])
+    return through(*arguments)
+
+Line._go_on = go_on
+rank = sv.rank()
+for turn in range(12):
+    x = np.full(300_000, turn + 0.5)
+    if rank == turn % 2:
+        sv.send(x, 1 - rank)
+    else:
+        time.sleep(0.02 * (turn > 5))  # it computes
+        assert (sv.recv(1 - rank) == x).all(), turn
+probe.note("ended", handed=len(handed))
+"""
+
+
+@pytest.mark.needs_kernel
+def test_a_long_message_whose_receiver_comes_late_is_gone_on_with_by_the_engine(launch):
+    job = launch(LATE, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait() == 0, str(job)
+    assert all(event["handed"] >= 3 for event in job.events("ended")), str(job)
 
 
 KILLED = """
