@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNREAD", "Begun", "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end",
-    "program",
+    "program", "read",
     "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
 ]  # fmt: skip
 
@@ -314,6 +314,23 @@ def write(
     if _native is None:
         return plain
     return _native.Write(call, plain, *where, np.ndarray, storage, tally, watch, form, is_default, is_increment)
+
+
+def read(call: Any, plain: Any, owner: Any, communicator: Any, channel: Any, storage: Copied, tally: Tally) -> Any:
+    """Return the C runner of a prepared read that combines the copies; `plain` where there is none.
+
+    Args:
+        call: The prepared all-reduce.
+        plain: Does the same in Python; takes every read that is unusual, before anything has been done.
+        owner: The strategy.
+        communicator: Its calls.
+        channel: Of these.
+        storage: The memory of the copy.
+        tally: The variable's.
+    """
+    if _native is None or type(call) is not _native.SlotCall:
+        return plain
+    return _native.Read(call, plain, owner, communicator, channel, storage, tally)
 
 
 def entrance(

@@ -1,4 +1,4 @@
-/* Prepared writes of variables: what syncvar/variables/prepared.py looks at each time, without a step of Python. */
+/* Prepared writes and reads of variables: what syncvar/variables/prepared.py looks at each time, without a step of Python. */
 #include "native.h"
 
 /* What is counted of a variable; see syncvar/variables/prepared.py for this and what follows. */
@@ -80,7 +80,8 @@ typedef struct {
 enum { UNDONE, DONE, DECIDE };
 #define WRITES_PER_DECISION 64
 
-static PyObject *name_stack, *name_channel, *name_array, *name_ground, *name_beneath, *name_references, *name_timeout;
+static PyObject *name_stack, *name_channel, *name_array, *name_ground, *name_beneath, *name_references, *name_timeout,
+    *name_uneven, *name_changes, *name_view;
 
 static int has_form(const Write *self, PyObject *value) {
     if ((PyObject *)Py_TYPE(value) != self->array_type) return 0;
@@ -103,10 +104,11 @@ static int is_in_place(const Write *self, int *is_outside) {
     return good;
 }
 
-static int has_channel(const Write *self) {
-    PyObject *channel = PyObject_GetAttr(self->communicator, name_channel);
-    Py_XDECREF(channel); /* what is compared is an address */
-    return channel == self->channel;
+/* Return whether an attribute is this very object; an error may be set where it is not there. */
+static int is_attribute(PyObject *owner, PyObject *name, const PyObject *wanted) {
+    PyObject *value = PyObject_GetAttr(owner, name);
+    Py_XDECREF(value); /* what is compared is an address */
+    return value != NULL && value == wanted;
 }
 
 /* Learn where the copy lies; only as long as the storage has not moved what it refers to is alive. */
@@ -145,7 +147,8 @@ static PyObject *write_call(PyObject *object, PyObject *arguments, PyObject *key
     int is_outside = 0, done = UNDONE;
     PyObject *x = PyTuple_Size(arguments) == 1 ? PyTuple_GetItem(arguments, 0) : NULL, *timeout = NULL;
     if (x == NULL || keywords != NULL || !has_form(self, x)) goto plain;
-    if (!is_in_place(self, &is_outside) || !has_channel(self)) goto plain;
+    if (!is_in_place(self, &is_outside) || !is_attribute(self->communicator, name_channel, self->channel))
+        goto plain;
     const int is_counted = self->watch != NULL && !self->watch->is_free;
     if (is_counted && self->tally->steps >= self->watch->until) goto plain;
     if (self->moves != self->storage->moves && !find_copy(self)) goto plain;
@@ -263,7 +266,108 @@ static PyType_Spec write_spec = {
     "syncvar.kernel.native.Write", sizeof(Write), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, write_slots,
 };
 
-/* Add what prepared writes are made of. */
+/* -- reads that combine the copies --------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD PyObject *call, *plain, *owner, *communicator, *channel;
+    Copied *storage;
+    Tally *tally;
+} Read;
+
+/* Read: the result is sealed, as a view of an array that is not writeable. */
+static PyObject *read_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Read *self = (Read *)object;
+    PyObject *storage = (PyObject *)self->storage, *array = NULL, *ground = NULL, *changes = NULL, *timeout = NULL;
+    if (!is_attribute(self->communicator, name_channel, self->channel) ||
+        !is_attribute(self->communicator, name_uneven, Py_None))
+        goto plain;
+    array = PyObject_GetAttr(storage, name_array);
+    ground = PyObject_GetAttr(storage, name_ground); /* as long as it is referred to, the array is not written */
+    changes = PyObject_GetAttr(storage, name_changes);
+    timeout = PyObject_GetAttr(self->owner, name_timeout);
+    if (array == NULL || ground == NULL || changes == NULL || timeout == NULL || self->storage->is_being_written ||
+        PyLong_AsLong(changes) != 0)
+        goto plain;
+    PyObject *made = run_slots(self->call, array, Py_None, Py_None, timeout), *shown = made;
+    if (made != NULL && made != Py_None) {
+        self->tally->collectives++;
+        ((Array *)made)->flags &= ~WRITEABLE;
+        shown = PyObject_CallMethodObjArgs(made, name_view, NULL);
+        Py_DECREF(made);
+    }
+    Py_DECREF(array);
+    Py_DECREF(ground);
+    Py_DECREF(changes);
+    Py_DECREF(timeout);
+    return shown;
+plain:
+    Py_XDECREF(array);
+    Py_XDECREF(ground);
+    Py_XDECREF(changes);
+    Py_XDECREF(timeout);
+    PyErr_Clear(); /* Python will say what is wrong */
+    return PyObject_Call(self->plain, arguments, keywords);
+}
+
+static PyObject **read_references(PyObject *object, int place) {
+    Read *self = (Read *)object;
+    PyObject **all[] = {
+        &self->call, &self->plain, &self->owner, &self->communicator, &self->channel, (PyObject **)&self->storage,
+        (PyObject **)&self->tally,
+    };
+    return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
+}
+
+static int read_traverse(PyObject *object, visitproc visit, void *arg) {
+    return visit_all(object, read_references, visit, arg);
+}
+
+static int read_clear(PyObject *object) {
+    clear_all(object, read_references);
+    return 0;
+}
+
+static void read_dealloc(PyObject *object) {
+    PyObject_GC_UnTrack(object);
+    read_clear(object);
+    release_object(object);
+}
+
+static PyObject *read_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *call, *plain, *owner, *communicator, *channel, *storage, *tally;
+    if (keywords != NULL || !PyArg_ParseTuple(
+                                arguments, "O!OOOOO!O!", slot_call_type, &call, &plain, &owner, &communicator, &channel,
+                                copied_type, &storage, tally_type, &tally
+                            ))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Read *self = (Read *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    self->call = Py_NewRef(call);
+    self->plain = Py_NewRef(plain);
+    self->owner = Py_NewRef(owner);
+    self->communicator = Py_NewRef(communicator);
+    self->channel = Py_NewRef(channel);
+    self->storage = (Copied *)Py_NewRef(storage);
+    self->tally = (Tally *)Py_NewRef(tally);
+    return (PyObject *)self;
+}
+
+static PyType_Slot read_slots[] = {
+    {Py_tp_new, read_new},
+    {Py_tp_call, read_call},
+    {Py_tp_dealloc, read_dealloc},
+    {Py_tp_traverse, read_traverse},
+    {Py_tp_clear, read_clear},
+    {Py_tp_doc, "A prepared read that combines the copies of a variable: read(copy) returns None where nothing has been done."},
+    {0, NULL},
+};
+
+static PyType_Spec read_spec = {
+    "syncvar.kernel.native.Read", sizeof(Read), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, read_slots,
+};
+
+/* Add what prepared writes and reads are made of. */
 int add_writes(PyObject *module) {
     name_stack = PyUnicode_InternFromString("stack");
     name_channel = PyUnicode_InternFromString("channel");
@@ -272,6 +376,10 @@ int add_writes(PyObject *module) {
     name_beneath = PyUnicode_InternFromString("_beneath");
     name_references = PyUnicode_InternFromString("_references");
     name_timeout = PyUnicode_InternFromString("timeout");
+    name_uneven = PyUnicode_InternFromString("uneven");
+    name_changes = PyUnicode_InternFromString("_changes");
+    name_view = PyUnicode_InternFromString("view");
+    if (!name_uneven || !name_changes || !name_view) return -1;
     if (!name_stack || !name_channel || !name_array || !name_ground || !name_beneath || !name_references ||
         !name_timeout)
         return -1;
@@ -279,5 +387,6 @@ int add_writes(PyObject *module) {
     if (add_type(module, &watch_spec, "Watch", &watch_type) < 0) return -1;
     if (add_type(module, &copied_spec, "Copied", &copied_type) < 0) return -1;
     if (add_groups(module, tally_type, copied_type) < 0) return -1;
+    if (add_type(module, &read_spec, "Read", NULL) < 0) return -1;
     return add_type(module, &write_spec, "Write", NULL);
 }

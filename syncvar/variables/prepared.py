@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.kernel import read as native_read
 from syncvar.kernel import which
 from syncvar.kernel import write as native_write
 from syncvar.variables.policy import Context
@@ -122,10 +123,10 @@ def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: Shortcut) 
         if value is None:
             return None
         tally.collectives += 1
-        value.setflags(write=False)  # as `sealed`
-        return value.view()
+        return sealed(value)
 
-    return read
+    made: Read = native_read(call, read, owner, communicator, channel, storage, tally)
+    return made
 
 
 def sealed(value: NDArray[Any]) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.kernel import why_not_native
 from syncvar.runtime import finite, move_shortcut, shortcut
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Communicator
@@ -386,3 +387,31 @@ def test_ops_of_structures_may_be_spelled_as_those_of_arrays():
         return [float(sv.all_reduce({"loss": float(sv.rank())}, op)["loss"]) for _ in range(3)]
 
     assert everywhere(2, fn, shared=True) == [[0.5] * 3] * 2
+
+
+@pytest.mark.parametrize("kernel", ["auto", "python"])
+def test_a_prepared_read_is_sealed_and_of_its_moment(kernel):
+    """What is read never changes and nobody can write to it, also beside a write of this process and in a block that ranks leave."""
+
+    def fn():
+        rank, seen = sv.rank(), []
+        v = sv.Variable(np.zeros(3), synchronization=ON_READ, aggregation=SUM)
+        for step in range(6):
+            v.assign(np.full(3, step + rank))
+            if step == 3:
+                with v._storage:  # another thread is seen to write
+                    seen.append(v.read_value())
+            elif step == 4:
+                with sv.uneven():
+                    seen.append(v.read_value())
+            else:
+                seen.append(v.numpy() if step % 2 else v.read_value(copy=False))
+            with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+                seen[-1].flags.writeable = True
+            assert v.local_value().tolist() == [step + rank] * 3
+        assert [one.tolist() for one in seen] == [[2.0 * step + 1] * 3 for step in range(6)]
+        return [type(read).__name__ for read in v._reading.values()]
+
+    found = everywhere(2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0))
+    assert found[0] == found[1]
+    assert ("Read" in found[0]) == (kernel == "auto" and not why_not_native())
