@@ -33,16 +33,17 @@ from syncvar.collectives._reducing import (
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
 from syncvar.errors import ConfigError
+from syncvar.execution.pieces import store_pieces
 from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.runtime import finite
 from syncvar.runtime.context import entered_natively
 from syncvar.runtime.executor import Prepared
-from syncvar.runtime.fused import Fused, fused_out
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import Reduction, divided, finish, quiet, reduction
-from syncvar.runtime.operation import Into, Stage
+from syncvar.runtime.operation import Stage
 from syncvar.runtime.published import Published
+from syncvar.runtime.shared_reduce import Vector
 from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
@@ -397,12 +398,12 @@ def _fused(
         ]
         outs, sources = _flat(results), _flat(arrays)
         if is_published:
-            fused = Fused(sources, outs, how.accumulate, size if how.is_mean else 0, apply)
-            yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, fused=fused)
+            vector = Vector(sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply)
+            yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)
         else:
             work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
             yield Stage(plan, work, how.ufunc)
-            fused_out(outs, tuple([out.size for out in outs]), 0, divided(how, work, size), apply)
+            store_pieces(outs, divided(how, work, size), apply)
         for one, out in zip(results, outs, strict=True):
             if one is not out and not one.flags.c_contiguous:
                 one[...] = out.reshape(one.shape)
@@ -446,8 +447,8 @@ def _one(
         flat = out if array is made and is_flat else np.ascontiguousarray(array).reshape(-1)
         if flat is not out and target is not None and np.may_share_memory(flat, out) and not _is_same(flat, out):
             flat = flat.copy()
-        into = Into(out, how.accumulate, size if how.is_mean else 0, apply if is_flat else None)
-        yield Stage(plan, flat, how.ufunc, into)
+        vector = Vector([flat], [out], how.ufunc, how.accumulate, size if how.is_mean else 0, apply if is_flat else None)
+        yield Stage(plan, flat, how.ufunc, vector)
         if not is_flat:
             _store(made, out.reshape(array.shape), apply)
         return made

@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from syncvar.execution.pieces import pieces
 from syncvar.execution.program import (
     Await,
     Code,
@@ -31,9 +32,9 @@ from syncvar.execution.program import (
 )
 from syncvar.plans import even_chunks
 
-__all__ = ["Cells", "Places", "lower_reduce", "owner_bounds", "reduce_code"]
+__all__ = ["Cells", "Places", "lower_reduce", "lower_small", "owner_bounds", "reduce_code"]
 
-_SOURCE, _TARGET, _SCRATCH = Memory(Kind.SOURCE), Memory(Kind.TARGET), Memory(Kind.SCRATCH)
+_SCRATCH = Memory(Kind.SCRATCH)
 
 
 class Cells(NamedTuple):
@@ -77,18 +78,77 @@ def owner_bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=256)
-def reduce_code(rank: int, size: int, count: int, cells: Cells, places: Places, block: int) -> Code:
-    """Return what `lower_reduce` does, made ready for a runner."""
-    return assemble(lower_reduce(rank, size, count, cells, places, block))
+def reduce_code(rank: int, size: int, counts: int | tuple[int, ...], cells: Cells | None, places: Places, block: int = 1) -> Code:
+    """Return what `lower_reduce` does, made ready for a runner; without cells what `lower_small` does."""
+    if cells is None:
+        return assemble(lower_small(rank, size, counts, makes_first=places.makes_first))
+    return assemble(lower_reduce(rank, size, counts, cells, places, block))
 
 
-def lower_reduce(rank: int, size: int, count: int, cells: Cells, places: Places, block: int) -> Program:
+def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_first: bool = False) -> Program:
+    """Return a rank's program of an all-reduce that goes through slots: everybody sums all.
+
+    Args:
+        rank: In the group.
+        size: Of the group.
+        counts: Elements of the vector; or of the arrays whose concatenation it is.
+        makes_first: What is combined cannot be made in a target.
+
+    Example:
+        >>> program = lower_small(0, 2, (2, 3))
+        >>> len(program.opening), [type(step).__name__ for step in program.steps]
+        (2, ['Fold', 'Copy', 'Copy'])
+    """
+    arrays = _Arrays(counts)
+    slots = [Stretch(Memory(Kind.SLOT, one), 0, arrays.count) for one in range(size)]
+    opening = arrays.copies_into(slots[rank], 0)
+    if arrays.is_split or makes_first:
+        made = Stretch(_SCRATCH, 0, arrays.count)
+        return Program(opening, (Fold(tuple(slots), made), *arrays.copies_from(made, 0)))
+    return Program(opening, (Fold(tuple(slots), Stretch(Memory(Kind.TARGET), 0, arrays.count)),))
+
+
+class _Arrays:
+    """The arrays that make up a vector: SOURCE and TARGET 0, 1, ...
+
+    Args:
+        counts: Elements of the vector; or of each array.
+    """
+
+    def __init__(self, counts: int | tuple[int, ...]) -> None:
+        self.counts = counts if isinstance(counts, tuple) else (counts,)
+        self.count = sum(self.counts)
+        self.is_split = len(self.counts) > 1
+
+    def parts(self, kind: Kind, start: int, length: int) -> list[Stretch]:
+        """Return where the elements [start, start + length) of the vector lie."""
+        found = pieces(self.counts, start, start + length)
+        return [Stretch(Memory(kind, -1, piece.array), piece.start, piece.stop - piece.start) for piece in found]
+
+    def copies_into(self, cell: Stretch, start: int) -> tuple[Copy, ...]:
+        """Return what brings elements of the sources, from one of the vector on, to another memory."""
+        made, place = [], 0
+        for part in self.parts(Kind.SOURCE, start, cell.length):
+            made.append(Copy(part, cell.cut(place, place + part.length)))
+            place += part.length
+        return tuple(made)
+
+    def copies_from(self, made: Stretch, start: int) -> tuple[Copy, ...]:
+        """Return what stores what has been made as the elements of the targets, from one of the vector on."""
+        copies, place = [], 0
+        for part in self.parts(Kind.TARGET, start, made.length):
+            copies.append(Copy(made.cut(place, place + part.length), part))
+            place += part.length
+        return tuple(copies)
+
+
+def lower_reduce(rank: int, size: int, counts: int | tuple[int, ...], cells: Cells, places: Places, block: int) -> Program:
     """Return a rank's program of an all-reduce.
 
     Args:
         rank: In the group.
         size: Of the group.
-        count: Elements of the vector; at least 1.
+        counts: Elements of the vector, at least 1; or of the arrays whose concatenation it is, which are all brought.
         cells: How it is cut.
         places: Where the vectors lie.
         block: Elements that are combined at once where the targets lie in the arena.
@@ -98,13 +158,16 @@ def lower_reduce(rank: int, size: int, count: int, cells: Cells, places: Places,
         >>> len(program.opening), [type(step).__name__ for step in program.steps]
         (1, ['Copy', 'Fold', 'Publish', 'Await', 'Fold'])
     """
-    return _Lowering(rank, size, count, cells, places, block).program()
+    return _Lowering(rank, size, _Arrays(counts), cells, places, block).program()
 
 
 class _Lowering:
-    def __init__(self, rank: int, size: int, count: int, cells: Cells, places: Places, block: int) -> None:
-        self.rank, self.size, self.count, self.cells, self.places, self.block = rank, size, count, cells, places, block
-        self.turns = -(-count // cells.elements)
+    def __init__(self, rank: int, size: int, arrays: _Arrays, cells: Cells, places: Places, block: int) -> None:
+        if arrays.is_split:  # terms and targets in one piece are cells and scratch memory
+            places = places._replace(converts=True, makes_first=True)
+        self.rank, self.size, self.arrays, self.cells, self.places, self.block = rank, size, arrays, cells, places, block
+        self.count = arrays.count
+        self.turns = -(-self.count // cells.elements)
         self.puts = rank not in places.sources
         self.steps: list[Instruction] = []
         self.sums_all = cells.sums_all and not places.into_all and not places.by_owners
@@ -119,7 +182,7 @@ class _Lowering:
             self._all_sum()
         else:
             self._owners()
-        last = ((self.turns - 1) // self.cells.lag) & 1 if self.puts else None
+        last = ((self.turns - 1) // self.cells.lag) & 1 if self.puts and self.turns else None
         return Program(opening, tuple(self.steps), last, not self.sums_all or bool(self.places.sources) or self.places.goes_on)
 
     def _length(self, turn: int) -> int:
@@ -129,7 +192,7 @@ class _Lowering:
         """Return where others find the elements [low, high) of a rank's segment of a turn."""
         segment = turn * self.cells.elements
         if rank == self.rank and not self.places.converts:
-            return Stretch(_SOURCE, segment + low, high - low)
+            return Stretch(Memory(Kind.SOURCE), segment + low, high - low)
         if rank in self.places.sources:
             return Stretch(Memory(Kind.LYING, rank), segment + low, high - low)
         return self._cell(rank, turn, low, high)
@@ -145,8 +208,8 @@ class _Lowering:
         length, start = self._length(turn), turn * self.cells.elements
         low, high = (0, 0) if self.sums_all or self.places.converts else owner_bounds(length, self.size)[self.rank]
         return [
-            Copy(Stretch(_SOURCE, start + first, last - first), self._cell(self.rank, turn, first, last))
-            for first, last in ((0, low), (high, length)) if last > first
+            copy for first, last in ((0, low), (high, length)) if last > first
+            for copy in self.arrays.copies_into(self._cell(self.rank, turn, first, last), start + first)
         ]  # fmt: skip
 
     def _all_sum(self) -> None:
@@ -159,11 +222,12 @@ class _Lowering:
             self.steps += self._put(turn + lag)
             length = self._length(turn)
             terms = tuple(self._in_cells(rank, turn, 0, length) for rank in range(self.size))
-            target = Stretch(_TARGET, turn * self.cells.elements, length)
-            made = Stretch(_SCRATCH, 0, length) if self.places.makes_first else target
-            self.steps.append(Fold(terms, made))
-            if made is not target:
-                self.steps.append(Copy(made, target))
+            start = turn * self.cells.elements
+            if self.places.makes_first:
+                made = Stretch(_SCRATCH, 0, length)
+                self.steps += [Fold(terms, made), *self.arrays.copies_from(made, start)]
+            else:
+                self.steps.append(Fold(terms, Stretch(Memory(Kind.TARGET), start, length)))
             if turn < heard:
                 self.steps.append(Publish())
         if sources or self.places.goes_on:  # they must stay until everyone has read them
@@ -195,7 +259,7 @@ class _Lowering:
             self._into_all(start, terms)
         elif high > low:
             made = self._made(self.rank, turn, high - low)
-            self.steps += [Fold(tuple(terms), made), Copy(made, Stretch(_TARGET, start, high - low))]
+            self.steps += [Fold(tuple(terms), made), *self.arrays.copies_from(made, start)]
 
     def _made(self, rank: int, turn: int, count: int) -> Stretch:
         lag = self.cells.lag
@@ -209,8 +273,7 @@ class _Lowering:
             other = (self.rank + distance) % self.size
             low, high = parts[other]
             if high > low:
-                target = Stretch(_TARGET, turn * self.cells.elements + low, high - low)
-                self.steps.append(Copy(self._made(other, turn, high - low), target))
+                self.steps += self.arrays.copies_from(self._made(other, turn, high - low), turn * self.cells.elements + low)
 
     def _into_all(self, start: int, terms: list[Stretch]) -> None:
         """Combine terms, and store the result from an element on into the targets of all, by blocks that stay in the caches."""

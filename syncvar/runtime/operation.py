@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from syncvar.runtime.recorder import UNRECORDED
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from syncvar.runtime.executor import Prepared
-    from syncvar.runtime.fused import Fused
     from syncvar.runtime.hierarchical import PreparedStages
     from syncvar.runtime.kernels import Combiner
     from syncvar.runtime.published import Published
     from syncvar.runtime.shared_moves import Movement
+    from syncvar.runtime.shared_reduce import Vector
     from syncvar.transports import Frame
 
-__all__ = ["BodyError", "Into", "Operation", "Outlet", "Stage", "State"]
+__all__ = ["BodyError", "Operation", "Outlet", "Stage", "State"]
 
 
 class BodyError(Exception):
@@ -44,22 +43,6 @@ class State(IntEnum):
     FAILED = 4
 
 
-class Into(NamedTuple):
-    """Where the combination of an all-reduce in shared memory goes, if not to the work array.
-
-    Args:
-        out: Flat array.
-        accumulate: dtype in which the contributions are combined.
-        divisor: What the combination is divided by; 0 for nothing.
-        apply: `out` becomes apply(out, combination); None sets it.
-    """
-
-    out: NDArray[Any]
-    accumulate: np.dtype[Any]
-    divisor: int = 0
-    apply: np.ufunc | None = None
-
-
 class Stage(NamedTuple):
     """A plan with what it works on.
 
@@ -67,8 +50,7 @@ class Stage(NamedTuple):
         plan: The prepared plan, for links, for shared memory, or for several hosts.
         work: Flat array of `plan.work_count` elements, the collective's buffer, changed in place.
         ufunc: Combines two operands; None for plans that only move data.
-        into: Of an all-reduce in shared memory: where its result goes; `work` is then only read.
-        fused: Of an all-reduce in shared memory: arrays that take the place of `work`.
+        vector: Of an all-reduce in shared memory: arrays that take the place of `work`, and where the result goes.
         movement: Of a call in shared memory that moves blocks side by side; it takes the place of the plan.
         brought: Of a plan over links that has rounds for it: what `work` would hold before the first round; only read.
     """
@@ -76,8 +58,7 @@ class Stage(NamedTuple):
     plan: Prepared | Published | PreparedStages
     work: NDArray[Any]
     ufunc: Combiner | None = None
-    into: Into | None = None
-    fused: Fused | None = None
+    vector: Vector | None = None
     movement: Movement | None = None
     brought: NDArray[Any] | None = None
 

@@ -20,7 +20,7 @@ from syncvar.execution.program import Kind, assemble
 from syncvar.plans import Publication, publications
 from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.kernels import quiet
-from syncvar.runtime.operation import BodyError, Into, Operation, State
+from syncvar.runtime.operation import BodyError, Operation, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
 from syncvar.runtime.running import Arithmetic, in_channel, native_of, open_code, run_code
@@ -260,18 +260,17 @@ def staged(
             plan = stage.plan
             if not isinstance(plan, Published):
                 raise InternalError("a plan for links was given to a call in shared memory")
-            entry.stage(plan.algorithm, stage.work.nbytes if stage.fused is None else stage.fused.nbytes)
             if plan.reduces:
-                if stage.ufunc is None:
-                    raise InternalError("an all-reduce was given no op")
-                if stage.fused is not None:
-                    yield from reduce_fused(channel, opening, stage.fused, stage.ufunc)
-                    is_first = False
-                    continue
-                into = stage.into or Into(stage.work, stage.work.dtype)
-                vector = Vector(stage.work, into.out, stage.ufunc, into.accumulate, into.divisor, into.apply)
-                is_read = yield from reduce_shared(channel, opening, vector)
+                vector = stage.vector
+                if vector is None:
+                    if stage.ufunc is None:
+                        raise InternalError("an all-reduce was given no op")
+                    vector = Vector([stage.work], [stage.work], stage.ufunc, stage.work.dtype)
+                entry.stage(plan.algorithm, vector.nbytes)
+                reduce = reduce_fused if vector.is_split else reduce_shared
+                is_read = yield from reduce(channel, opening, vector)
             else:
+                entry.stage(plan.algorithm, stage.work.nbytes)
                 yield from run_rounds(channel, opening, plan, stage)
             is_first = False
     finally:

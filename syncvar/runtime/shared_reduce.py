@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
+from syncvar.errors import InternalError
 from syncvar.execution.lower_reduce import Cells, Places, reduce_code
 from syncvar.execution.program import Kind
 from syncvar.plans import choose, tree_order
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.kernels import Combiner
 
 __all__ = [
-    "Placed", "Vector", "bring_first", "combine", "copier", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
+    "Placed", "Vector", "bring_first", "combine", "copier", "folder", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
 ]  # fmt: skip
 
 _WIDENED = 32 << 10  # elements that are widened at once
@@ -87,80 +88,74 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *
 
 
 class Vector(NamedTuple):
-    """What a rank brings to a reduction, and where the result goes.
+    """What a rank brings to a reduction, and where the result goes: the concatenation of flat arrays.
 
     Args:
-        x: Flat array; it may be `out` itself, but not overlap it otherwise.
-        out: Flat array of the same count.
+        sources: Arrays of one dtype; each may be its target itself, but overlap none otherwise.
+        targets: Arrays of the same counts, of one dtype.
         ufunc: Combines two operands.
         accumulate: dtype in which they are combined.
         divisor: What the combination is divided by; 0 for nothing.
-        apply: `out` becomes apply(out, combination); None sets it to the combination.
+        apply: A target becomes apply(target, combination); None sets it to the combination.
     """
 
-    x: NDArray[Any]
-    out: NDArray[Any]
+    sources: Sequence[NDArray[Any]]
+    targets: Sequence[NDArray[Any]]
     ufunc: Combiner
     accumulate: np.dtype[Any]
     divisor: int = 0
     apply: np.ufunc | None = None
 
     @property
+    def is_split(self) -> bool:
+        """Whether it consists of several arrays."""
+        return len(self.sources) != 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements of each array."""
+        return tuple([source.size for source in self.sources])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is combined."""
+        return sum(self.counts) * self.accumulate.itemsize
+
+    def only(self, places: Sequence[int]) -> Vector:
+        """Return the same for some of the arrays."""
+        return self._replace(sources=[self.sources[place] for place in places], targets=[self.targets[place] for place in places])
+
+    @property
     def is_widened(self) -> bool:
         """Whether halves travel, and the owner widens them."""
-        return self.x.dtype != self.accumulate and self.out.dtype == self.x.dtype and self.apply is None
+        brought = self.sources[0].dtype
+        return brought != self.accumulate and self.targets[0].dtype == brought and self.apply is None
 
     @property
     def wire(self) -> np.dtype[Any]:
         """The dtype of what the others see."""
-        return self.x.dtype if self.is_widened else self.accumulate
+        return self.sources[0].dtype if self.is_widened else self.accumulate
 
     @property
     def arithmetic(self) -> Arithmetic:
         """What becomes of the terms."""
         return Arithmetic(self.ufunc, self.wire, self.accumulate, self.divisor, self.apply)
 
-    @property
-    def suits_native(self) -> bool:
+    def suits_native(self, how: Arithmetic) -> bool:
         """Whether the C runner takes it; the same on all ranks that make the same call."""
-        wire = self.wire
-        return self.x.dtype == wire and self.out.dtype == wire and suits_native(self.arithmetic)
-
-    def folder(self) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
-        """Return what combines terms into an array, and divides."""
-        hold = crowd.holds()
-        if self.is_widened:
-            return lambda terms, made: _combine_widened(terms, self.ufunc, made, self.accumulate, self.divisor, hold=hold)
-
-        def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
-            combine(terms, self.ufunc, made, hold=hold)
-            if self.divisor:
-                np.divide(made, self.divisor, out=made)
-
-        return fold
-
-    def storer(self, copy: Any) -> Callable[[NDArray[Any], NDArray[Any]], None]:
-        """Return what stores a combination in a target."""
-        apply = self.apply
-
-        def store(target: NDArray[Any], value: NDArray[Any]) -> None:
-            if apply is not None:
-                apply(target, value, out=target, casting="same_kind")
-            elif target.dtype == value.dtype:
-                copy(target, value)
-            else:
-                target[...] = value
-
-        return store
+        return self.sources[0].dtype == how.wire and self.targets[0].dtype == how.wire and suits_native(how)
 
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
-        """Return the words by which this rank tells where `x` and `out` lie; what has to be brought comes on this side.
+        """Return the words by which this rank tells where its arrays lie; what has to be brought comes on this side.
 
         `Placed.from_words` reads them; nothing else may take such a word for an offset.
         """
         locate = channel.arena.locate
-        source = locate(self.x) if self.x.dtype == self.wire else None
-        target = source if self.out is self.x else locate(self.out)
+        source = target = None
+        if not self.is_split:
+            x, out = self.sources[0], self.targets[0]
+            source = locate(x) if x.dtype == self.wire else None
+            target = source if out is x else locate(out)
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
 
 
@@ -230,7 +225,7 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         yield channel.publish()
         return (yield from reduce_owned(channel, vector, Placed.nowhere(size, side)))
     call, check = opening
-    if is_direct(vector.x.size * vector.accumulate.itemsize, size):
+    if is_direct(vector.nbytes, size):
         yield from _small(channel, opening, vector)
         return True
     channel.reserve_segments()
@@ -260,7 +255,7 @@ def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None
 def bring_first(channel: Channel, vector: Vector, side: int) -> None:
     """Put the first cells of a vector where the others see them."""
     code = _code(channel, vector, _NOWHERE_ELSE)
-    open_code(channel, code, _found(channel, vector, code, {channel.rank: side}, None), copier())
+    open_code(channel, code, _found(channel, vector, code, vector.wire, {channel.rank: side}, None), copier())
     if code.opening:
         channel.tail = side
 
@@ -283,11 +278,48 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
     code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
     if code.last_side is not None:
         channel.tail = placed.sides[channel.rank] ^ code.last_side
-    native = native_of(code, vector.arithmetic) if channel.is_native and vector.suits_native else None
-    found = _found(channel, vector, code, dict(enumerate(placed.sides)), placed)
-    copy = copier()
-    yield from run_code(channel, code, found, native, copy, vector.storer(copy), vector.folder())
+    yield from _run(channel, vector, code, vector.arithmetic, dict(enumerate(placed.sides)), placed)
     return code.is_read
+
+
+def _run(
+    channel: Channel, vector: Vector, code: Code, how: Arithmetic, sides: Mapping[int, int], placed: Placed | None
+) -> Iterator[int]:
+    native = native_of(code, how) if channel.is_native and vector.suits_native(how) else None
+    found = _found(channel, vector, code, how.wire, sides, placed)
+    copy = copier()
+    yield from run_code(channel, code, found, native, copy, _storer(how, copy), folder(how))
+
+
+def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
+    """Return what combines terms into an array, and divides."""
+    ufunc, divisor, hold = how.ufunc, how.divisor, crowd.holds()
+    if ufunc is None:
+        raise InternalError("a reduction was given no op")
+    if how.wire != how.accumulate:
+        return lambda terms, made: _combine_widened(terms, ufunc, made, how.accumulate, divisor, hold=hold)
+
+    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
+        combine(terms, ufunc, made, hold=hold)
+        if divisor:
+            np.divide(made, divisor, out=made)
+
+    return fold
+
+
+def _storer(how: Arithmetic, copy: Any) -> Callable[[NDArray[Any], NDArray[Any]], None]:
+    """Return what stores a combination in a target."""
+    apply = how.apply
+
+    def store(target: NDArray[Any], value: NDArray[Any]) -> None:
+        if apply is not None:
+            apply(target, value, out=target, casting="same_kind")
+        elif target.dtype == value.dtype:
+            copy(target, value)
+        else:
+            target[...] = value
+
+    return store
 
 
 _NOWHERE_ELSE = Places()
@@ -301,33 +333,39 @@ def _places(placed: Placed) -> Places:
 
 def _code(channel: Channel, vector: Vector, places: Places) -> Code:
     wire = vector.wire
-    places = places._replace(converts=vector.x.dtype != wire, makes_first=vector.apply is not None or vector.out.dtype != wire)
-    if channel.are_native and vector.suits_native:
+    places = places._replace(converts=vector.sources[0].dtype != wire, makes_first=_makes_first(vector, wire))
+    if channel.are_native and vector.suits_native(vector.arithmetic):
         cells, block = Cells(SEGMENT_BYTES // _CELLS // wire.itemsize, _LAG, channel.size <= _SUMS_ALL_MAX), _NATIVE_BLOCK_BYTES
     else:
         cells, block = Cells(SEGMENT_BYTES // wire.itemsize), _BLOCK_BYTES
-    return reduce_code(channel.rank, channel.size, vector.x.size, cells, places, block // wire.itemsize)
+    return reduce_code(channel.rank, channel.size, vector.counts, cells, places, block // wire.itemsize)
 
 
-def _found(channel: Channel, vector: Vector, code: Code, sides: Mapping[int, int], placed: Placed | None) -> list[Any]:
+def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:
+    return vector.apply is not None or vector.targets[0].dtype != wire
+
+
+def _found(
+    channel: Channel, vector: Vector, code: Code, wire: np.dtype[Any], sides: Mapping[int, int], placed: Placed | None
+) -> list[Any]:
     """Return the memories of a program; None for those that are not known yet."""
     found: list[Any] = []
     for memory, count in zip(code.memories, code.sizes, strict=True):
-        kind, rank, _ = memory
+        kind, rank, place = memory
         if kind == Kind.SOURCE:
-            found.append(vector.x)
+            found.append(vector.sources[place])
         elif kind == Kind.TARGET:
-            found.append(vector.out)
+            found.append(vector.targets[place])
         elif kind == Kind.SCRATCH:
-            found.append(np.empty(count, vector.accumulate))
+            found.append(np.empty(count, wire))
         elif kind not in (Kind.LYING, Kind.GOAL):
-            found.append(in_channel(channel, memory, sides, vector.wire))
+            found.append(in_channel(channel, memory, sides, wire))
         elif placed is None:
             found.append(None)
         elif kind == Kind.LYING:
-            found.append(Lying(placed.sources[rank] or _NOWHERE, vector.wire))
+            found.append(Lying(placed.sources[rank] or _NOWHERE, wire))
         else:
-            found.append(Lying(placed.targets[rank] or _NOWHERE, vector.out.dtype))
+            found.append(Lying(placed.targets[rank] or _NOWHERE, vector.targets[0].dtype))
     return found
 
 
@@ -366,11 +404,9 @@ def _combine_widened(
 
 def _small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterator[int]:
     call, check = opening
-    count, dtype = vector.x.size, vector.accumulate
-    channel.small(channel.rank, channel.side ^ 1, count, dtype)[...] = vector.x
+    wire, size = vector.accumulate, channel.size
+    how = vector.arithmetic._replace(wire=wire)  # nothing is saved by halves
+    code = reduce_code(channel.rank, size, vector.counts, None, Places(makes_first=_makes_first(vector, wire)))
+    open_code(channel, code, _found(channel, vector, code, wire, {channel.rank: channel.side ^ 1}, None), copier())
     yield from agreed(channel, check, channel.begin(call, check))
-    made = np.empty(count, dtype)
-    combine(channel.smalls_now(count, dtype), vector.ufunc, made)
-    if vector.divisor:
-        np.divide(made, vector.divisor, out=made)
-    vector.storer(np.copyto)(vector.out, made)
+    yield from _run(channel, vector, code, how, {rank: channel.side_of(rank) for rank in range(size)}, None)

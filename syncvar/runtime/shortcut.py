@@ -370,7 +370,7 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             communicator.next_call = number + 1
             begin = monotonic_ns()
             check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-            vector = Vector(flat, flat_out, ufunc, accumulate, divisor, apply)
+            vector = Vector([flat], [flat_out], ufunc, accumulate, divisor, apply)
             hold = crowd.holds()
             wait = channel.hold if hold else channel.wait
             steps = reduce_shared(channel, (number, check), vector)
@@ -394,13 +394,13 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
         """Go on with what the C runner has published, or begun."""
         if run is not None:
             return False, _then(run, made)
-        vector = Vector(x.reshape(-1), made.reshape(-1), ufunc, accumulate, divisor, apply)
+        vector = Vector([x.reshape(-1)], [made.reshape(-1)], ufunc, accumulate, divisor, apply)
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
         return False, _then(reduce_published(channel, check, vector, native), made)
 
     like = np.empty(shape, kind)
-    vector = Vector(like.reshape(-1), like.reshape(-1), ufunc, accumulate, divisor, apply)
-    if how.source != kind.name or not channel.are_native or not vector.suits_native:
+    vector = Vector([like.reshape(-1)], [like.reshape(-1)], ufunc, accumulate, divisor, apply)
+    if how.source != kind.name or not channel.are_native or not vector.suits_native(vector.arithmetic):
         return call
     native = ground.natively(call, later, brought=(kind, shape), made=(kind, shape), crowd=crowd)
     if native is None:

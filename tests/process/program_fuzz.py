@@ -93,7 +93,7 @@ def both(draw):
     from syncvar.kernel import program, run
     from syncvar.runtime.interpreter import interpret
     from syncvar.runtime.running import Arithmetic
-    from syncvar.runtime.shared_reduce import Vector
+    from syncvar.runtime.shared_reduce import Vector, folder
     from syncvar.runtime.whereabouts import ADDRESS
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
@@ -106,7 +106,7 @@ def both(draw):
     for place in places:
         place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
     steps = steps_of(draw, places)
-    vector = Vector(np.empty(1, dtype), np.empty(1, dtype), ufunc, wide, divisor)
+    vector = Vector([np.empty(1, dtype)], [np.empty(1, dtype)], ufunc, wide, divisor)
     how = vector.arithmetic
     arrays, offsets = tuple(place.array for place in places), [place.offset for place in places]
     memories = [Memory(Kind.SCRATCH, -1, number) for number in range(len(places))]
@@ -130,7 +130,7 @@ def both(draw):
         place[...] = np.frombuffer(bytes_before, np.uint8)
     channel = channel_over(arena, 3)
     with np.errstate(all="ignore"):
-        needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, vector.folder()))
+        needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.arithmetic)))
     assert len(needs) == sum(step[0] == 4 for step in steps)
     assert channel.phase == phases
     arena[:4096] = words
