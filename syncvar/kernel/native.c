@@ -522,7 +522,12 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said
         source = offset_of(channel, brought) << 1 | (uint64_t)(channel->tail ^ 1);
         uint64_t own[RANKS_MAX] = {0};
         own[channel->rank] = source;
-        run = new_run(self->known[0].program, channel, Py_None, 0);
+        int memories = 0;
+        for (int pattern = 0; pattern < PATTERNS && self->known[pattern].program != NULL; pattern++) {
+            const int used = self->known[pattern].program->memories;
+            memories = used > memories ? used : memories;
+        }
+        run = new_run(self->known[0].program, channel, Py_None, 0, memories);
         if (run == NULL) goto done;
         if (!bind_vector(run, brought, self->brought.nbytes, target, self->made.nbytes, own, NULL)) goto unusual;
     }

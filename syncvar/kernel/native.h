@@ -95,17 +95,26 @@ void fold_terms(const Arithmetic *how, const char *const *terms, int count, char
 
 /* -- programs ------------------------------------------------------------------------------------------------------ */
 
-#define MEMORIES_MAX (4 * RANKS_MAX + 8)
+#define MEMORIES_MAX (1 << 16)
+
+/* A memory of a program: what it is, and how many bytes of it are used. */
+typedef struct {
+    int64_t nbytes;
+    int kind, rank, place;
+} Named;
+
+/* Where it is in one call: here, or in another process, which is read where it lies. */
+typedef struct {
+    char *at;
+    Py_ssize_t process; /* 0: here */
+} Bound;
 
 /* A program that has been looked at, see syncvar/execution/program.py: COPY and STORE are (source, first, target,
  * first, count), FOLD is (target, first, count, terms, (term, first)...), AWAIT is (back). */
 typedef struct {
     PyObject_HEAD int64_t *code;
-    Py_ssize_t length, opening;  /* of the code; so many numbers come before phase 0 is published */
-    int64_t sizes[MEMORIES_MAX]; /* bytes that are used of each memory */
-    struct {
-        int kind, rank, place;
-    } named[MEMORIES_MAX];
+    Py_ssize_t length, opening; /* of the code; so many numbers come before phase 0 is published */
+    Named *named;
     int memories;
     Arithmetic how;
     Step apply;
@@ -116,14 +125,13 @@ typedef struct {
     PyObject_HEAD Program *program;
     ChannelState *channel;
     PyObject *arrays; /* what the addresses of arrays belong to */
-    char *at[MEMORIES_MAX];
-    Py_ssize_t process_of[MEMORIES_MAX]; /* a memory of another process, which is read where it lies; else 0 */
+    Bound *bound;     /* of each memory */
     char *scratch;
     Py_ssize_t place;
     int keeps_lock;
 } Run;
 
-Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock);
+Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock, int memories);
 int bind_vector(
     Run *self, char *x, int64_t x_bytes, char *out, int64_t out_bytes, const uint64_t *sources, const uint64_t *targets
 );

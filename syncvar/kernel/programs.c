@@ -15,11 +15,11 @@
 #include <sys/uio.h>
 #endif
 
-#define ADDRESS ((Py_ssize_t)1 << 60) /* in a memory's offset: an address in another process */
+#define ADDRESS ((Py_ssize_t)1 << 60)  /* in a memory's offset: an address in another process */
 #define GONE (-((long long)1 << 40))   /* as `NEVER` in phases.py: that process is no more */
 #define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
-#define PATIENCE_NS 1000000      /* so long others are waited for without Python's lock, before Python waits */
-#define PATIENCE_LOCKED_NS 20000 /* and with it */
+#define PATIENCE_NS 1000000            /* so long others are waited for without Python's lock, before Python waits */
+#define PATIENCE_LOCKED_NS 20000       /* and with it */
 
 /* -- halves -------------------------------------------------------------------------------------------------------- */
 
@@ -205,7 +205,7 @@ enum { SOURCE, TARGET, SCRATCH, SLOT, CELLS, MADE, LYING, GOAL };
 
 static int is_known(const Program *self, int64_t memory, int64_t start, int64_t count) {
     if (memory < 0 || memory >= self->memories) return 0;
-    const int64_t size = self->sizes[memory] / self->how.width;
+    const int64_t size = self->named[memory].nbytes / self->how.width;
     return start >= 0 && count >= 0 && count <= size && start <= size - count;
 }
 
@@ -260,6 +260,7 @@ static void program_dealloc(PyObject *object) {
     PyObject_GC_UnTrack(object);
     program_clear(object);
     PyMem_Free(((Program *)object)->code);
+    PyMem_Free(((Program *)object)->named);
     release_object(object);
 }
 
@@ -269,7 +270,7 @@ static void program_dealloc(PyObject *object) {
  */
 static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     const char *code, *divisor;
-    Py_ssize_t code_bytes, divisor_bytes, opening, width, sizes[MEMORIES_MAX], names[3 * MEMORIES_MAX];
+    Py_ssize_t code_bytes, divisor_bytes, opening, width, *numbers = NULL;
     PyObject *named, *given, *dtype, *fold, *divide, *apply;
     int half;
     if (keywords != NULL || !PyArg_ParseTuple(
@@ -280,18 +281,25 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Program *self = (Program *)allocate(type, 0);
     if (self == NULL) return NULL;
-    self->memories = (int)read_numbers(given, sizes, MEMORIES_MAX);
     self->how.width = width;
     self->how.half = half;
-    if (self->memories < 0) goto failed;
-    if (read_numbers(named, names, 3 * MEMORIES_MAX) != 3 * self->memories) goto wrong;
-    if (width < 1) goto wrong;
-    for (int memory = 0; memory < self->memories; memory++) {
-        if (sizes[memory] < 0 || sizes[memory] > PY_SSIZE_T_MAX / width) goto wrong;
-        self->sizes[memory] = sizes[memory] * width;
-        self->named[memory].kind = (int)names[3 * memory];
-        self->named[memory].rank = (int)names[3 * memory + 1];
-        self->named[memory].place = (int)names[3 * memory + 2];
+    const Py_ssize_t memories = PyTuple_Size(given);
+    if (memories < 0 || width < 1 || memories > MEMORIES_MAX) goto wrong;
+    numbers = PyMem_Malloc((4 * memories + 1) * sizeof *numbers);
+    self->named = PyMem_Calloc(memories + 1, sizeof *self->named);
+    if (numbers == NULL || self->named == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    Py_ssize_t *const names = numbers + memories;
+    if (read_numbers(given, numbers, memories) < 0 || read_numbers(named, names, 3 * memories) != 3 * memories)
+        goto wrong;
+    self->memories = (int)memories;
+    for (int memory = 0; memory < memories; memory++) {
+        if (numbers[memory] < 0 || numbers[memory] > PY_SSIZE_T_MAX / width) goto wrong;
+        self->named[memory] = (Named){
+            numbers[memory] * width, (int)names[3 * memory], (int)names[3 * memory + 1], (int)names[3 * memory + 2]
+        };
     }
     self->opening = opening;
     self->length = code_bytes / 8;
@@ -306,10 +314,12 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
         goto wrong;
     if (apply != Py_None && (half || !find_loop(apply, number_of(dtype), &self->apply))) goto wrong;
     if (!is_sound(self)) goto wrong;
+    PyMem_Free(numbers);
     return (PyObject *)self;
 wrong:
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this program cannot be run here");
 failed:
+    PyMem_Free(numbers);
     Py_DECREF(self);
     return NULL;
 }
@@ -339,15 +349,16 @@ long long advance_run(Run *self, Py_ssize_t end) {
     const Program *program = self->program;
     ChannelState *channel = self->channel;
     const Py_ssize_t width = program->how.width;
+    const Bound *const bound = self->bound;
     const char *terms[RANKS_MAX];
     while (self->place < end) {
         const int64_t *step = program->code + self->place;
         switch (*step) {
         case COPY:
         case STORE:
-            if (self->process_of[step[1]] != 0) {
+            if (bound[step[1]].process != 0) {
                 const long long failed = read_process(
-                    self->process_of[step[1]], self->at[step[1]] + step[2] * width, self->at[step[3]] + step[4] * width,
+                    bound[step[1]].process, bound[step[1]].at + step[2] * width, bound[step[3]].at + step[4] * width,
                     step[5] * width
                 );
                 if (failed) return failed;
@@ -355,19 +366,19 @@ long long advance_run(Run *self, Py_ssize_t end) {
                 break;
             }
             if (*step == STORE && program->apply.loop != NULL) {
-                char *target = self->at[step[3]] + step[4] * width;
-                const char *value = self->at[step[1]] + step[2] * width;
+                char *target = bound[step[3]].at + step[4] * width;
+                const char *value = bound[step[1]].at + step[2] * width;
                 combine(&program->apply, target, value, width, target, step[5], width);
                 self->place += 6;
                 break;
             }
-            memmove(self->at[step[3]] + step[4] * width, self->at[step[1]] + step[2] * width, step[5] * width);
+            memmove(bound[step[3]].at + step[4] * width, bound[step[1]].at + step[2] * width, step[5] * width);
             self->place += 6;
             break;
         case FOLD:
             for (int64_t term = 0; term < step[4]; term++)
-                terms[term] = self->at[step[5 + 2 * term]] + step[6 + 2 * term] * width;
-            fold_terms(&program->how, terms, (int)step[4], self->at[step[1]] + step[2] * width, step[3] * width);
+                terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;
+            fold_terms(&program->how, terms, (int)step[4], bound[step[1]].at + step[2] * width, step[3] * width);
             self->place += 5 + 2 * step[4];
             break;
         case PUBLISH:
@@ -416,13 +427,21 @@ static void run_dealloc(PyObject *object) {
     PyObject_GC_UnTrack(object);
     run_clear(object);
     PyMem_Free(((Run *)object)->scratch);
+    PyMem_Free(((Run *)object)->bound);
     release_object(object);
 }
 
-Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock) {
+/* A run of a program, and of others that have at most so many memories. */
+Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock, int memories) {
     allocfunc allocate = (allocfunc)PyType_GetSlot(run_type, Py_tp_alloc);
     Run *self = (Run *)allocate(run_type, 0);
     if (self == NULL) return NULL;
+    self->bound = PyMem_Calloc(memories + 1, sizeof *self->bound);
+    if (self->bound == NULL) {
+        Py_DECREF(self);
+        PyErr_NoMemory();
+        return NULL;
+    }
     self->program = (Program *)Py_NewRef((PyObject *)program);
     self->channel = (ChannelState *)Py_NewRef((PyObject *)channel);
     self->arrays = Py_NewRef(arrays);
@@ -466,8 +485,8 @@ int bind_vector(
     for (int memory = 0; memory < program->memories; memory++) {
         const int kind = program->named[memory].kind, rank = program->named[memory].rank,
                   place = program->named[memory].place;
-        const int64_t nbytes = program->sizes[memory];
-        char **at = &self->at[memory];
+        const int64_t nbytes = program->named[memory].nbytes;
+        char **at = &self->bound[memory].at;
         if (kind == SOURCE || kind == TARGET) {
             *at = place != 0 || nbytes > (kind == SOURCE ? x_bytes : out_bytes) ? NULL : kind == SOURCE ? x : out;
         } else if (kind == SCRATCH) {
@@ -487,7 +506,6 @@ int bind_vector(
  * the arena; its opening has been done. */
 static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *program, *channel, *arrays, *given;
-    Py_ssize_t offsets[MEMORIES_MAX];
     int keeps_lock;
     (void)type;
     if (keywords != NULL || !PyArg_ParseTuple(
@@ -497,34 +515,40 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
         return NULL;
     const Program *made = (const Program *)program;
     const ChannelState *state = (const ChannelState *)channel;
-    if (!state->is_bound || read_numbers(given, offsets, MEMORIES_MAX) != made->memories ||
-        PyTuple_Size(arrays) != made->memories) {
+    if (!state->is_bound || PyTuple_Size(given) != made->memories || PyTuple_Size(arrays) != made->memories) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a run takes an array or an offset for each memory");
         return NULL;
     }
-    Run *self = new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock);
+    Run *self = new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock, made->memories);
     if (self == NULL) return NULL;
     self->place = made->opening;
     for (int memory = 0; memory < made->memories; memory++) {
-        Py_ssize_t room;
-        const int rank = made->named[memory].rank;
-        if (offsets[memory] >= ADDRESS && made->named[memory].kind == LYING && made->how.fold.loop == NULL &&
-            made->apply.loop == NULL && rank >= 0 && rank < state->size && state->processes[rank] != 0) {
-            self->at[memory] = (char *)(offsets[memory] - ADDRESS);
-            self->process_of[memory] = state->processes[rank];
-            room = made->sizes[memory];
-        } else if (offsets[memory] >= 0) {
-            self->at[memory] = (char *)state->memory.buf + offsets[memory];
-            room = state->memory.len - offsets[memory];
+        const Named *named = &made->named[memory];
+        Bound *bound = &self->bound[memory];
+        const Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GetItem(given, memory));
+        Py_ssize_t room = -1;
+        if (PyErr_Occurred()) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        if (offset >= ADDRESS) {
+            if (named->kind == LYING && made->how.fold.loop == NULL && made->apply.loop == NULL && named->rank >= 0 &&
+                named->rank < state->size && state->processes[named->rank] != 0) {
+                *bound = (Bound){(char *)(offset - ADDRESS), state->processes[named->rank]};
+                room = named->nbytes;
+            }
+        } else if (offset >= 0) {
+            bound->at = (char *)state->memory.buf + offset;
+            room = state->memory.len - offset;
         } else {
             const Array *array = (const Array *)PyTuple_GetItem(arrays, memory);
             PyObject *nbytes = PyObject_GetAttrString((PyObject *)array, "nbytes");
             room = nbytes == NULL ? -1 : PyLong_AsSsize_t(nbytes);
             Py_XDECREF(nbytes);
             if ((array->flags & (IN_ONE_PIECE | ALIGNED)) != (IN_ONE_PIECE | ALIGNED)) room = -1;
-            self->at[memory] = array->data;
+            bound->at = array->data;
         }
-        if (room < made->sizes[memory]) {
+        if (room < named->nbytes) {
             Py_DECREF(self);
             PyErr_Format(PyExc_ValueError, "memory %d of a program is shorter than it is used", memory);
             return NULL;

@@ -1,4 +1,4 @@
-"""Programs of moved blocks and of plans, run on symbols by all ranks of a group, in orders in which one is as far ahead as it may be."""
+"""Programs of moved blocks, of plans and of structures, run on symbols by all ranks of a group, in orders in which one is as far ahead as it may be."""
 
 import itertools
 import random
@@ -7,6 +7,7 @@ import pytest
 from test_lowered_programs import World, tree
 
 from syncvar.execution.lower_moves import Move, Way, lower_move
+from syncvar.execution.lower_reduce import Cells, Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.program import Await, Copy, Fold, Kind, Publish
 from syncvar.plans import ALGORITHMS, Buffer, Recv, RecvReduce, Send, build_all, publications, unsuited
@@ -206,6 +207,32 @@ def run_plainly(plans, works):
                     value = [(one, other) if is_left else (other, one) for one, other in pairs]
                 held[rank][target.buffer][target.start : target.stop] = value
     return [one[Buffer.WORK] for one in held]
+
+
+def joined(counts, size, cells):
+    """Return the calls of all ranks that reduce arrays as one vector; without cells through slots."""
+    made = []
+    for rank in range(size):
+        if cells is None:
+            program = lower_small(rank, size, counts)
+        else:
+            program = lower_reduce(rank, size, counts, cells, Places(), 8)
+        held = {(Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)] for place, count in enumerate(counts)}
+        wanted = {
+            (Kind.TARGET, place): [tree(f"{one}.{place}.{at}" for one in range(size)) for at in range(count)]
+            for place, count in enumerate(counts)
+        }
+        made.append(Call(program, held, wanted))
+    return made
+
+
+@pytest.mark.parametrize(("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 2, True)])
+def test_every_order_reduces_a_structure(size, lag, sums_all):
+    draw = random.Random(size)
+    for counts in ((3, 0, 5), (1,) * 9, (0, 7, 0), (13, 4), (2, 30, 1)):
+        cells = Cells(4, lag, sums_all)
+        every_order(size, [joined(counts, size, cells), joined(draw.choice([(5,), (2, 2), (9, 9)]), size, cells), joined(counts, size, cells)], draw)
+        every_order(size, [joined(counts, size, None) for _ in range(3)], draw)
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
