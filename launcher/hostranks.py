@@ -254,7 +254,7 @@ class HostRanks:
                     os.set_blocking(self._input_end, False)
                     stdin = self._input
                 own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
-                if order.has_totals and not serves:
+                if order.has_totals:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 self.agent.start(
                     one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source, named={KEY_FD: secret},

@@ -164,7 +164,7 @@ class Job:
             host_directory=directory,
             host_address=self._address_of(host),
             restarts=restarts,
-            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats and self.fleet is None and not serves else "",
+            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats and self.fleet is None else "",
             servers=chosen.servers,
             server_replicas=chosen.server_replicas,
             incarnation=incarnation,

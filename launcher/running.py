@@ -14,7 +14,7 @@ import syncvar
 from syncvar import exits
 from syncvar.errors import HostUnreachable
 from syncvar.restarting import Restarting
-from syncvar.roles import SERVER_0, is_server
+from syncvar.roles import SERVER_0, is_server, server_number
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.events import EventLog
@@ -137,14 +137,18 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
 
 def _tell_totals(chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]], forwarder: OutputForwarder) -> None:
     """Show the totals of the last start, or write them to a file."""
-    rows, missing = merged(totals), [rank for rank in range(chosen.workers) if rank not in totals]
+    everybody = (*range(chosen.workers), *map(server_number, range(chosen.servers)))
+    rows, missing = merged(totals), [number for number in everybody if number not in totals]
     if not isinstance(chosen.stats, Path):
         forwarder.say(table(rows, missing))
         return
     import json
 
+    told: dict[str, Any] = {"workers": chosen.workers, "missing": [number for number in missing if not is_server(number)], "rows": rows}
+    if chosen.servers:
+        told |= {"servers": chosen.servers, "missing_servers": [number - SERVER_0 for number in missing if is_server(number)]}
     try:
-        chosen.stats.write_text(json.dumps({"workers": chosen.workers, "missing": missing, "rows": rows}, indent=1) + "\n")
+        chosen.stats.write_text(json.dumps(told, indent=1) + "\n")
     except OSError as error:
         forwarder.say(f"syncvar: cannot write {chosen.stats} of --stats: {error.strerror}\n")
 

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from syncvar.runtime.state import TOTALS
-from syncvar.topology import rank_list
+from syncvar.topology import process_list
 from syncvar.topology.rates import bus_factor
 from syncvar_launcher.output import escape
 
@@ -23,7 +23,7 @@ _TEXTS, _NUMBERS = ("call", "ranks"), ("group", "size", "class", "calls", "nbyte
 
 
 def read_totals(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return by rank the totals that ranks have left in a folder; what is no such file is left out."""
+    """Return by rank, or number of a server, the totals that were left in a folder; what is no such file is left out."""
     found: dict[int, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob(TOTALS)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -82,7 +82,7 @@ def table(rows: Sequence[dict[str, Any]], missing: Sequence[int] = ()) -> str:
 
     Args:
         rows: The rows.
-        missing: Ranks that have told nothing, as those that were killed.
+        missing: Ranks and servers that have told nothing, as those that were killed.
     """
     if not rows:
         return "syncvar: no calls to add up\n"
@@ -96,7 +96,7 @@ def table(rows: Sequence[dict[str, Any]], missing: Sequence[int] = ()) -> str:
         lines.append(f"  {len(rest)} more kinds: {sum(row['calls'] for row in rest)} calls, {sum(row['mean_s'] for row in rest):.3f} s (--stats=FILE has all)")
     lines.append("  waiting: share of the mean time beyond that of the rank that took least, a lower bound")
     if missing:
-        lines.append(f"  {rank_list(missing)} told nothing")
+        lines.append(f"  {process_list(missing)} told nothing")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -62,7 +62,7 @@ class RankEnvironment(NamedTuple):
         flight_dir: Folder for the flight record of a worker that fails; empty for none.
         host_directory: Private folder of this host's sockets; empty for that of the rendezvous.
         host_address: Where this host listens for the others, for instance "10.0.0.7"; empty for a job of one host.
-        stats_dir: Folder for the totals of a worker's calls (`--stats`); empty for none.
+        stats_dir: Folder for the totals of a worker's calls, or of what a server has done (`--stats`); empty for none.
         restarts: How often the job's ranks have been started again before (`--max-restarts`), 0 at first.
         servers: How many servers the job has.
         server_replicas: On how many other servers each one's variables have copies.

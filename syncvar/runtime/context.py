@@ -31,6 +31,7 @@ from syncvar.errors import (
     UsageError,
 )
 from syncvar.kernel import entrance, message_door, told, which
+from syncvar.logs import log_at
 from syncvar.plans import parse_forced
 from syncvar.runtime.engine import Engine
 from syncvar.runtime.group import Communicator
@@ -473,7 +474,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
             f"syncvar-launch has started this process with others. Leave alone=True out, or start the script with plain python"
         )
     config = RuntimeConfig.from_mapping(environ).consistent()
-    _log_at(config.log_level)
+    log_at(config.log_level)
     if environment is None:  # syncvar-launch, which hands its settings on, has said so itself
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
@@ -558,16 +559,6 @@ def _met_by_mpi(
     from syncvar.runtime.meeting import meet
 
     return *meet(joined.told, config, environ, job_secret(environ), joined.cards), joined.cards.fabric
-
-
-def _log_at(level: str) -> None:
-    """Show the library's log on standard error, unless the program has its own way or asks for no more than usual."""
-    if level != "warning":
-        _log.setLevel(level.upper())
-        if not _log.hasHandlers():
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("syncvar %(levelname)s: %(message)s"))
-            _log.addHandler(handler)
 
 
 def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int) -> Arena | str:

@@ -7,6 +7,7 @@ imported, and is not run. It ends when it is told to, after all workers have.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar import bootstrap
+from syncvar.arena.layout import bytes_in_words
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, WireError
+from syncvar.logs import log_at
 from syncvar.roles import SERVER_0, is_server, mirrors_of, process_name, server_hosts
 from syncvar.servers import Server, frames_of, message_of
 from syncvar.serving.directory import Directory, keys_of
@@ -31,9 +34,11 @@ if TYPE_CHECKING:
     from syncvar.servers import Outgoing, Party
     from syncvar.serving.directory import Change
     from syncvar.serving.links import Came, Route
+    from syncvar.serving.served import Served
 
 __all__ = ["Serving", "main", "number_of", "party_of"]
 
+_log = logging.getLogger("syncvar")
 _AT_ONCE = 64  # messages of one socket before the others are looked at
 _PAUSE_S = 1.0
 _NEVER = float("inf")
@@ -55,6 +60,7 @@ def _serve(_arguments: list[str]) -> None:
     if environment is None or environment.role != "server":
         raise ConfigError("SYNCVAR_ROLE is not server: a server is started by syncvar-launch --servers N")
     config = RuntimeConfig.from_mapping(os.environ).consistent()
+    log_at(config.log_level)
     with contextlib.closing(Serving(environment, config, os.environ)) as serving:
         signal.signal(signal.SIGTERM, lambda *_: serving.end())
         serving.run()
@@ -86,7 +92,13 @@ class Serving:
 
     def __init__(self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]) -> None:
         self._config = config
+        self._environment = environment
         self._index = environment.rank
+        self._served: Served | None = None
+        if environment.stats_dir:
+            from syncvar.serving.served import Served
+
+            self._served = Served(environment.rank)
         hosts = server_hosts(environment.servers, environment.host_count)
         mirrors = [mirrors_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
         self.server = Server(environment.rank, environment.world_size, mirrors)
@@ -107,6 +119,9 @@ class Serving:
         except BaseException:
             self.close()
             raise
+        copies = f"copies on server {mirrors[self._index][0]}" if mirrors[self._index] else "no copies"
+        memory = "memory is shared with the workers of this host" if self._lender is not None else "no memory is shared"
+        _log.info("server %d of %d: serving %d workers, %s, %s", self._index, environment.servers, environment.world_size, copies, memory)
 
     def end(self) -> None:
         """Let `run` return; from a signal handler."""
@@ -133,6 +148,10 @@ class Serving:
 
     def close(self) -> None:
         """Close everything; what was sent is flushed."""
+        shards = [shard for primary in self.server.primaries.values() for shard in primary.ledger.shards.values()]
+        _log.info("server %d: over, with %d parts of variables, %s", self._index, len(shards), bytes_in_words(sum(one.array.nbytes for one in shards)))
+        if self._served is not None:
+            self._served.write(self._environment.stats_dir, self._environment.generation)
         self.links.close(self._config.shutdown_timeout_s)
         self._directory.close()
         self._context.term()
@@ -151,7 +170,7 @@ class Serving:
         self.links.watching.touch(socket)
 
     def _handle(self, came: Came) -> None:
-        sender = party_of(came.number)
+        sender, began = party_of(came.number), time.monotonic_ns()
         try:
             message, arrays = message_of(came.frames)
             made = self.server.handle(sender, message, arrays, time.monotonic())
@@ -162,6 +181,8 @@ class Serving:
                 sys.stderr.write(f"a message of {process_name(came.number)} was refused: {error}\n")
             return
         self._send(made, sender, came.answers)
+        if self._served is not None:
+            self._served.count(message, arrays, made, time.monotonic_ns() - began)
 
     def _send(self, made: Iterable[Outgoing], sender: Party | None = None, answers: Route = b"") -> None:
         for one in made:
@@ -177,7 +198,12 @@ class Serving:
                 self.links.connect(number - SERVER_0, self._directory.addresses[number - SERVER_0])
         else:
             self.links.forget(number)
+            if change.reason:
+                _log.info("server %d: %s is lost: %s", self._index, process_name(number), change.reason)
             if is_server(number):
+                served = set(self.server.primaries)
                 self._send(self.server.server_lost(number - SERVER_0, now))
+                for server in self.server.primaries.keys() - served:
+                    _log.info("server %d: takes the place of server %d", self._index, server)
             else:
                 self._send(self.server.worker_lost(number, self._incarnations.get(number, 0), now))

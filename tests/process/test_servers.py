@@ -214,3 +214,27 @@ way.request({1: push("v", np.ones(10, np.int64))})
     assert job.wait() == 70, str(job)
     assert "DeadlineExceeded: the end of the script: no answer of server 1 within 1 s" in job.err, str(job)
     assert "Exception ignored" not in job.err
+
+
+@pytest.mark.slow
+def test_servers_say_what_they_do_in_the_log_and_in_the_totals(launch, tmp_path):
+    job = start(launch, "--server-replicas", "1", f"--stats={tmp_path / 'totals.json'}", env={"SYNCVAR_LOG_LEVEL": "info"})
+    job.await_events("half", 2)
+    os.kill(servers_of(job)[1], signal.SIGKILL)
+    job.open_gate("on")
+    assert job.wait() == 0, str(job)
+    check_sums(job)
+    said = [line for line in job.err.splitlines() if line.startswith("[server ")]
+    assert [line for line in said if line.startswith("[server 1] ")] == [
+        "[server 1] syncvar INFO: server 1 of 2: serving 2 workers, copies on server 0, memory is shared with the workers of this host"
+    ]
+    assert "[server 0] syncvar INFO: server 0: server 1 is lost: signal 9" in said
+    assert "[server 0] syncvar INFO: server 0: takes the place of server 1" in said
+    assert said[-1] == "[server 0] syncvar INFO: server 0: over, with 4 parts of variables, 15.7 KiB"
+    told = json.loads((tmp_path / "totals.json").read_text())
+    assert (told["servers"], told["missing"], told["missing_servers"]) == (2, [0, 1], [1])
+    rows = {(row["call"], row["class"]): row for row in told["rows"]}
+    pushes = [row for (call, _), row in rows.items() if call == "served push"]
+    assert {row["ranks"] for row in pushes} == {"server 0"}
+    assert sum(row["calls"] for row in pushes) >= 2 * STEPS
+    assert all(row["failed"] == 0 and row["mean_s"] > 0 for row in pushes)
