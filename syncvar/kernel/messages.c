@@ -12,7 +12,7 @@
 #include "common.h"
 
 #define LINE 64
-#define PIECE 8192      /* bytes that are published at a time */
+#define PIECE 16384     /* bytes that are published at a time */
 #define PART_BYTES 32768 /* of a long message */
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
 #define LONG_BYTES 8388608 /* no longer message goes by parts: the caches are too small for it, and its receiver may as well read it alone */
@@ -97,23 +97,29 @@ static uint64_t data_at(int ndim, uint64_t nbytes) {
     return nbytes < 1024 ? head : in_lines(head);
 }
 
-/* Copy bytes from one core's caches to another's. The C library's memcpy takes string instructions for so much, which are
- * slower here by a tenth, and by half where the cores are far from each other (measured). */
-static void copy(char *target, const char *source, uint64_t nbytes) {
-    typedef uint64_t Vector __attribute__((vector_size(16), aligned(1), may_alias));
-    uint64_t done = 0;
-    for (; done + LINE <= nbytes; done += LINE) {
-        const Vector *from = (const Vector *)(source + done);
-        const Vector first = from[0], second = from[1], third = from[2], fourth = from[3];
-        Vector *to = (Vector *)(target + done);
-        to[0] = first;
-        to[1] = second;
-        to[2] = third;
-        to[3] = fourth;
-        __asm__ volatile("" ::: "memory"); /* lest the compiler call memcpy */
+/* Copy bytes between the caches of cores. The C library takes string instructions for so much, which are slower here by a
+ * tenth, and by half where the cores are far from each other (measured); the barrier keeps the compiler from calling it. */
+#define COPIES_BY(bytes)                                                                                   \
+    (char *target, const char *source, uint64_t nbytes) {                                                  \
+        typedef uint64_t Vector __attribute__((vector_size(bytes), aligned(1), may_alias));                \
+        enum { VECTORS = 2 * LINE / (bytes) };                                                             \
+        uint64_t done = 0;                                                                                 \
+        for (; done + 2 * LINE <= nbytes; done += 2 * LINE) {                                              \
+            const Vector *from = (const Vector *)(source + done);                                          \
+            Vector *to = (Vector *)(target + done), held[VECTORS];                                         \
+            _Pragma("GCC unroll 8") for (int each = 0; each < VECTORS; each++) held[each] = from[each];    \
+            _Pragma("GCC unroll 8") for (int each = 0; each < VECTORS; each++) to[each] = held[each];      \
+            __asm__ volatile("" ::: "memory");                                                             \
+        }                                                                                                  \
+        memcpy(target + done, source + done, nbytes - done);                                               \
     }
-    memcpy(target + done, source + done, nbytes - done);
-}
+
+static void copy_by_16 COPIES_BY(16)
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void copy_by_32 COPIES_BY(32)
+#endif
+
+static void (*copy)(char *, const char *, uint64_t) = copy_by_16; /* the best that this processor has */
 
 /* Return whether a message may go or come now: no refusal is known, nobody else is at it. */
 static int may_begin(const End *self) {
@@ -826,6 +832,9 @@ static int prepare_module(PyObject *module) {
     static const char *const texts[] = {"is_quiet", "uneven", "is_bound", "tag", "out"};
     for (size_t which = 0; which < sizeof names / sizeof *names; which++)
         if ((*names[which] = PyUnicode_InternFromString(texts[which])) == NULL) return -1;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) copy = copy_by_32;
+#endif
     end_type = add_type(module, &end_spec, "End");
     count_type = add_type(module, &count_spec, "Count");
     if (PyModule_AddIntConstant(module, "FORM", 2) < 0) return -1; /* `kernel` expects it: a change of what Python sees here is another */
