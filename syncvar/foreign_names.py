@@ -163,7 +163,7 @@ WORDS = (
     _word("sv", "start_timeline timeline", "set SYNCVAR_TRACE=traces, then syncvar trace merge traces"),
     # Optimizers.
     _word("sv.optimizers", "Adadelta Adamax Nadam NAdam Ftrl LARS Lion Rprop Adafactor",
-          "it is not here; sv.optimizers has SGD, Momentum, Nesterov, RMSProp, Adagrad, Adam, AdamW and LAMB"),
+          "it is not here; sv.optimizers has SGD, Momentum, Nesterov, RMSProp, Adagrad, Adam, AdamW, LAMB, and Custom for a rule of your own"),
     _word("sv.optimizers", "Lamb", "write sv.optimizers.LAMB"),
     _word("sv.optimizers", "AdaGrad", "write sv.optimizers.Adagrad"),
     _word("sv.optimizers", "schedules lr_scheduler",

@@ -4,7 +4,8 @@
     optimizer.apply_gradients(zip(gradients, weights))
 
 * `base`: `apply_gradients`, the same for all; start reading there.
-* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays and nothing else.
+* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays and nothing else. `custom`: those
+  that programs write.
 * `call`: what one call names, and its request. `plan`: its gradients, packed into one array that travels. `clipping`: what
   is done to them before the step. `slots`: the state, as variables.
 * `arguments`, `arithmetic`: checks; powers and norms with the same bits on every machine.
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from syncvar.optimizers.adam import LAMB, Adam, AdamW
 from syncvar.optimizers.adaptive import Adagrad, RMSProp
 from syncvar.optimizers.base import Optimizer
+from syncvar.optimizers.custom import Custom, update_rule
 from syncvar.optimizers.momentum import SGD, Momentum, Nesterov
 
-__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov", "Optimizer", "RMSProp"]
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Custom", "Momentum", "Nesterov", "Optimizer", "RMSProp", "update_rule"]
 
 RMSprop = RMSProp  # as Keras and torch write it
 

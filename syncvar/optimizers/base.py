@@ -155,6 +155,8 @@ class Optimizer(Taught, Rule):
     def build(self, variables: Iterable[Variable]) -> None:
         """Make the slots of variables now rather than at their first step. Collective, except for NONE variables.
 
+        Of variables on servers it only asks the servers whether they make such steps, and is no collective.
+
         Args:
             variables: The same, in the same order, on every replica.
 
@@ -170,6 +172,10 @@ class Optimizer(Taught, Rule):
             ['iterations', 'weight/momentum']
         """
         chosen = list(variables)
+        stepper = stepper_of([(None, one) for one in chosen])
+        if stepper is not None:
+            stepper.prepare(self._elsewhere.rule)
+            return
         failure: Exception | None = None
         owner: Owner | None = None
         try:

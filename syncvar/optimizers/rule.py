@@ -67,22 +67,21 @@ class Rule:
     ) -> None:
         """Make the step of one variable; `arrays` are its copy, its master, its slots and its counter."""
         copy, *rest = arrays
-        made = step + 1
-        if self._counts_steps:
-            counter = rest.pop()
-            made = int(counter) + 1
-            counter[...] = made
+        counter = rest.pop() if self._counts_steps else None
+        made = (step if counter is None else int(counter)) + 1
         numbers = known.get(made)
         if numbers is None:
             numbers = known[made] = self._numbers(rate, made)
         if not part.is_half:
             self._advance(copy, part, rest, numbers, plan.room)
-            return
-        master = rest.pop(0)
-        # What the program has written to the variable meanwhile is taken from it, element by element.
-        np.copyto(master, copy, where=master.astype(copy.dtype) != copy, casting="unsafe")
-        self._advance(master, part, rest, numbers, plan.room)
-        copy[...] = master
+        else:
+            master = rest.pop(0)
+            # What the program has written to the variable meanwhile is taken from it, element by element.
+            np.copyto(master, copy, where=master.astype(copy.dtype) != copy, casting="unsafe")
+            self._advance(master, part, rest, numbers, plan.room)
+            copy[...] = master
+        if counter is not None:
+            counter[...] = made
 
     def _advance(
         self,

@@ -131,6 +131,10 @@ class Asking:
         """Ask for this worker's clock."""
         return self._do(server, "where")
 
+    def rule(self, server: int, rule: tuple[str, dict[str, Any]]) -> Place:
+        """Let a server say whether it makes the steps of an optimizer."""
+        return self._do(server, "rule", rule=list(rule))
+
     def stats(self, server: int) -> Place:
         """Read numbers for metrics."""
         return self._do(server, "stats")

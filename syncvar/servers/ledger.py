@@ -13,6 +13,7 @@ import numpy as np
 
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, WireError
 from syncvar.servers.board import Board, Outcome
+from syncvar.servers.rules import rule_of
 from syncvar.servers.shard import Push, Shard, Slots, Spec, check_slots
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["SHARED", "Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
-_READS = frozenset(("pull", "slots", "version", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats"))
+_READS = frozenset(("pull", "slots", "version", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats", "rule"))
 _UNCHECKED = _READS | {"meet", "leave", "ask", "forget", "cancel", "close"}
 
 SHARED = ("push", "restore", "count")
@@ -62,6 +63,7 @@ class Worker:
         sent: For each server the number of its last request that changes something, when it sent that one.
         staged: Its part of a transaction that is not decided yet.
         refusals: Number -> what was refused, as long as the worker may ask again.
+        failed: What has become of an acknowledged push of it, of which it is to be told.
         decided: Incarnation -> its last transaction that was decided here; given_up: those that were not made.
         given_up: See decided.
     """
@@ -76,6 +78,7 @@ class Worker:
     sent: list[int] = field(default_factory=list)
     staged: Request | None = None
     refusals: dict[int, tuple[str, str]] = field(default_factory=dict)
+    failed: tuple[str, str] | None = None
     decided: dict[int, int] = field(default_factory=dict)
     given_up: dict[tuple[int, int], str] = field(default_factory=dict)
 
@@ -134,6 +137,7 @@ class Ledger:
             for shard in list(self._in_rounds):
                 if shard.settle(places):
                     self._in_rounds.discard(shard)
+                self._tell_failures(shard)
 
     def _request(self, message: Message, arrays: Arrays) -> None:
         worker = self.worker(message["rank"])
@@ -157,6 +161,16 @@ class Ledger:
             worker.refusals[number] = refused
         else:
             self._apply(worker, request)
+        if worker.failed is not None:
+            worker.refusals.setdefault(number, worker.failed)
+            worker.failed = None
+
+    def _tell_failures(self, shard: Shard) -> None:
+        """Let workers whose pushes were acknowledged, and have failed as a round was over, be told with their next request."""
+        for ranks, error, reason in shard.failures:
+            for rank in ranks:
+                self.worker(rank).failed = error, reason
+        shard.failures.clear()
 
     def _decision(self, entry: Message) -> None:
         worker = self.worker(entry["rank"])
@@ -186,6 +200,7 @@ class Ledger:
         self.board.lose(rank)
         worker.phase += 1  # it comes back to a place where no round has begun
         worker.refusals.clear()
+        worker.failed = None
 
     def _apply(self, worker: Worker, request: Request) -> None:
         message = request.message
@@ -195,8 +210,13 @@ class Ledger:
         if min(message["parts"]) == self.server:
             worker.pushes += any(operation["do"] == "push" for operation in message["operations"])
         for operation in message["operations"]:
-            if operation["do"] not in _READS:
+            if operation["do"] in _READS:
+                continue
+            try:
                 self._perform(rank, worker, operation, request.arrays)
+            except SyncvarError as error:  # a program's rule that made the step when it was tried, before pushes of others
+                if message["incarnation"] == worker.incarnation:
+                    worker.refusals[message["number"]] = type(error).__name__, str(error)
 
     def _perform(self, rank: int, worker: Worker, operation: dict[str, Any], arrays: Arrays) -> None:
         kind = operation["do"]
@@ -217,6 +237,7 @@ class Ledger:
             self.shards[operation["key"]].restore(arrays[operation["value"]], _slots(operation, arrays))
         elif kind == "staleness":
             self.shards[operation["key"]].set_staleness(operation["staleness"])
+            self._tell_failures(self.shards[operation["key"]])
         elif kind == "tick":
             worker.clock, worker.phase = max(worker.clock, operation["clock"]), 0
         elif kind == "meet":
@@ -377,6 +398,8 @@ class Ledger:
             elif kind == "where":
                 worker = self.worker(rank)
                 result = {"clock": worker.clock, "pushes": worker.pushes}
+            elif kind == "rule":
+                rule_of(*operation["rule"])
             elif kind == "stats":
                 result = {"staleness": dict(self.staleness), "shards": len(self.shards), "entries": self.entries}
             made.results.append(result)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError
-from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
+from syncvar.errors import ConfigError, SyncvarError
+from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Custom, Momentum, RMSProp
 from syncvar.optimizers.arithmetic import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_half
 from syncvar.runtime.kernels import quiet
@@ -20,11 +21,22 @@ if TYPE_CHECKING:
 
     from syncvar.optimizers.rule import Rule
 
-__all__ = ["ServerRule", "rule_of", "slot_names"]
+__all__ = ["ServerRule", "Trial", "is_users", "rule_of", "slot_names"]
+
+_REASON_MAX = 4000  # characters of a traceback
 
 _ELEMENTWISE: dict[str, Callable[..., Rule]] = {
     "SGD": SGD, "Momentum": Momentum, "Nesterov": Momentum, "Adagrad": Adagrad, "RMSProp": RMSProp, "Adam": Adam, "AdamW": AdamW,
+    "Custom": lambda rate, *, rule, **settings: Custom(rule, rate, **settings),
 }  # fmt: skip
+
+
+class Trial(NamedTuple):
+    """What a step would make: of the shard's array, or of the rows of it, and of the slots."""
+
+    touched: NDArray[Any]
+    slots: list[NDArray[Any]]
+    steps: NDArray[Any]
 
 
 class _Part(NamedTuple):
@@ -88,23 +100,58 @@ class ServerRule:
             rows: int64, which they are; None for all.
             rate: Learning rate.
         """
-        given = np.array(gradient, self._compute)
-        scratch = np.empty(given.shape if given.size <= BLOCK else BLOCK, self._compute)
-        part = _Part(self._is_half, given, scratch)
-        slots = self._slots
-        if rows is not None:
-            touched, slots = array[rows], [slot[rows] for slot in slots]
+        if rows is None:
+            self._make(array, self._slots, self._steps, gradient, rate)
         else:
-            touched = array
-        counter = [self._steps] if self._rule._counts_steps else []  # noqa: SLF001
-        with quiet():
-            self._rule._change([touched, *slots, *counter], part, _Room(np.empty(0)), rate, int(self._steps), {})  # noqa: SLF001
+            self.put(array, rows, self.tried(array, gradient, rows, rate))
+
+    def tried(self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float) -> Trial:
+        """Make one step beside the array, which stays as it is; see `step`.
+
+        Raises:
+            ConfigError: The rule of a program has raised something; with its traceback.
+        """
+        which = ... if rows is None else rows
+        made = Trial(np.array(array[which]), [np.array(slot[which]) for slot in self._slots], self._steps.copy())
+        self._make(made.touched, made.slots, made.steps, gradient, rate)
+        return made
+
+    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, made: Trial) -> None:
+        """Take over what a trial has made."""
+        which = ... if rows is None else rows
+        array[which] = made.touched
+        for slot, changed in zip(self._slots, made.slots, strict=True):
+            slot[which] = changed
+        self._steps[...] = made.steps
+
+    def _make(
+        self, array: NDArray[Any], slots: list[NDArray[Any]], steps: NDArray[Any], gradient: NDArray[Any], rate: float
+    ) -> None:
+        given = np.array(gradient, self._compute)
+        part = _Part(self._is_half, given, np.empty(given.shape if given.size <= BLOCK else BLOCK, self._compute))
+        counter = [steps] if self._rule._counts_steps else []  # noqa: SLF001
+        try:
+            with quiet():
+                self._rule._change([array, *slots, *counter], part, _Room(np.empty(0)), rate, int(steps), {})  # noqa: SLF001
+        except SyncvarError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(_told(error)) from error
         if not counter:
-            self._steps += 1
-        if rows is not None:
-            array[rows] = touched
-            for slot, changed in zip(self._slots, slots, strict=True):
-                slot[rows] = changed
+            steps += 1
+
+
+def is_users(name: str) -> bool:
+    """Return whether a rule, by its class name, is code of a program, which may raise anything."""
+    return name == Custom.__name__
+
+
+def _told(error: BaseException) -> str:
+    where = error.__traceback__
+    for _ in range(3):  # what is below the rule is of no use to who has written it
+        where = where.tb_next if where is not None and where.tb_next is not None else where
+    text = "".join(traceback.format_exception(type(error), error, where))
+    return f"an update rule raised {type(error).__name__} on a server, which goes on without that push:\n{text[-_REASON_MAX:]}"
 
 
 def slot_names(rule: Rule, dtype: np.dtype[Any]) -> list[str]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives.all_reduce import tree_combined
-from syncvar.errors import ConfigError
+from syncvar.errors import ConfigError, SyncvarError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.runtime.kernels import quiet
-from syncvar.servers.rules import ServerRule, rule_of, slot_names
+from syncvar.servers.rules import ServerRule, is_users, rule_of, slot_names
 from syncvar.variables.policy import Operation
 from syncvar.variables.rows import Rows, applied
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
+
+    from syncvar.servers.rules import Trial
 
     Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
@@ -124,6 +126,8 @@ class Shard:
         self._is_given = False  # somebody may read the array for as long as he likes
         self.staleness = staleness
         self._rules: dict[RuleKey, ServerRule] = {}
+        self._trial: tuple[Push, NDArray[Any] | None, Trial] | None = None  # a step that was made beside the array, as it is now
+        self.failures: list[tuple[list[int], str, str]] = []  # workers whose pushes have failed, the error and the reason; to be told
         self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}
         self._counts: dict[int, tuple[Position, int]] = {}  # rank -> where it was, pushes there
         self._settled: tuple[int, int, int] = (0, 0, -1)  # the last round that was applied
@@ -150,6 +154,14 @@ class Shard:
                 raise ConfigError(f"a push names rows outside 0 to {shape[0] - 1}")
         if push.how == _STEP:
             rule_of(push.rule[0], dict(push.rule[1]))
+            if self.staleness != 0 and is_users(push.rule[0]):
+                self._try(push)
+
+    def _try(self, push: Push) -> None:
+        """Make a step by a program's rule beside the array: what it raises is known before anything of a request is done."""
+        value, rows = (push.value, None) if push.rows is None else _gradient([push])
+        if rows is None or rows.size:
+            self._trial = push, rows, self._rule(push).tried(self.array, value, rows, push.rate)
 
     def push(self, rank: int, place: Position | None, push: Push) -> None:
         """Take a push that fits.
@@ -178,7 +190,7 @@ class Shard:
             if any(rank not in brought and place <= first[:2] for rank, place in places.items()):
                 return False
             self._settled = max(self._settled, first)
-            self._combine([push for _, push in sorted(self._rounds.pop(first).items())])
+            self._end_round(self._rounds.pop(first))
         return True
 
     def set_staleness(self, staleness: int | None) -> None:
@@ -186,7 +198,7 @@ class Shard:
         if staleness == self.staleness:
             return
         for _, brought in sorted(self._rounds.items()):
-            self._combine([push for _, push in sorted(brought.items())])
+            self._end_round(brought)
         self._rounds.clear()
         self.staleness = staleness
 
@@ -216,6 +228,12 @@ class Shard:
         least = self._settled[2] + 1 if self._settled[:2] == place else 0
         return max(least, count if where == place else 0)
 
+    def _end_round(self, brought: dict[int, Push]) -> None:
+        try:
+            self._combine([push for _, push in sorted(brought.items())])
+        except SyncvarError as error:  # of a program's rule; these pushes are acknowledged
+            self.failures.append((sorted(brought), type(error).__name__, str(error)))
+
     def _combine(self, pushes: list[Push]) -> None:
         """Apply a round: as one push where all are of one kind, else one after another by rank."""
         first = pushes[0]
@@ -240,16 +258,17 @@ class Shard:
         """Change the array by pushes of one kind, in place unless it has been given away; several are of rows."""
         first = pushes[0]
         array, made = self.array, self.array
+        trial, self._trial = self._trial, None
         if self._is_given:
             self._is_given = False
             self.array = made = self._room(array.shape, array.dtype)
             if first.rows is not None or first.how == _STEP:
                 np.copyto(made, array)
         with quiet():
-            if first.rows is not None:
-                rows = np.concatenate([push.rows for push in pushes if push.rows is not None])
-                values = np.concatenate([push.value for push in pushes])
-                self._apply_rows(first, rows, values, len(pushes))
+            if trial is not None and first.value is trial[0].value and first.kind == trial[0].kind and first.rate == trial[0].rate:
+                self._rule(first).put(made, *trial[1:])
+            elif first.rows is not None:
+                self._apply_rows(pushes)
             elif first.how == _STEP:
                 self._rule(first).step(made, first.value, None, first.rate)
             elif (ufunc := _PLAIN[first.how]) is None:
@@ -257,19 +276,17 @@ class Shard:
             else:
                 ufunc(array, first.value, out=made, casting="same_kind")
 
-    def _apply_rows(self, first: Push, rows: NDArray[Any], values: NDArray[Any], pushes: int) -> None:
-        if not rows.size:
+    def _apply_rows(self, pushes: list[Push]) -> None:
+        first = pushes[0]
+        if first.how == _STEP:
+            gradient, touched = _gradient(pushes)
+            if touched.size:
+                self._rule(first).step(self.array, gradient, touched, first.rate)
             return
-        touched, which = np.unique(rows, return_inverse=True)
-        which = which.reshape(-1)
-        if first.how != _STEP:
-            self.array[touched] = applied(_SCATTERS[first.how], self.array[touched], Rows(which, values))
-            return
-        gradient = np.zeros((touched.size, *values.shape[1:]), values.dtype)
-        np.add.at(gradient, which, values)
-        if first.combine == "mean" and pushes > 1:
-            gradient /= pushes
-        self._rule(first).step(self.array, gradient, touched, first.rate)
+        rows, values = _rows_of(pushes)
+        if rows.size:
+            touched, which = np.unique(rows, return_inverse=True)
+            self.array[touched] = applied(_SCATTERS[first.how], self.array[touched], Rows(which.reshape(-1), values))
 
     def _rule(self, push: Push) -> ServerRule:
         if push.rule not in self._rules:
@@ -308,3 +325,19 @@ class Shard:
         made = self._room((*rows.shape, *self.array.shape[1:]), self.array.dtype)
         np.take(self.array, rows, axis=0, out=made, mode="clip")  # without checks once more, and without a copy in between
         return made
+
+
+def _rows_of(pushes: list[Push]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the rows that pushes of one kind name, and what they bring for each."""
+    return np.concatenate([push.rows for push in pushes if push.rows is not None]), np.concatenate([push.value for push in pushes])
+
+
+def _gradient(pushes: list[Push]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the gradient of the rows that steps name, combined, and these rows, each once."""
+    rows, values = _rows_of(pushes)
+    touched, which = np.unique(rows, return_inverse=True)
+    gradient = np.zeros((touched.size, *values.shape[1:]), values.dtype)
+    np.add.at(gradient, which.reshape(-1), values)
+    if pushes[0].combine == "mean" and len(pushes) > 1:
+        gradient /= len(pushes)
+    return gradient, touched

@@ -191,6 +191,7 @@ class ParameterServerStrategy(Strategy):
         self.queue = self.roster = None
         self.here = _servers_here()
         self.places = stacks_here()
+        self._rules: set[str] = set()  # update rules of the program that the servers have
         self._open: Asking | None = None  # the transaction that is being put together
         self._is_one = False  # a function runs that a coordinator has scheduled
 
@@ -446,6 +447,7 @@ class ParameterServerStrategy(Strategy):
 
     def step(self, rule: tuple[str, dict[str, Any]], rate: float, pairs: list[tuple[Any, Any]], combine: str) -> None:
         """Push gradients, with which the servers make an optimizer's step of each variable; `apply_gradients` calls this."""
+        self.prepare(rule)
         checked: list[tuple[ServerVariable, NDArray[Any], NDArray[Any] | None]] = []
         for gradient, variable in pairs:
             if gradient is None:
@@ -461,6 +463,22 @@ class ParameterServerStrategy(Strategy):
         with self.pushing("apply_gradients") as asking:
             for variable, value, indices in checked:
                 variable.add_push(asking, "step", value, indices, rule=rule, rate=rate, combine=combine)
+
+    def prepare(self, rule: tuple[str, dict[str, Any]]) -> None:
+        """Let every server import a program's own update rule, before the first step by it; of use to this package only."""
+        name = rule[1].get("rule", "")
+        if not name or name in self._rules:
+            return
+        if name.startswith("__main__:"):
+            raise ConfigError(
+                f"update rule {name.partition(':')[2]!r} is in the script itself, which servers do not run: put it into a module beside the "
+                f"script and import it from there"
+            )
+        asking = Asking()
+        for server in range(self.here.count):
+            asking.rule(server, rule)
+        self.ask(asking, f"asking servers for update rule {name}")
+        self._rules.add(name)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,13 @@ class Stepper(Protocol):
             combine: "mean" or "sum" of the workers' gradients, where they are combined.
         """
 
+    def prepare(self, rule: tuple[str, dict[str, Any]]) -> None:
+        """See to it that such steps can be made.
+
+        Raises:
+            ConfigError: They cannot.
+        """
+
     def transaction(self) -> AbstractContextManager[None]:
         """Make all writes of a block one."""
 
