@@ -57,7 +57,8 @@ def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | No
     Raises:
         ConfigError: The object cannot travel; the others raise MismatchError.
 
-    Cost: a header round, which holds small objects; for larger ones n-1 rounds of the packed objects.
+    Cost: small objects (248 bytes packed) travel at once: where the ranks share memory by one phase, else with a header round; larger ones
+        take n-1 rounds after that.
 
     Example:
         >>> import syncvar as sv
@@ -149,7 +150,8 @@ def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeo
     Raises:
         ConfigError: The object cannot travel; the others raise MismatchError.
 
-    Cost: a header round, then ceil(log2 n) rounds of the packed object.
+    Cost: where the ranks share memory one phase for a small object (248 bytes packed); else a header round, then ceil(log2 n) rounds of
+        the packed object.
 
     Example:
         >>> import syncvar as sv
@@ -215,7 +217,8 @@ def gather_object(
     Raises:
         ConfigError: The object cannot travel; the others raise MismatchError.
 
-    Cost: a header round, which holds small objects; larger ones go once to the root.
+    Cost: small objects (248 bytes packed) travel at once: where the ranks share memory by one phase, else with a header round; larger ones
+        go once to the root after that.
 
     Example:
         >>> import syncvar as sv
@@ -251,7 +254,8 @@ def scatter_object(
     Raises:
         ConfigError: The list is too long or too short, or an object cannot travel; the others raise MismatchError.
 
-    Cost: a broadcast of the lengths, then each packed object once.
+    Cost: where the ranks share memory one phase for small objects (248 bytes packed); else a broadcast of the lengths, then each packed
+        object once.
 
     Example:
         >>> import syncvar as sv

@@ -19,8 +19,8 @@ import syncvar as sv
 
 TURNS = 6
 WRITES = 8
-STYLES = [*[""] * 8, "timeout", "timeout", "seconds", "odd", "async"]
-OPTIONS = {"": {}, "timeout": {"timeout": 30.0}, "seconds": {"timeout": 30}, "odd": {"timeout": np.float32(30)}, "async": {"async_op": True}}
+STYLES = [*[""] * 7, "timeout", "timeout", "seconds", "odd", "async", "async", "later", "later"]
+OPTIONS = {"": {}, "timeout": {"timeout": 30.0}, "seconds": {"timeout": 30}, "odd": {"timeout": np.float32(30)}, "async": {"async_op": True}, "later": {"async_op": True}}
 KINDS = {"f8": float, "i8": int, "?": bool, "c16": complex, "f4": np.float32, "i4": np.int32, "f2": np.float16}
 SYNC, AGGREGATION = sv.VariableSynchronization, sv.VariableAggregation
 
@@ -108,6 +108,7 @@ class Everyday:
         call = pick(self.rng, ["all_reduce", "all_reduce", "all_reduce", "reduce", "broadcast", "all_gather"])
         if call == "reduce" and kind is bool:
             call = "all_reduce"
+        later = []
         for _ in range(TURNS):
             seed = int(self.rng.integers(0, 8))
             count = int(np.prod(shape))
@@ -115,7 +116,8 @@ class Everyday:
                 np.array([number(rank, seed, kind, op, place) for place in range(count)], name).reshape(shape) for rank in range(self.size)
             ]
             x = in_form(parts[self.rank], self._mine(["array", "number", "number", "scalar", "tuple"]))
-            options = OPTIONS[self._mine(STYLES)]
+            style = self._mine(STYLES)
+            options = OPTIONS[style]
             if call == "reduce":
                 got = strategy.reduce(self._mine([op, op.upper(), sv.ReduceOp(op)]) if op != "or" else op, x, axis=None)
                 same(got, combined(parts, op), f"strategy.reduce({x!r}, {op})")
@@ -126,8 +128,15 @@ class Everyday:
                 got, wanted = sv.broadcast(x, root=self.size - 1, **options), parts[-1]
             else:
                 got, wanted = sv.all_gather(x, **options), np.concatenate([part.reshape(1) if part.ndim == 0 else part for part in parts])
-            got = got.wait() if "async_op" in options else got
-            same(got, wanted, f"{call}({x!r}, {op}, {options})")
+            what = f"{call}({x!r}, {op}, {options})"
+            if style == "later":
+                later.insert(len(later) // 2, (got, np.copy(wanted), what))
+                if isinstance(x, np.ndarray) and x.size:
+                    x[...] = 0  # it was taken
+            else:
+                same(got.wait() if style == "async" else got, wanted, what)
+        for work, wanted, what in later:
+            same(work.wait(), wanted, f"{what}, waited for later")
 
     def _structure(self):
         """A dict, list or tuple of numbers and arrays; nested, or of several dtypes, at times."""
