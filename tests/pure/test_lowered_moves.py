@@ -41,6 +41,8 @@ def steps_of(world, rank, number, one):
             return world.memory[(Kind.SOURCE, place), owner, number]
         if kind == Kind.SLOT:
             return world.memory.setdefault(("SLOT", owner, number & 1), {})
+        if kind == Kind.MADE:
+            return world.memory.setdefault(("MADE", owner, place), {})
         return world.memory.setdefault(("CELLS", owner, sides[owner] ^ place), {})
 
     def read(stretch):
