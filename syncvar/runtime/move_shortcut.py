@@ -11,12 +11,10 @@ import numpy as np
 
 from syncvar.arena.channels import CHECK, MASK, SPREAD
 from syncvar.errors import InternalError, SyncvarError
-from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import quiet
-from syncvar.runtime.phases import DISAGREE
 from syncvar.runtime.published import staged
 from syncvar.runtime.shared_moves import Movement, folder, move_shared, said_of, take_blocks
-from syncvar.runtime.shortcut import Ground, ground_of
+from syncvar.runtime.shortcut import Ground, as_far_as_others_come, ground_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -53,43 +51,33 @@ def move_shortcut(
     if ground is None:
         return None
     _, channel, engine, told = ground
-    queue, busy = channel.queue, communicator.busy
     digest, add = told.fingerprint, engine.recorder.add
-    attempt: Any = (_SmallBlocks if layout.is_small else _long_blocks)(channel, layout)
+    small = _SmallBlocks(channel, layout) if layout.is_small else None
 
-    def call(x: NDArray[Any], out: Any, said: None = None, timeout: float | None = None) -> Any:
-        del said  # such calls are always the same
-        if not (engine.is_quiet and channel.is_settled) or queue or busy.locked():
-            return None
+    def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any, Blocks] | None:
         try:
             blocks = front(x, out)
-        except SyncvarError:  # the long way tells the others what is wrong
-            return None
-        if blocks is None:
-            return None
-        if blocks.outgoing and not layout.is_small:
-            try:
+            if blocks is not None and blocks.outgoing and small is None:
                 channel.reserve_segments()
-            except SyncvarError:
-                return None
-        with busy:
-            if queue:
-                return None
-            number = communicator.next_call
-            communicator.next_call = number + 1
-            begin = monotonic_ns()
-            try:
-                movement, need, steps = attempt(number, (digest + number * SPREAD) & MASK, blocks)
-                if steps is None:
-                    add((told, number, begin, monotonic_ns(), get_ident()))
-                    return blocks.made
-            except BaseException as error:
-                ground.interrupt(number, begin, error)
-                raise
-            steps = followed(x, out, steps, movement, number)
-            made = ground.go_on(number, begin, steps, need, movement, timeout=timeout)
-            crowd.note((monotonic_ns() - begin) / 1e9, nbytes)
-            return made
+        except SyncvarError:  # the general way tells the others what is wrong
+            return None
+        return None if blocks is None else (x, out, blocks)
+
+    def attempt(number: int, check: int, arrays: tuple[NDArray[Any], Any, Blocks]) -> tuple[Any, Any, int, Movement | None]:
+        x, out, blocks = arrays
+        if small is not None:
+            movement, need, steps = small(number, check, blocks)
+        else:
+            movement = Movement(layout, blocks)
+            steps = move_shared(channel, (number, check), movement)
+            reached = as_far_as_others_come(channel, steps, number)
+            if reached is None:
+                need, steps = channel.last, None if movement.is_done else iter(())
+            else:
+                need = reached
+        if steps is None or movement is None:
+            return blocks.made, None, 0, None
+        return None, followed(x, out, steps, movement, number), need, movement
 
     def followed(x: NDArray[Any], out: Any, steps: Any, movement: Movement, number: int) -> Generator[int, None, Any]:
         body = None if general is None else partial(general, x, out)
@@ -100,12 +88,14 @@ def move_shortcut(
         blocks = front(x, made)
         if blocks is None:
             raise InternalError(f"{told.what}: the result does not go where it was said to go")
-        movement, _, steps = attempt.taken((digest + number * SPREAD) & MASK, channel.last, blocks)
-        if steps is None:
+        assert small is not None
+        movement, _, steps = small.taken((digest + number * SPREAD) & MASK, channel.last, blocks)
+        if movement is None:
             add((told, number, begin, monotonic_ns(), get_ident()))
             return True, blocks.made
         return False, followed(x, out, steps, movement, number)
 
+    call = ground.plainly(arrays_of, attempt, notes=True)
     native = _natively(ground, call, later, layout, front, brought) if layout.is_small else None
     return native or call
 
@@ -210,23 +200,6 @@ class _SmallBlocks:
             folder(self._layout)(terms, made)
             if made is not target:
                 target[...] = made
-
-
-def _long_blocks(channel: Channel, layout: Layout) -> Any:
-    """Return what makes a call where the blocks lie, or by windows: (movement, need, steps) as of a small one."""
-    others = channel.others
-
-    def attempt(number: int, check: int, blocks: Blocks) -> tuple[Movement, int, Any]:
-        movement = Movement(layout, blocks)
-        steps = move_shared(channel, (number, check), movement)
-        wait, limit = channel.hold if crowd.holds() else channel.wait, (number << 1) + 4
-        with quiet():
-            for need in steps:
-                if need == DISAGREE or not wait(others, need, limit):
-                    return movement, need, steps
-        return movement, channel.last, None if movement.is_done else iter(())
-
-    return attempt
 
 
 def _moved_or_else(

@@ -14,6 +14,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
 from syncvar.execution.lower_reduce import Places
@@ -29,7 +30,7 @@ from syncvar.runtime.timeouts import checked_timeout
 from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
 
     from numpy.typing import NDArray
 
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Shortcut = Callable[..., NDArray[Any] | None]
+    Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["Ground", "Shortcut", "ground_of", "meet_shortcut", "reduce_shortcut"]
+__all__ = ["Ground", "Shortcut", "as_far_as_others_come", "ground_of", "meet_shortcut", "reduce_shortcut"]
 
 
 def reduce_shortcut(
@@ -125,6 +127,46 @@ class Ground(NamedTuple):
         operation.held = held
         return self.engine.take_over(operation, None if timeout is None else checked_timeout(timeout))
 
+    def plainly(self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False) -> Shortcut:
+        """Return what makes such calls in Python: it guards, numbers, records and hands over, whatever the call does.
+
+        Args:
+            arrays_of: Of (x, out): what a call works on, or None where the general way has to be taken; it tells nobody anything.
+            attempt: Of (number, check, what it works on): publishes the call, and goes on as long as the others come soon. It returns
+                (result, None, 0, None); or (_, steps, need, held) where the engine has to go on: what is left of the call, whose return
+                value is its result, what the others have to reach first, and what they may read as long as the call is under way.
+            notes: How long a call took tells whether other threads hold the interpreter's lock.
+        """
+        communicator, channel, engine, told = self
+        queue, busy, digest, add, clock = channel.queue, communicator.busy, told.fingerprint, engine.recorder.add, monotonic_ns
+
+        def call(x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
+            if queue or busy.locked() or not (engine.is_quiet and channel.is_settled):
+                return None
+            arrays = arrays_of(x, out)
+            if arrays is None:
+                return None
+            with busy:
+                if queue:
+                    return None
+                number = communicator.next_call
+                communicator.next_call = number + 1
+                begin = clock()
+                try:
+                    made, steps, need, held = attempt(number, ((digest if said is None else said[1]) + number * SPREAD) & MASK, arrays)
+                    if steps is None:
+                        add((told if said is None else self.saying(said).told, number, begin, clock(), get_ident()))
+                        return made
+                except BaseException as error:
+                    self.saying(said).interrupt(number, begin, error)
+                    raise
+                made = self.saying(said).go_on(number, begin, steps, need, held, timeout=timeout)
+                if notes:
+                    crowd.note((clock() - begin) / 1e9, told.nbytes)
+                return made
+
+        return call
+
     def natively(
         self, plain: Shortcut, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
         tells: bool = False, steps: Callable[[int, Any], Any] | None = None, **copies: Any,
@@ -181,9 +223,9 @@ class Ground(NamedTuple):
 
 
 def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
-    communicator, channel, engine, told = ground
-    words, entry, others, queue, wait = channel.words, channel.entry, channel.others, channel.queue, channel.wait
-    size, rank, busy = channel.size, channel.rank, communicator.busy
+    _, channel, engine, told = ground
+    words, entry, others, wait = channel.words, channel.entry, channel.others, channel.wait
+    size, rank = channel.size, channel.rank
     ufunc, kind, empty, ndarray = how.ufunc, how.result, np.empty, np.ndarray
     accumulate = how.accumulate
     digest, add, clock = told.fingerprint, engine.recorder.add, monotonic_ns
@@ -236,11 +278,7 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             return combined(levels[side], out)
         return combine(*pair, out=empty(shape, kind) if out is None else out)  # type: ignore[no-any-return]
 
-    def call(
-        x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
-    ) -> NDArray[Any] | None:
-        if not (engine.is_quiet and channel.is_settled) or busy.locked():
-            return None
+    def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any] | None:
         if out is not None and (
             type(out) is not ndarray
             or out.shape != shape
@@ -248,33 +286,25 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
             or not out.flags.writeable
         ):
             return None
-        with busy:
-            if queue:
-                return None
-            number = communicator.next_call
-            communicator.next_call = number + 1
-            begin = clock()
-            try:
-                side = channel.side = channel.side ^ 1
-                if is_cast:
-                    quietly(copy, mine[side], x)
-                else:
-                    mine[side][...] = x
-                check = words[entry + CHECK + side] = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-                target = channel.last = (number << 1) + 2
-                if channel.phase or words[entry + DONE]:
-                    words[entry + DONE] = channel.phase
-                    channel.phase = words[entry + PHASE] = 0
-                words[entry] = target | side
-                result = finished(side, check, target, out)
-                if result is not None:
-                    add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
-                    return result
-            except BaseException as error:
-                ground.saying(said).interrupt(number, begin, error)
-                raise
-            steps = rest(check, target, out)
-            return ground.saying(said).go_on(number, begin, steps, target, timeout=timeout)  # type: ignore[no-any-return]
+        return x, out
+
+    def attempt(number: int, check: int, arrays: tuple[NDArray[Any], Any]) -> tuple[Any, Any, int, None]:
+        x, out = arrays
+        side = channel.side = channel.side ^ 1
+        if is_cast:
+            quietly(copy, mine[side], x)
+        else:
+            mine[side][...] = x
+        words[entry + CHECK + side] = check
+        target = channel.last = (number << 1) + 2
+        if channel.phase or words[entry + DONE]:
+            words[entry + DONE] = channel.phase
+            channel.phase = words[entry + PHASE] = 0
+        words[entry] = target | side
+        result = finished(side, check, target, out)
+        return (None, rest(check, target, out), target, None) if result is None else (result, None, 0, None)
+
+    call = ground.plainly(arrays_of, attempt)
 
     def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, _native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
@@ -330,18 +360,16 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
 
 
 def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
-    communicator, channel, engine, told = ground
-    others, queue, busy = channel.others, channel.queue, communicator.busy
+    _, channel, _, told = ground
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
-    digest, add = told.fingerprint, engine.recorder.add
+    digest = told.fingerprint
     divisor = channel.size if how.is_mean else 0
     is_flat = len(shape) == 1
 
-    def call(
-        x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
-    ) -> NDArray[Any] | None:
-        if queue or not (engine.is_quiet and channel.is_settled):
-            return None
+    def vector_of(flat: NDArray[Any], flat_out: NDArray[Any]) -> Vector:
+        return Vector([flat], [flat_out], ufunc, accumulate, divisor, apply)
+
+    def arrays_of(x: NDArray[Any], out: Any) -> tuple[Vector, NDArray[Any]] | None:
         if out is None:
             made = np.empty(shape, kind)
         elif (
@@ -361,45 +389,26 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
             flat = x if is_flat and x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
             if out is not None and np.may_share_memory(flat, flat_out):
                 flat = flat.copy()
-        if busy.locked():
-            return None
-        with busy:
-            if queue:
-                return None
-            number = communicator.next_call
-            communicator.next_call = number + 1
-            begin = monotonic_ns()
-            check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-            vector = Vector([flat], [flat_out], ufunc, accumulate, divisor, apply)
-            hold = crowd.holds()
-            wait = channel.hold if hold else channel.wait
-            steps = reduce_shared(channel, (number, check), vector)
-            limit = (number << 1) + 4
-            try:
-                with quiet():  # what overflows is infinite, on all ranks
-                    for need in steps:
-                        if need == DISAGREE or not wait(others, need, limit):
-                            break
-                    else:
-                        add((told if said is None else ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
-                        return made
-            except BaseException as error:
-                ground.saying(said).interrupt(number, begin, error)
-                raise
-            ground.saying(said).go_on(number, begin, _then(steps, made), need, timeout=timeout)
-            crowd.note((monotonic_ns() - begin) / 1e9, made.nbytes)
-            return made
+        return vector_of(flat, flat_out), made
+
+    def attempt(number: int, check: int, arrays: tuple[Vector, NDArray[Any]]) -> tuple[Any, Any, int, None]:
+        vector, made = arrays
+        steps = reduce_shared(channel, (number, check), vector)
+        need = as_far_as_others_come(channel, steps, number)
+        return (made, None, 0, None) if need is None else (None, _then(steps, made), need, None)
+
+    call = ground.plainly(arrays_of, attempt, notes=True)
 
     def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
         if run is not None:
             return False, _then(run, made)
-        vector = Vector([x.reshape(-1)], [made.reshape(-1)], ufunc, accumulate, divisor, apply)
+        vector = vector_of(x.reshape(-1), made.reshape(-1))
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
         return False, _then(reduce_published(channel, check, vector, native), made)
 
-    like = np.empty(shape, kind)
-    vector = Vector([like.reshape(-1)], [like.reshape(-1)], ufunc, accumulate, divisor, apply)
+    like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
+    vector = vector_of(like, like)
     if how.source != kind.name or not channel.are_native or not vector.suits_native(vector.arithmetic):
         return call
     native = ground.natively(call, later, brought=(kind, shape), made=(kind, shape), crowd=crowd)
@@ -407,6 +416,16 @@ def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufun
         return call
     teach(channel, vector, Places(), native)
     return native
+
+
+def as_far_as_others_come(channel: Channel, steps: Iterable[int], number: int) -> int | None:
+    """Go on with a call as long as the others come soon; returns what they have to reach then, or None at its end."""
+    wait, others, limit = channel.hold if crowd.holds() else channel.wait, channel.others, (number << 1) + 4
+    with quiet():  # what overflows is infinite, on all ranks
+        for need in steps:
+            if need == DISAGREE or not wait(others, need, limit):
+                return need
+    return None
 
 
 def _then(steps: Any, made: NDArray[Any]) -> Generator[int, None, NDArray[Any]]:
