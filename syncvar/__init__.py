@@ -109,6 +109,7 @@ if TYPE_CHECKING:
         Explanation,
         Mirrored,
         PerReplica,
+        ShardInfo,
         VariableAggregation,
         VariableSynchronization,
         assign_add_all,
@@ -142,7 +143,7 @@ _HOMES = {
         "get_strategy", "has_strategy", "in_cross_replica_context", "uneven",
     ),
     "syncvar.variables": (
-        "DistributedValues", "Explanation", "Mirrored", "PerReplica", "VariableAggregation", "VariableSynchronization",
+        "DistributedValues", "Explanation", "Mirrored", "PerReplica", "ShardInfo", "VariableAggregation", "VariableSynchronization",
         "assign_add_all", "assign_all", "assign_sub_all",
     ),
 }  # fmt: skip
@@ -189,6 +190,7 @@ __all__ = [
     "RendezvousError",
     "ReplicaContext",
     "RowOutOfRange",
+    "ShardInfo",
     "ShardedVariable",
     "Strategy",
     "SyncvarError",

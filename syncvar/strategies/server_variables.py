@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from syncvar.partitioners import row_ranges
 from syncvar.servers.asking import Asking
 from syncvar.servers.shard import Spec
 from syncvar.variables import Explanation, Variable, VariableAggregation, VariableSynchronization
+from syncvar.variables.by_shards import ShardInfo, checked_shape, require_shape, takes_shard_info
 from syncvar.variables.casting import checked_dtype, plain_array
 from syncvar.variables.creation import checked_name, checked_trainable, checked_value
 from syncvar.variables.places import current_owner
@@ -18,7 +20,7 @@ from syncvar.variables.policy import Operation, as_member, resolve
 from syncvar.variables.rows import checked_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -78,6 +80,7 @@ class ServerVariable(Variable):
         dtype: Any = None,
         synchronization: Any = VariableSynchronization.AUTO,
         aggregation: Any = VariableAggregation.NONE,
+        shape: Any = None,
     ) -> None:
         owner: Any = current_owner()
         if getattr(owner, "session", None) is None:
@@ -88,18 +91,24 @@ class ServerVariable(Variable):
         base = checked_name(name)
         wanted = None if dtype is None else checked_dtype(dtype)
         self._trainable = checked_trainable(trainable, usual=True)
-        value = checked_value(base, initial_value, wanted, self._aggregation, calls=owner.is_chief)
+        lengths, by_shards = checked_shape(base, shape), takes_shard_info(initial_value)
+        known, value = require_shape(base, lengths, wanted) if by_shards else None, None
+        if known is None:
+            value = checked_value(base, initial_value, wanted, self._aggregation, calls=owner.is_chief, shape=lengths)
+            known = None if value is None else (value.shape, value.dtype)
         self._name = owner.names.take(base)
         self._owner: ParameterServerStrategy = owner
         self._rule = "the value is on servers, to which each worker pushes"
         self._first, self._staleness = owner.next_server, owner.staleness
-        if value is None:
-            self._find()
+        if known is None:
+            self._find(lengths)
         else:
-            self._shape, self._dtype = value.shape, value.dtype
-            parts = owner.partition(value.shape, value.dtype)
-            self._cut(parts)
-            self._make(value)
+            self._shape, self._dtype = known
+            self._cut(owner.partition(self._shape, self._dtype))
+            if by_shards and owner.is_chief:
+                self._make_by_shards(initial_value)
+            else:
+                self._make(value)
         owner.here.meets |= self._staleness == 0
         owner.next_server = (self._first + self.num_shards) % owner.server_count
         if self.num_shards > 1:
@@ -288,25 +297,38 @@ class ServerVariable(Variable):
         shape = (stop - start, *self._shape[1:]) if self._shape else ()
         return Spec(shape, self._dtype.name, self._aggregation.name, self._shape, start, self.num_shards)
 
-    def _make(self, value: NDArray[Any]) -> None:
-        """Let the servers make it, if this is the chief; else wait until they have."""
+    def _make_by_shards(self, make: Callable[..., Any]) -> None:
+        """Let the servers make it, from parts of which one at a time is here; on the chief."""
+        for index, (start, _) in enumerate(self._ranges):
+            spec = self.spec_of(index)
+            info = ShardInfo(spec.shape, (start, *(0 for _ in spec.shape[1:])) if spec.shape else ())
+            asking = Asking()
+            value = checked_value(self._name, partial(make, shard_info=info), self._dtype, self._aggregation, calls=True, shape=spec.shape)
+            assert value is not None
+            asking.create(self.server_of(index), self.key_of(index), spec, self._staleness, value)
+            self._owner.ask(asking, f"making variable {self._name!r}")
+
+    def _make(self, value: NDArray[Any] | None) -> None:
+        """Let the servers make it, if this is the chief, who has the value; else wait until they have."""
         asking = Asking()
         for index, (start, stop) in enumerate(self._ranges):
             server, key, spec = self.server_of(index), self.key_of(index), self.spec_of(index)
-            if self._owner.is_chief:
+            if value is not None and self._owner.is_chief:
                 asking.create(server, key, spec, self._staleness, value if not self._shape else value[start:stop])
             else:
                 asking.expect(server, key, spec)
         self._owner.ask(asking, f"making variable {self._name!r}")
 
-    def _find(self) -> None:
-        """Learn from a server what the chief has made of a callable."""
+    def _find(self, lengths: tuple[int, ...] | None) -> None:
+        """Learn from a server what the chief has made of a callable; it must have the given shape, if there is one."""
         asking = Asking()
         server, number = asking.describe(self._first, self.key_of(0))
         told = self._owner.ask(asking, f"making variable {self._name!r}").results[server][number]
         if told["aggregation"] != self._aggregation.name:
             raise ConfigError(f"variable {self._name!r} has aggregation {told['aggregation']} on the chief, {self._aggregation.name} here")
         self._shape, self._dtype = tuple(told["whole"]), np.dtype(told["dtype"])
+        if lengths not in (None, self._shape):
+            raise ConfigError(f"variable {self._name!r} has shape {self._shape} on the chief, and shape= says {lengths} here")
         self._cut(told["shards"])
 
     def checked_indices(self, indices: Any) -> tuple[NDArray[Any], tuple[int, ...]]:

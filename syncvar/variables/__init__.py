@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from syncvar.variables.by_shards import ShardInfo
 from syncvar.variables.explanation import Explanation
 from syncvar.variables.grouped import assign_add_all, assign_all, assign_sub_all
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
@@ -21,6 +22,7 @@ __all__ = [
     "Explanation",
     "Mirrored",
     "PerReplica",
+    "ShardInfo",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

@@ -15,6 +15,7 @@ from syncvar.collectives.broadcast import broadcast_flat
 from syncvar.errors import ConfigError, InternalError, MismatchError
 from syncvar.runtime.context import current
 from syncvar.runtime.group import Request, fingerprint
+from syncvar.variables.by_shards import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.casting import checked_dtype, digest_of, initial_array
 from syncvar.variables.names import Names
 from syncvar.variables.places import Owner, context_of
@@ -72,6 +73,7 @@ class Wish(NamedTuple):
     dtype: Any
     synchronization: Any
     aggregation: Any
+    shape: Any = None
 
 
 class Made(NamedTuple):
@@ -166,7 +168,10 @@ def _checked(owner: Owner, wish: Wish) -> _Checked:
         resolve(requested)[0], aggregation, context_of(owner, f"variable {base!r}"), Operation.CREATE
     )
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
-    value = checked_value(base, wish.initial_value, dtype, aggregation, calls=calls)
+    given, shape = wish.initial_value, checked_shape(base, wish.shape)
+    if takes_shard_info(given):
+        given = whole(given, require_shape(base, shape, dtype)[0])
+    value = checked_value(base, given, dtype, aggregation, calls=calls, shape=shape)
     return _Checked(base, value, trainable, requested, aggregation, action)
 
 
@@ -184,7 +189,7 @@ def checked_trainable(trainable: Any, usual: bool) -> bool:
 
 
 def checked_value(
-    base: str, given: Any, dtype: np.dtype[Any] | None, aggregation: VariableAggregation, *, calls: bool
+    base: str, given: Any, dtype: np.dtype[Any] | None, aggregation: VariableAggregation, *, calls: bool, shape: tuple[int, ...] | None = None
 ) -> NDArray[Any] | None:
     """Return a new variable's first value as an array, or None where a function makes it and is not called here.
 
@@ -194,9 +199,10 @@ def checked_value(
         dtype: Its dtype, or None for that of the value.
         aggregation: It is combined by.
         calls: A function is called here.
+        shape: What the value must have, or None for any.
 
     Raises:
-        ConfigError: It is no array, or has no mean of its dtype.
+        ConfigError: It is no array, has another shape, or no mean of its dtype.
     """
     if callable(given) and not isinstance(given, ArrayProtocol):
         if not calls:
@@ -204,6 +210,8 @@ def checked_value(
         given = given()
     given = given.read_value() if isinstance(given, ArrayProtocol) else given
     value = initial_array(given, dtype, f"variable {base!r}: initial_value")
+    if shape is not None and value.shape != shape:
+        raise ConfigError(f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; give what is meant")
     if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fV":
         raise ConfigError(
             f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a real floating dtype "

@@ -63,12 +63,15 @@ class Variable(Taught, ArrayProtocol):
 
     Args:
         initial_value: Array, number, another variable (its value), or a callable (called once, on the chief; under
-            NONE by each replica). Every replica takes the chief's, except under NONE.
+            NONE by each replica). Every replica takes the chief's, except under NONE. A callable with a parameter `shard_info`
+            makes the value part by part, see `sv.ShardInfo`: of a variable on servers each shard by itself, elsewhere all as
+            one part. `shape` and `dtype` then say what the whole is.
         trainable: None means True, but False for ON_READ.
         name: 1 to 128 of `A-Z a-z 0-9 _ . / -`; a name taken twice gets `_1`, `_2`.
         dtype: None means that of the value; Python floats make float32, ints int64.
         synchronization: When the copies are made to agree.
         aggregation: How values of several replicas become one.
+        shape: What the initial value must have; None for any.
 
     Raises:
         ConfigError: A wrong argument; the other replicas raise MismatchError.
@@ -99,8 +102,9 @@ class Variable(Taught, ArrayProtocol):
         dtype: Any = None,
         synchronization: Any = VariableSynchronization.AUTO,
         aggregation: Any = VariableAggregation.NONE,
+        shape: Any = None,
     ) -> None:
-        wish = Wish(initial_value, trainable, name, dtype, synchronization, aggregation)
+        wish = Wish(initial_value, trainable, name, dtype, synchronization, aggregation, shape)
         self._take(make_on_replicas(current_owner(), wish, stacklevel=2))
 
     def _take(self, made: Made) -> None:

@@ -1,0 +1,90 @@
+"""Initial values that a function makes part by part, so that nobody ever holds the whole of a large variable."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from syncvar.errors import ConfigError
+from syncvar.variables.protocol import ArrayProtocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+__all__ = ["ShardInfo", "checked_shape", "require_shape", "takes_shard_info", "whole"]
+
+_PARAMETER = "shard_info"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """Which part of a variable an initial value is made for.
+
+    Args:
+        shape: Of the part.
+        offset: Where it begins in the variable, by axis; only the first may exceed 0.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2))
+        >>> def numbered(shard_info):
+        ...     return shard_info.offset[0] + np.arange(shard_info.shape[0])
+        >>> with strategy.scope():
+        ...     table = sv.Variable(numbered, shape=5, dtype="int64")
+        >>> table.row_ranges, table.numpy().tolist()
+        ([[0, 3], [3, 5]], [0, 1, 2, 3, 4])
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def takes_shard_info(given: Any) -> bool:
+    """Return whether an initial value is a function that makes parts: it has a parameter named `shard_info`."""
+    if not callable(given) or isinstance(given, ArrayProtocol):
+        return False
+    try:
+        return _PARAMETER in inspect.signature(given).parameters
+    except (TypeError, ValueError):  # of a function that tells nothing about itself
+        return False
+
+
+def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
+    """Return the shape that was asked for, or None for that of the value.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if shape is None:
+        return None
+    try:
+        lengths = tuple(operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,)))
+    except TypeError as error:
+        raise ConfigError(f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}") from error
+    if any(length < 0 for length in lengths):
+        raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
+    return lengths
+
+
+def require_shape(base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of a variable that a function makes part by part.
+
+    Raises:
+        ConfigError: One of them was not given.
+    """
+    if shape is None or dtype is None:
+        missing = " and ".join(name for name, given in (("shape=", shape), ("dtype=", dtype)) if given is None)
+        raise ConfigError(
+            f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, so {missing} must say what the whole is: "
+            f"sv.Variable(fn, shape=(1000000, 64), dtype='float32')"
+        )
+    return shape, dtype
+
+
+def whole(given: Callable[..., Any], shape: tuple[int, ...]) -> Callable[[], Any]:
+    """Return a function that makes all of a variable as one part."""
+    return lambda: given(shard_info=ShardInfo(shape, (0,) * len(shape)))
