@@ -91,6 +91,7 @@ class _Snapshot(Ticket):
     def __init__(self, parts: Mapping[int, Part]) -> None:
         super().__init__(parts)
         self.id = 0
+        self.peeks = True  # nobody is held up for it
         self.marks: dict[int, dict[int, list[Any]]] = {}
         self.need: dict[int, dict[int, list[int]]] = {}
         self.version: dict[int, dict[int, list[Any]]] = {}
@@ -334,12 +335,15 @@ class Client:
         if self._snapshot is not None or not self._snapshots:
             return []
         self._snapshot = self._snapshots.popleft()
-        return self._begin_cut(self._snapshot, now)
+        return self._begin_cut(self._snapshot, now, peeks=True)
 
-    def _begin_cut(self, ticket: _Snapshot, now: float) -> list[Outgoing]:
-        """Begin a cut, or begin it anew: under another number, which ends the earlier one on the servers."""
+    def _begin_cut(self, ticket: _Snapshot, now: float, *, peeks: bool = False) -> list[Outgoing]:
+        """Begin a cut, or begin it anew: under another number, which ends the earlier one on the servers.
+
+        At first the servers are only asked for what they have (`peeks`): if that happens to be of one version it was one round trip.
+        """
         self._cuts += 1
-        ticket.id = self._cuts
+        ticket.id, ticket.peeks = self._cuts, peeks
         ticket.marks, ticket.need, ticket.version = {}, {}, {}
         ticket.results, ticket.arrays = {}, {}
         if not any(self._sent):
@@ -353,7 +357,9 @@ class Client:
             about = {"server": server, "rank": self.rank, "id": ticket.id}
             if server in ticket.version:
                 continue
-            if server in ticket.need:
+            if ticket.peeks:
+                made.append(Outgoing(self._target(server), {"kind": "peek", **about, "operations": part.operations}, part.arrays))
+            elif server in ticket.need:
                 take = {"kind": "take", **about, "need": ticket.need[server], "operations": part.operations}
                 made.append(Outgoing(self._target(server), take, part.arrays))
             elif server not in ticket.marks:

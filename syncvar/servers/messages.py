@@ -3,7 +3,7 @@
 A message is a map of plain values; its arrays travel beside it, as buffers of their own that nobody copies into the map. The
 kinds, by who sends them:
 
-* worker: `request` (operations, in the order of `number`), `cut` and `take` (a snapshot).
+* worker: `request` (operations, in the order of `number`), `peek`, or `cut` and `take` (a snapshot).
 * server to a worker: `answer`, `refused` (the worker's incarnation is fenced), `marks`, `taken`, `uncut`.
 * server to server: `vote` and `decision` (transactions over several servers), `copy`, `copied`, `retired` (mirrors).
 """
@@ -43,6 +43,7 @@ _SCHEMA: dict[str, dict[str, type]] = {
     },
     "answer": {"server": int, "incarnation": int, "number": int, "error": str, "reason": str, "results": list},
     "refused": {"server": int, "incarnation": int},
+    "peek": {"server": int, "rank": int, "id": int, "operations": list},
     "cut": {"server": int, "rank": int, "id": int},
     "marks": {"server": int, "id": int, "marks": dict},
     "take": {"server": int, "rank": int, "id": int, "need": dict, "operations": list},

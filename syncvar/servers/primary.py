@@ -5,8 +5,9 @@
   have voted, the home decides and tells. Until then nothing of that worker is executed after it, so that order is kept. A home
   that knows a worker's incarnation to be over gives up what is not decided: then a part of it was never sent.
 * With a mirror, nothing is said before the mirror has executed what it follows from.
-* A snapshot is a cut: the servers stop executing and tell how far each worker has come (`marks`), the worker that asks computes the
-  earliest state of all of them that leaves out nothing another one has, they go on to it (`take`), and tell.
+* A snapshot is what the servers have when they are asked (`peek`), if by how far each worker has come (`marks`) that is one version. Else
+  it is a cut: the servers stop executing and tell their marks, the worker that asks computes the earliest state of all of them that
+  leaves out nothing another one has, they go on to it (`take`), and tell.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class Primary:
                 self._vote(message)
             elif kind == "decision":
                 self._decided(message)
+            elif kind == "peek":
+                self._peek(Request(message, arrays))
             elif kind == "cut":
                 self._cut(message)
             elif kind == "take":
@@ -348,6 +351,24 @@ class Primary:
         """Return how far each worker has come: rank -> incarnation, its last change here, and those at all servers."""
         return {rank: [one.incarnation, one.executed, *one.sent] for rank, one in self.ledger.workers.items()}
 
+    def _peek(self, request: Request) -> None:
+        """Tell what there is now, and how far each worker has come."""
+        message = request.message
+        if any(self._is_open(worker) for worker in map(self.ledger.worker, self.ledger.undecided)):
+            self._say(Outgoing(("worker", message["rank"]), {"kind": "uncut", "server": self.server, "id": message["id"]}))
+        else:
+            self._say_taken(request, message["id"])
+
+    @staticmethod
+    def _is_open(worker: Worker) -> bool:
+        """Return whether a lost worker's part is staged: another server may have it already, which its marks do not say."""
+        return worker.staged is not None and worker.staged.message["incarnation"] < worker.incarnation
+
+    def _say_taken(self, request: Request, number: int) -> None:
+        made = self.ledger.read(-1, request.message["operations"], request.arrays)
+        taken = {"kind": "taken", "server": self.server, "id": number, "marks": self._marks(), "results": made.results}
+        self._say(Outgoing(("worker", request.message["rank"]), taken, tuple(made.arrays)))
+
     def _cut(self, message: Message) -> None:
         key = message["rank"], message["id"]
         if key not in self._cuts:
@@ -395,9 +416,7 @@ class Primary:
                 self._say_marks(key)
             elif state == "there":
                 del self._cuts[key]
-                made = self.ledger.read(-1, message["operations"], cut.take.arrays)
-                taken = {"kind": "taken", "server": self.server, "id": key[1], "marks": self._marks(), "results": made.results}
-                self._say(Outgoing(("worker", key[0]), taken, tuple(made.arrays)))
+                self._say_taken(cut.take, key[1])
                 self._go_on()
 
     def _compared(self, need: dict[int, list[int]]) -> str:
@@ -405,13 +424,12 @@ class Primary:
         state = "there"
         for rank, worker in self.ledger.workers.items():
             incarnation, number = need.get(rank, (0, 0))
-            staged = worker.staged
             if worker.incarnation > incarnation or (worker.incarnation == incarnation and worker.executed > number):
                 return "beyond"
             if worker.incarnation < incarnation or worker.executed < number:
                 state = "yet"
-            if staged is not None and staged.message["incarnation"] < worker.incarnation:
-                state = "yet"  # whether another server has it is decided soon
+            if self._is_open(worker):
+                state = "yet"  # that is decided soon
         return state
 
     # -- the ledger and its mirror ----------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ class ParameterServerStrategy(Strategy):
         Returns:
             Their values, read-only, in order.
 
-        Cost: two round trips, during which the servers of these variables hold pushes back.
+        Cost: one round trip, if what the servers have then is one version; else two more, during which they hold pushes back.
 
         Example:
             >>> import syncvar as sv
