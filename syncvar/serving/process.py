@@ -151,7 +151,7 @@ class Serving:
         shards = [shard for primary in self.server.primaries.values() for shard in primary.ledger.shards.values()]
         _log.info("server %d: over, with %d parts of variables, %s", self._index, len(shards), bytes_in_words(sum(one.array.nbytes for one in shards)))
         if self._served is not None:
-            self._served.write(self._environment.stats_dir, self._environment.generation)
+            self._served.write(self._environment.stats_dir, self._environment.generation, self.server.stats()["staleness"])
         self.links.close(self._config.shutdown_timeout_s)
         self._directory.close()
         self._context.term()

@@ -11,7 +11,7 @@ from syncvar.runtime.recorder import write_record
 from syncvar.runtime.totals import size_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from syncvar.servers import Message, Outgoing
     from syncvar.servers.messages import Arrays
@@ -33,6 +33,8 @@ class Served:
         >>> served.count({"kind": "request", "operations": [{"do": "pull"}, {"do": "pull"}]}, (), (), 1500)
         >>> [(row["call"], row["ranks"], row["calls"], row["ns"]) for row in served.rows()]
         [('served pull', 'server 1', 1, 1500)]
+        >>> [(row["call"], row["calls"]) for row in served.rows({0: 9, 1: 3})[1:]]
+        [('reads 0 ticks ahead', 9), ('reads 1 tick ahead', 3)]
     """
 
     def __init__(self, server: int) -> None:
@@ -60,16 +62,22 @@ class Served:
         row[2] += ns
         row[3] += any(one.message.get("error") for one in answers)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the totals, as `syncvar_launcher.totals` reads them."""
+    def rows(self, ahead: Mapping[int, int] | None = None) -> list[dict[str, Any]]:
+        """Return the totals, as `syncvar_launcher.totals` reads them.
+
+        Args:
+            ahead: By how many ticks readers were ahead of the slowest worker -> reads; a row for each.
+        """
         name = process_name(server_number(self._server))
+        served = [(*key, *counts) for key, counts in self._rows.items()]
+        served += [(f"reads {ticks} tick{'s' * (ticks != 1)} ahead", 0, reads, -1, 0, 0) for ticks, reads in sorted((ahead or {}).items())]
         return [
             {"call": call, "group": -1, "ranks": name, "size": 1, "class": end, "calls": calls, "nbytes": nbytes, "ns": ns, "failed": failed}
-            for (call, end), (calls, nbytes, ns, failed) in self._rows.items()
+            for call, end, calls, nbytes, ns, failed in served
         ]
 
-    def write(self, folder: str, generation: int) -> None:
-        """Leave the totals where the launcher reads them."""
+    def write(self, folder: str, generation: int, ahead: Mapping[int, int]) -> None:
+        """Leave the totals where the launcher reads them; `ahead` as in `rows`."""
         number = server_number(self._server)
         with contextlib.suppress(OSError):  # the launcher says who has told nothing
-            write_record(folder, f"stats-{number}.{generation}.json", json.dumps({"rank": number, "rows": self.rows()}))
+            write_record(folder, f"stats-{number}.{generation}.json", json.dumps({"rank": number, "rows": self.rows(ahead)}))

@@ -238,3 +238,34 @@ def test_servers_say_what_they_do_in_the_log_and_in_the_totals(launch, tmp_path)
     assert {row["ranks"] for row in pushes} == {"server 0"}
     assert sum(row["calls"] for row in pushes) >= 2 * STEPS
     assert all(row["failed"] == 0 and row["mean_s"] > 0 for row in pushes)
+
+
+BOUNDED = """
+import probe, syncvar as sv
+
+strategy = sv.ParameterServerStrategy(staleness=2)
+with strategy.scope():
+    v = sv.Variable(0, name="v")
+for step in range(6):
+    if strategy.replica_id == 1 and step == 1:
+        probe.gate("slow")
+    v.assign_add(1)
+    strategy.tick()
+    v.read_value()
+    if strategy.replica_id == 0 and step == 2:
+        probe.note("ahead")
+sv.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_reads_are_no_more_ticks_ahead_than_the_bound_and_totals_tell_by_how_many(launch, tmp_path):
+    job = start(launch, f"--stats={tmp_path / 'totals.json'}", script=BOUNDED)
+    job.await_events("ahead", 1)  # two ticks ahead of the other, it has read
+    job.open_gate("slow")
+    assert job.wait() == 0, job
+    rows = json.loads((tmp_path / "totals.json").read_text())["rows"]
+    ahead = {int(row["call"].split()[1]): row["calls"] for row in rows if row["call"].endswith(" ahead")}
+    assert sum(ahead.values()) == 12
+    assert max(ahead) == 2
+    assert min(ahead) == 0
