@@ -249,7 +249,7 @@ class Channel(ChannelState):
     """
 
     __slots__ = (
-        "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "are_native", "arena", "entry", "group", "hold",
+        "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "are_native", "arena", "entry", "found", "group", "hold",
         "is_native", "is_open", "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
     )  # fmt: skip
 
@@ -282,6 +282,7 @@ class Channel(ChannelState):
         self._entries = [0] * self.size
         self._entries[rank] = entry
         self._views: dict[Any, Any] = {}
+        self.found: dict[Any, list[Any]] = {}  # where memories of programs lie, see `runtime/running.py`
         self._segments = [0] * self.size
         self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
 
@@ -370,6 +371,10 @@ class Channel(ChannelState):
         word = self.words[self._entries[rank]]
         side = word & 1
         return side if word < self.last + 2 else side ^ 1
+
+    def sides(self) -> tuple[int, ...]:
+        """Return on which side each rank has published phase 0 of this call."""
+        return tuple([self.side_of(rank) for rank in range(self.size)])
 
     def disagreeing(self, check: int) -> tuple[int, ...]:
         """Return the ranks of the group whose phase 0 of this call says something else."""

@@ -139,6 +139,21 @@ def extents(program: Program) -> dict[Memory, int]:
     return found
 
 
+_SHARED = (Kind.SLOT, Kind.CELLS, Kind.MADE)
+
+
+def _joined(opening: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[tuple[int, int, int], ...], int, int], ...]:
+    made: list[tuple[list[tuple[int, int, int]], int, int]] = []
+    end = -1
+    for _, source, first, target, start, length in opening:
+        if made and made[-1][1] == target and start == end:
+            made[-1][0].append((source, first, length))
+        else:
+            made.append(([(source, first, length)], target, start))
+        end = start + length
+    return tuple((tuple(parts), target, start) for parts, target, start in made)
+
+
 class Code:
     """A program made ready for a runner: memories are numbers, instructions are tuples of numbers.
 
@@ -150,9 +165,15 @@ class Code:
             (PUBLISH,) and (AWAIT, back).
         last_side: As of the program.
         is_read: As of the program.
+
+    Attributes:
+        own: (number, kind, rank, place, elements) of the memories that lie elsewhere in every call.
+        shared: (number, memory) of those in which ranks write for each other.
+        uses_cells: Some of these are cells.
+        joins: The opening, copies into adjacent stretches of one memory together: ((source, first, length)..., target, first).
     """
 
-    __slots__ = ("is_read", "last_side", "memories", "natives", "opening", "sizes", "steps")
+    __slots__ = ("is_read", "joins", "last_side", "memories", "natives", "opening", "own", "shared", "sizes", "steps", "uses_cells")
 
     def __init__(
         self,
@@ -166,6 +187,13 @@ class Code:
         self.is_read = is_read
         self.memories, self.sizes, self.opening, self.steps, self.last_side = memories, sizes, opening, steps, last_side
         self.natives: dict[Any, Any] = {}  # the same for the C runner, by what becomes of terms
+        self.shared = tuple((number, memory) for number, memory in enumerate(memories) if memory.kind in _SHARED)
+        self.uses_cells = any(memory.kind == Kind.CELLS for memory in memories)
+        self.own = tuple(
+            (number, int(memory.kind), memory.rank, memory.place, sizes[number])
+            for number, memory in enumerate(memories) if memory.kind not in _SHARED
+        )  # fmt: skip
+        self.joins = _joined(opening)
 
     def numbers(self) -> tuple[bytes, int]:
         """Return opening and steps as 64-bit numbers, one after the other, for the C runner, and how many are of the opening."""

@@ -42,7 +42,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 4  # as in native.c
+_FORM = 6  # as in native.c
 _MESSAGES_FORM = 2  # of `messages.c`
 
 
@@ -234,6 +234,11 @@ def program(*parts: Any) -> Any:
         return None
 
 
+def open_program(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool) -> None:
+    """Make the copies of a program's opening in C; arguments as of `run`, None for memories that the opening does not use."""
+    _native.Run(made, channel, arrays, offsets, keeps_lock, True)  # type: ignore[union-attr]
+
+
 def run(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool) -> Iterator[int]:
     """Run a program in C; yields what the others have to reach.
 
@@ -244,7 +249,7 @@ def run(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ..
         offsets: Where the others lie in the arena, in bytes; with bit 60 the address in the process of the memory's rank; -1 for arrays.
         keeps_lock: Python's lock is kept.
     """
-    found: Iterator[int] = _native.Run(made, channel, arrays, offsets, keeps_lock)  # type: ignore[union-attr]
+    found: Iterator[int] = _native.Run(made, channel, arrays, offsets, keeps_lock, False)  # type: ignore[union-attr]
     return found
 
 

@@ -9,7 +9,7 @@
  */
 #include "native.h"
 
-#define FORM 4          /* of what Python and this module tell each other; as in __init__.py */
+#define FORM 6          /* of what Python and this module tell each other; as in __init__.py */
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
 
 #define LONG_PATIENCE_NS 1000000 /* the same of long vectors, without Python's lock */

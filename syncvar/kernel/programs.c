@@ -502,15 +502,26 @@ int bind_vector(
     return 1;
 }
 
-/* Run(program, channel, arrays, offsets, keeps_lock): memory k is arrays[k] where offsets[k] is -1, else that place of
- * the arena; its opening has been done. */
+/* Return whether all memories of an opening have been found. */
+static int is_opening_bound(const Run *self) {
+    const Program *program = self->program;
+    for (Py_ssize_t place = 0; place < program->opening; place += 6) {
+        const int64_t *step = program->code + place;
+        if (self->bound[step[1]].at == NULL || self->bound[step[3]].at == NULL) return 0;
+    }
+    return 1;
+}
+
+/* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] where offsets[k] is -1, else that
+ * place of the arena. Its opening has been done; or is done now, and nothing else may be then: arrays[k] is None of what
+ * it does not use. */
 static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *program, *channel, *arrays, *given;
-    int keeps_lock;
+    int keeps_lock, opens;
     (void)type;
     if (keywords != NULL || !PyArg_ParseTuple(
-                                arguments, "O!O!O!Op", program_type, &program, channel_state_type, &channel,
-                                &PyTuple_Type, &arrays, &given, &keeps_lock
+                                arguments, "O!O!O!Opp", program_type, &program, channel_state_type, &channel,
+                                &PyTuple_Type, &arrays, &given, &keeps_lock, &opens
                             ))
         return NULL;
     const Program *made = (const Program *)program;
@@ -540,6 +551,8 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
         } else if (offset >= 0) {
             bound->at = (char *)state->memory.buf + offset;
             room = state->memory.len - offset;
+        } else if (opens && PyTuple_GetItem(arrays, memory) == Py_None) {
+            continue;
         } else {
             const Array *array = (const Array *)PyTuple_GetItem(arrays, memory);
             PyObject *nbytes = PyObject_GetAttrString((PyObject *)array, "nbytes");
@@ -553,6 +566,21 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
             PyErr_Format(PyExc_ValueError, "memory %d of a program is shorter than it is used", memory);
             return NULL;
         }
+    }
+    if (opens) {
+        if (!is_opening_bound(self)) {
+            Py_DECREF(self);
+            PyErr_SetString(PyExc_ValueError, "an opening uses a memory that is not known");
+            return NULL;
+        }
+        self->place = 0;
+        if (keeps_lock) {
+            advance_run(self, made->opening);
+        } else {
+            Py_BEGIN_ALLOW_THREADS advance_run(self, made->opening);
+            Py_END_ALLOW_THREADS
+        }
+        self->place = made->length; /* what follows needs all memories */
     }
     return (PyObject *)self;
 }

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from syncvar.execution.program import AWAIT, COPY, FOLD, STORE
 
 if TYPE_CHECKING:
@@ -15,22 +17,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.execution.program import Code
 
     Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
 
 __all__ = ["interpret", "opened"]
 
 
-def opened(opening: Iterable[tuple[int, ...]], memories: Sequence[NDArray[Any]], copy: Copier) -> None:
+def opened(code: Code, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
     """Make the copies of an opening.
 
     Args:
-        opening: Of an assembled program.
+        code: An assembled program.
         memories: Flat arrays, by their numbers.
         copy: Of (target, value).
     """
-    for _, source, first, target, start, count in opening:
-        copy(memories[target][start : start + count], memories[source][first : first + count])
+    for parts, target, start in code.joins:
+        values = [memories[source][first : first + count] for source, first, count in parts]
+        into = memories[target][start : start + sum(map(len, values))]
+        if len(values) == 1:
+            copy(into, values[0])
+        else:
+            np.concatenate(values, out=into, casting="same_kind")
 
 
 def interpret(

@@ -23,12 +23,12 @@ from syncvar.runtime.kernels import quiet
 from syncvar.runtime.operation import BodyError, Operation, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
-from syncvar.runtime.running import Arithmetic, in_channel, native_of, open_code, run_code
+from syncvar.runtime.running import Arithmetic, found_in, native_of, open_code, run_code
 from syncvar.runtime.shared_moves import move_shared
 from syncvar.runtime.shared_reduce import Vector, copier, reduce_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -290,39 +290,38 @@ def run_rounds(
     """
     work, ufunc = stage.work, stage.ufunc
     code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
-    if not plan.rounds and opening is None:
-        return
-    if any(kind == Kind.CELLS for kind, _, _ in code.memories):
+    if code.uses_cells:
         channel.reserve_segments()
     scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
-    copy = copier()
+    native = native_of(code, Arithmetic(ufunc, work.dtype, work.dtype)) if channel.is_native and work.flags.carray else None
+    copy, rank, size = copier(), channel.rank, channel.size
 
-    def found(slots: Mapping[int, int], cells: Mapping[int, int]) -> list[Any]:
-        own = {Kind.TARGET: work, Kind.SCRATCH: scratch}
-        return [
-            own[memory.kind] if memory.kind in own else in_channel(channel, memory, slots if memory.kind == Kind.SLOT else cells, work.dtype)
-            for memory in code.memories
-        ]  # fmt: skip
+    def found(sides: tuple[int, ...], slots: tuple[int, ...] | None = None) -> list[Any]:
+        made = found_in(channel, code, sides, work.dtype, slots)
+        for number, kind, _, _, _ in code.own:
+            made[number] = work if kind == Kind.TARGET else scratch
+        return made
 
-    ranks = range(channel.size)
-    slots: dict[int, int] = {}
-    if opening is not None:
-        call, check = opening
-        open_code(channel, code, found({channel.rank: channel.side ^ 1}, {}), copy)
-        yield from agreed(channel, check, channel.begin(call, check))
-        slots = {rank: channel.side_of(rank) for rank in ranks}
-        first = channel.next_parity()
-    else:
-        first = channel.next_parity()
-        open_code(channel, code, found({}, {channel.rank: first}), copy)
-        yield channel.publish()
-    if code.last_side is not None:
-        channel.tail = first ^ code.last_side
+    def bring(side: int) -> None:
+        sides = (*(-1,) * rank, side, *(-1,) * (size - rank - 1))
+        open_code(channel, code, found(sides), native, copy)
 
     def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
         if ufunc is None:
             raise InternalError("the plan reduces but no op was given")
         ufunc(terms[0], terms[1], out=made)
 
-    native = native_of(code, Arithmetic(ufunc, work.dtype, work.dtype)) if channel.is_native and work.flags.c_contiguous else None
-    yield from run_code(channel, code, found(slots, dict.fromkeys(ranks, first)), native, copy, copy, fold)
+    slots = None
+    if opening is not None:
+        call, check = opening
+        bring(channel.side ^ 1)
+        yield from agreed(channel, check, channel.begin(call, check))
+        slots = channel.sides()
+        first = channel.next_parity()
+    else:
+        first = channel.next_parity()
+        bring(first)
+        yield channel.publish()
+    if code.last_side is not None:
+        channel.tail = first ^ code.last_side
+    yield from run_code(channel, code, found((first,) * size, slots), native, copy, copy, fold)

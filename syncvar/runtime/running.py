@@ -10,26 +10,26 @@ import numpy as np
 
 from syncvar.errors import InternalError
 from syncvar.execution.program import Kind
-from syncvar.kernel import UNREAD, run
+from syncvar.kernel import UNREAD, open_program, run
 from syncvar.kernel import program as native_program
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.interpreter import interpret, opened
 from syncvar.runtime.whereabouts import ADDRESS, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
-    from syncvar.execution.program import Code, Memory
+    from syncvar.execution.program import Code
     from syncvar.runtime.interpreter import Copier
     from syncvar.runtime.kernels import Combiner
 
     Found: TypeAlias = "NDArray[Any] | Lying | Reached | None"
 
-__all__ = ["Arithmetic", "Lying", "Reached", "in_channel", "native_of", "open_code", "run_code", "suits_native"]
+__all__ = ["Arithmetic", "Lying", "Reached", "found_in", "native_of", "open_code", "run_code", "suits_native"]
 
 
 class Arithmetic(NamedTuple):
@@ -108,25 +108,38 @@ class Reached:
         return Reached(self.rank, self.address + part.start * self.dtype.itemsize, self.dtype)
 
 
-def in_channel(channel: Channel, memory: Memory, sides: Mapping[int, int], dtype: np.dtype[Any]) -> Lying | None:
-    """Return where ranks write for each other; None where it is not known yet.
+def found_in(
+    channel: Channel, code: Code, sides: tuple[int, ...], dtype: np.dtype[Any], slots: tuple[int, ...] | None = None
+) -> list[Any]:
+    """Return the memories of a program, of which only those are known in which ranks write for each other.
 
     Args:
         channel: This rank's.
-        memory: Slots, cells, or what a rank has made for the others.
-        sides: Of the first cells of the ranks that are known.
+        code: The program.
+        sides: Of the first cells of each rank; -1 where it is not known yet.
         dtype: Of the elements.
+        slots: Sides of the slots, if they are others.
     """
-    kind, rank, place = memory
-    if rank not in sides:
-        return None
-    if kind == Kind.SLOT:
-        return Lying(channel.small_offset(rank, sides[rank]), dtype)
-    if kind == Kind.CELLS:
-        return Lying(channel.segment_offset(rank, sides[rank] ^ place), dtype)
-    if kind == Kind.MADE:
-        return Lying(channel.segment_offset(rank, 2 + place), dtype)
-    raise InternalError(f"{memory} is no memory of a channel")
+    key = code, sides, dtype, slots
+    found = channel.found.get(key)
+    if found is None:
+        found = [None] * len(code.memories)
+        for number, (kind, rank, place) in code.shared:
+            side = sides[rank] if slots is None or kind != Kind.SLOT else slots[rank]
+            if side < 0:
+                continue
+            if kind == Kind.SLOT:
+                offset = channel.small_offset(rank, side)
+            else:
+                offset = channel.segment_offset(rank, side ^ place if kind == Kind.CELLS else 2 + place)
+            found[number] = Lying(offset, dtype)
+        if len(channel.found) >= _FOUND_MAX:
+            channel.found.clear()
+        channel.found[key] = found
+    return found.copy()
+
+
+_FOUND_MAX = 1024
 
 
 def _reading(channel: Channel, copy: Copier) -> Copier:
@@ -155,10 +168,18 @@ def _views(channel: Channel, code: Code, found: Sequence[Found]) -> list[Any]:
 _NONE: NDArray[Any] = np.empty(0, np.uint8)  # of a memory that is not used yet
 
 
-def open_code(channel: Channel, code: Code, found: Sequence[Found], copy: Copier) -> None:
-    """Make the copies that come before phase 0."""
-    if code.opening:
-        opened(code.opening, _views(channel, code, found), copy)
+def open_code(channel: Channel, code: Code, found: Sequence[Found], native: Any, copy: Copier) -> None:
+    """Make the copies that come before phase 0; arguments as of `run_code`."""
+    if native is not None:
+        open_program(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
+    elif code.opening:
+        opened(code, _views(channel, code, found), copy)
+
+
+def _offsets(found: Sequence[Found]) -> tuple[int, ...]:
+    return tuple([
+        one.offset if type(one) is Lying else one.address | ADDRESS if type(one) is Reached else -1 for one in found
+    ])  # fmt: skip
 
 
 def run_code(
@@ -187,18 +208,14 @@ def run_code(
     Raises:
         Gone: A process whose memory is read is no more.
     """
-    reached = [one for one in found if type(one) is Reached]
     if native is None:
-        if reached:
+        if Reached in map(type, found):
             store = _reading(channel, store)
         yield from interpret(channel, code.steps, _views(channel, code, found), copy, store, fold)
         return
-    offsets = tuple([
-        one.offset if type(one) is Lying else one.address | ADDRESS if type(one) is Reached else -1 for one in found
-    ])  # fmt: skip
-    for need in run(native, channel, tuple(found), offsets, keeps_lock=crowd.holds()):
+    for need in run(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds()):
         if need == UNREAD:
-            for one in reached:
+            for one in [one for one in found if type(one) is Reached]:
                 read(channel, one.rank, one.address | ADDRESS, np.empty(1, np.uint8), hold=True)
             raise InternalError("the memory of another rank could not be read, and can be")
         yield need

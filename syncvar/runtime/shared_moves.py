@@ -27,12 +27,12 @@ from syncvar.errors import InternalError
 from syncvar.execution.lower_moves import Move, Way, move_code
 from syncvar.execution.program import Kind
 from syncvar.runtime.phases import DISAGREE, NEVER
-from syncvar.runtime.running import Arithmetic, Lying, Reached, in_channel, native_of, open_code, run_code
+from syncvar.runtime.running import Arithmetic, Lying, Reached, found_in, native_of, open_code, run_code
 from syncvar.runtime.shared_reduce import combine, copier
 from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -210,7 +210,7 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     layout, rank = movement.layout, channel.rank
     if layout.is_small:
         code = layout.code(rank, movement.blocks, Way.SLOTS)
-        open_code(channel, code, _found(channel, movement, code, {rank: channel.side ^ 1}), copier())
+        _open(channel, movement, code, channel.side ^ 1)
         return said_of(layout, check)
     side = channel.tail ^ 1
     flat = movement.outgoing
@@ -219,7 +219,7 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     offer = tell(channel, layout, flat)
     if flat and not offer:
         code = layout.code(rank, movement.blocks, Way.WINDOWS)
-        open_code(channel, code, _found(channel, movement, code, {rank: side}), copier())
+        _open(channel, movement, code, side)
         channel.tail = side
     return said_of(layout, check, side, offer)
 
@@ -253,11 +253,11 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         return
     if layout.detail == 0:
         return
-    sides = [mark >> 3 for mark in marks]
+    sides = tuple([mark >> 3 for mark in marks])
     offers = [mark & 7 for mark in marks]
     if layout.is_small:
         code = layout.code(rank, movement.blocks, Way.SLOTS)
-        sides = [channel.side_of(peer) for peer in range(channel.size)]
+        sides = channel.sides()
     elif are_taken_in_place(reduce(and_, offers)):
         code = layout.code(rank, movement.blocks, Way.LYING)
     else:
@@ -265,9 +265,8 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
         code = layout.code(rank, movement.blocks, Way.WINDOWS, has_told=has_told, some_told=any(offers))
         if code.last_side is not None:
             channel.tail = said.side ^ code.last_side
-    found = _found(channel, movement, code, dict(enumerate(sides)))
-    native = native_of(code, layout.arithmetic) if channel.is_native and _suit_native(layout, found) else None
-    copy = copier()
+    found = _found(channel, movement, code, sides)
+    native, copy = _native(channel, layout, code, found), copier()
     try:
         yield from run_code(channel, code, found, native, copy, _storer(layout, copy), folder(layout))
     except Gone:
@@ -280,34 +279,43 @@ def are_taken_in_place(common: int) -> bool:
     return common > TOLD
 
 
-def _found(channel: Channel, movement: Movement, code: Code, sides: Mapping[int, int]) -> list[Any]:
+def _open(channel: Channel, movement: Movement, code: Code, side: int) -> None:
+    """Make the copies that come before phase 0, into cells or the slot of this side."""
+    sides = (*(-1,) * channel.rank, side, *(-1,) * (channel.size - channel.rank - 1))
+    found = _found(channel, movement, code, sides)
+    open_code(channel, code, found, _native(channel, movement.layout, code, found), copier())
+
+
+def _found(channel: Channel, movement: Movement, code: Code, sides: tuple[int, ...]) -> list[Any]:
     """Return the memories of a program; None for those that are not known yet."""
     layout, blocks = movement.layout, movement.blocks
-    found: list[Any] = []
-    for memory, count in zip(code.memories, code.sizes, strict=True):
-        kind, rank, place = memory
-        if kind == Kind.SOURCE:
-            found.append(movement.sources[place])
-        elif kind == Kind.TARGET:
+    dtype = layout.dtype
+    found = found_in(channel, code, sides, dtype)
+    for number, kind, rank, place, count in code.own:
+        if kind == _SOURCE:
+            found[number] = movement.sources[place]
+        elif kind == _TARGET:
             target = blocks.targets[place] if place < len(blocks.targets) else blocks.own_target
-            found.append(_NOTHING if target is None else target.reshape(-1))
-        elif kind == Kind.SCRATCH:
-            found.append(np.empty(count, layout.dtype))
-        elif kind != Kind.LYING:
-            found.append(in_channel(channel, memory, sides, layout.dtype))
-        elif rank not in sides:
-            found.append(None)
-        else:
+            found[number] = _NOTHING if target is None else target.reshape(-1)
+        elif kind == _SCRATCH:
+            found[number] = np.empty(count, dtype)
+        elif sides[rank] >= 0:
             told = channel.told_place(rank, place)
-            found.append(Reached(rank, told ^ ADDRESS, layout.dtype) if told & ADDRESS else Lying(told, layout.dtype))
+            found[number] = Reached(rank, told ^ ADDRESS, dtype) if told & ADDRESS else Lying(told, dtype)
     return found
 
 
-def _suit_native(layout: Layout, found: Sequence[Any]) -> bool:
-    """Return whether all arrays are such as the C runner takes."""
-    return all(
-        array.dtype == layout.dtype and array.flags.carray for array in found if isinstance(array, np.ndarray)
-    )  # fmt: skip
+_SOURCE, _TARGET, _SCRATCH = map(int, (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH))
+
+
+def _native(channel: Channel, layout: Layout, code: Code, found: Sequence[Any]) -> Any:
+    """Return the program for the C runner, or None where not all arrays are such as it takes."""
+    if not channel.is_native:
+        return None
+    for array in found:
+        if isinstance(array, np.ndarray) and not (array.dtype == layout.dtype and array.flags.carray):
+            return None
+    return native_of(code, layout.arithmetic)
 
 
 def _storer(layout: Layout, copy: Any) -> Any:

@@ -30,7 +30,7 @@ from syncvar.runtime.phases import agreed
 from syncvar.runtime.running import (
     Arithmetic,
     Lying,
-    in_channel,
+    found_in,
     native_of,
     open_code,
     run_code,
@@ -38,7 +38,7 @@ from syncvar.runtime.running import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -255,7 +255,7 @@ def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None
 def bring_first(channel: Channel, vector: Vector, side: int) -> None:
     """Put the first cells of a vector where the others see them."""
     code = _code(channel, vector, _NOWHERE_ELSE)
-    open_code(channel, code, _found(channel, vector, code, vector.wire, {channel.rank: side}, None), copier())
+    _open(channel, vector, code, vector.arithmetic, side)
     if code.opening:
         channel.tail = side
 
@@ -278,12 +278,19 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
     code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
     if code.last_side is not None:
         channel.tail = placed.sides[channel.rank] ^ code.last_side
-    yield from _run(channel, vector, code, vector.arithmetic, dict(enumerate(placed.sides)), placed)
+    yield from _run(channel, vector, code, vector.arithmetic, tuple(placed.sides), placed)
     return code.is_read
 
 
+def _open(channel: Channel, vector: Vector, code: Code, how: Arithmetic, side: int) -> None:
+    """Make the copies that come before phase 0, into cells or the slot of this side."""
+    sides = (*(-1,) * channel.rank, side, *(-1,) * (channel.size - channel.rank - 1))
+    native = native_of(code, how) if channel.is_native and vector.suits_native(how) else None
+    open_code(channel, code, _found(channel, vector, code, how.wire, sides, None), native, copier())
+
+
 def _run(
-    channel: Channel, vector: Vector, code: Code, how: Arithmetic, sides: Mapping[int, int], placed: Placed | None
+    channel: Channel, vector: Vector, code: Code, how: Arithmetic, sides: tuple[int, ...], placed: Placed | None
 ) -> Iterator[int]:
     native = native_of(code, how) if channel.is_native and vector.suits_native(how) else None
     found = _found(channel, vector, code, how.wire, sides, placed)
@@ -346,27 +353,25 @@ def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:
 
 
 def _found(
-    channel: Channel, vector: Vector, code: Code, wire: np.dtype[Any], sides: Mapping[int, int], placed: Placed | None
+    channel: Channel, vector: Vector, code: Code, wire: np.dtype[Any], sides: tuple[int, ...], placed: Placed | None
 ) -> list[Any]:
     """Return the memories of a program; None for those that are not known yet."""
-    found: list[Any] = []
-    for memory, count in zip(code.memories, code.sizes, strict=True):
-        kind, rank, place = memory
-        if kind == Kind.SOURCE:
-            found.append(vector.sources[place])
-        elif kind == Kind.TARGET:
-            found.append(vector.targets[place])
-        elif kind == Kind.SCRATCH:
-            found.append(np.empty(count, wire))
-        elif kind not in (Kind.LYING, Kind.GOAL):
-            found.append(in_channel(channel, memory, sides, wire))
-        elif placed is None:
-            found.append(None)
-        elif kind == Kind.LYING:
-            found.append(Lying(placed.sources[rank] or _NOWHERE, wire))
-        else:
-            found.append(Lying(placed.targets[rank] or _NOWHERE, vector.targets[0].dtype))
+    sources, targets, _, _, _, _ = vector
+    found = found_in(channel, code, sides, wire)
+    for number, kind, rank, place, count in code.own:
+        if kind == _SOURCE:
+            found[number] = sources[place]
+        elif kind == _TARGET:
+            found[number] = targets[place]
+        elif kind == _SCRATCH:
+            found[number] = np.empty(count, wire)
+        elif placed is not None:
+            places, dtype = (placed.sources, wire) if kind == _LYING else (placed.targets, targets[0].dtype)
+            found[number] = Lying(places[rank] or _NOWHERE, dtype)
     return found
+
+
+_SOURCE, _TARGET, _SCRATCH, _LYING = map(int, (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH, Kind.LYING))
 
 
 def copier() -> Any:
@@ -407,6 +412,6 @@ def _small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterat
     wire, size = vector.accumulate, channel.size
     how = vector.arithmetic._replace(wire=wire)  # nothing is saved by halves
     code = reduce_code(channel.rank, size, vector.counts, None, Places(makes_first=_makes_first(vector, wire)))
-    open_code(channel, code, _found(channel, vector, code, wire, {channel.rank: channel.side ^ 1}, None), copier())
+    _open(channel, vector, code, how, channel.side ^ 1)
     yield from agreed(channel, check, channel.begin(call, check))
-    yield from _run(channel, vector, code, how, {rank: channel.side_of(rank) for rank in range(size)}, None)
+    yield from _run(channel, vector, code, how, channel.sides(), None)
