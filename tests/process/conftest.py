@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launching import Job, measure_slowness
+from launching import Job, measure_slowness_for
 
 from syncvar import kernel
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def slowness_before(request):
     """Measure the machine's slowness just before a test of a module that asserts bounds."""
-    measure_slowness(needed=hasattr(request.module, "check_bound") or hasattr(request.module, "slowness"))
+    measure_slowness_for(request.module)
 
 
 @pytest.fixture

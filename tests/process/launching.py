@@ -16,10 +16,14 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROFILE = REPOSITORY / "configs" / "ci.toml"
+LIMIT_S = 60.0  # against hanging, where nothing is said of how long: it takes a machine that is very slow to come near
+# Settings under which nothing is said of a rank that gets no core for a while.
+PATIENT = {"SYNCVAR_SUSPECT_AFTER_S": "20", "SYNCVAR_LOST_AFTER_S": "40", "SYNCVAR_STALL_WARNING_S": "60"}
 REFERENCE_S = 0.030  # of `probe_s` on the machine of two cores, otherwise idle, for which the bounds were set
 
 PROBE = '''
@@ -52,7 +56,7 @@ def failure(function, *arguments, **keywords):
     return None
 
 
-def gate(name, limit_s=20.0):
+def gate(name, limit_s=60.0):
     """Wait until the test or a rank opens a gate."""
     until = time.monotonic() + limit_s
     while not os.path.exists(os.path.join(FOLDER, f"gate-{name}")):
@@ -80,7 +84,7 @@ def state(pid):
     return "" if letter in "ZX" else letter
 
 
-def await_true(ask, limit_s=20.0, what="the condition"):
+def await_true(ask, limit_s=LIMIT_S, what="the condition"):
     """Ask until the answer is true; return it."""
     until = time.monotonic() + limit_s
     while not (answer := ask()):
@@ -148,15 +152,15 @@ class Job:
         if stdin is not None:
             (self.folder / "stdin").write_bytes(stdin)
         self.began = time.monotonic()
+        variables = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **_grace(config), **(env or {})}
         with (
             (self.folder / "launcher.out").open("wb") as out,
             (self.folder / "launcher.err").open("wb") as err,
             (self.folder / "stdin" if stdin is not None else Path(os.devnull)).open("rb") as source,
         ):
             self.process = subprocess.Popen(
-                self.line, stdin=source, stdout=out, stderr=err, cwd=self.folder,
-                env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **(env or {})},
-            )
+                self.line, stdin=source, stdout=out, stderr=err, cwd=self.folder, env=variables,
+            )  # fmt: skip
         self.ended = None
 
     # -- what it wrote --------------------------------------------------------------------------------------------
@@ -192,17 +196,21 @@ class Job:
         found.sort(key=lambda event: event["at"])
         return [e for e in found if what in (None, e["what"]) and rank in (None, e["rank"])]
 
-    def await_events(self, what, count=1, rank=None, limit_s=20.0):
+    def await_events(self, what, count=1, rank=None, limit_s=LIMIT_S):
         """Wait until so many events of a kind have been recorded; return them."""
 
         def ask():
             found = self.events(what, rank)
             if len(found) < count and self.process.poll() is not None:
                 found = self.events(what, rank)
-                assert len(found) >= count, f"the job ended before {count} x {what!r}:\n{self}"
+                assert len(found) >= count, f"the job ended before {count} x {what!r}"
             return found if len(found) >= count else None
 
-        return await_true(ask, limit_s, f"{count} x {what!r}")
+        try:
+            return await_true(ask, limit_s, f"{count} x {what!r}")
+        except AssertionError as error:
+            error.add_note(repr(self))
+            raise
 
     def open_gate(self, name):
         (self.folder / f"gate-{name}").touch()
@@ -228,7 +236,7 @@ class Job:
         os.kill(pid, number)
         return now
 
-    def wait(self, limit_s=30.0):
+    def wait(self, limit_s=LIMIT_S):
         """Wait for the end; return the launcher's exit code."""
         if self.process.poll() is None:  # `Popen.wait` with a limit asks again every 50 ms
             end = os.pidfd_open(self.process.pid)
@@ -295,6 +303,11 @@ def measure_slowness(*, needed=True):
     _measured_at = time.monotonic()
 
 
+def measure_slowness_for(module):
+    """Measure before a test how slow the machine is, where its module asserts bounds."""
+    measure_slowness(needed=hasattr(module, "check_bound") or hasattr(module, "slowness"))
+
+
 def measure_again():
     """Measure once more just before what a bound counts from, where the last time was long ago."""
     global _measured_at
@@ -306,6 +319,14 @@ def measure_again():
 def slowness():
     """Return how many times longer things take than on a quiet machine, by what has been measured for this test; at least 1."""
     return max(1.0, *(one / REFERENCE_S for one in _measured_s or [probe_s()]))
+
+
+def _grace(config):
+    """Return the time that survivors have to end by themselves, where the machine is slow: as many times longer as their bounds."""
+    if config != PROFILE or not _measured_s or slowness() == 1.0:
+        return {}
+    own = tomllib.loads(PROFILE.read_text())["runtime"]["abort_grace_s"]
+    return {"SYNCVAR_ABORT_GRACE_S": f"{own * slowness():.3f}"}
 
 
 def check_bound(name, seconds, bound_s):

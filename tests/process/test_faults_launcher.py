@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import await_true, check_bound, state
+from launching import PATIENT, await_true, check_bound, state
 
 import syncvar as sv
 
@@ -139,7 +139,7 @@ def test_f12_guardian_killed(launch, nothing_left_behind):
     ],
 )
 def test_f13_launcher_told_to_end(launch, number, code, phase):
-    job = start(launch, phase)
+    job = start(launch, phase, env=PATIENT)
     sent = job.send(number)
     assert job.wait() == code, str(job)
     check_bound(f"F13-{number.name}-{phase}", job.ended - sent, 3.0)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from fault_table import bound_s
-from launching import check_bound, last_exception, line_of
+from launching import PATIENT, check_bound, last_exception, line_of
 
 import syncvar.bootstrap
 
@@ -122,7 +122,7 @@ assert (total == 6.0 * sum(range(40))).all()
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
-    job = launch(SLOWLY, workers=3, env={"SYNCVAR_TRACE": str(tmp_path / "trace"), "SYNCVAR_TRANSPORT": transport})
+    job = launch(SLOWLY, workers=3, env={**PATIENT, "SYNCVAR_STALL_WARNING_S": "1", "SYNCVAR_TRACE": str(tmp_path / "trace"), "SYNCVAR_TRANSPORT": transport})
     assert job.wait() == 0, str(job)
     assert job.report.strip() == "", f"nobody is warned of what is no stall\n{job}"
     line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", "trace", "merge", str(tmp_path / "trace"), "-o", str(tmp_path / "trace.json")]

@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from launching import await_true, check_bound, state
+from launching import PATIENT, await_true, check_bound, state
 
 CASES = {
     # name: (script, exit code, words of the report or None where there is none)
@@ -41,7 +41,7 @@ ENDS = [(name, how) for how in ("spawn", "fork") for name in CASES if how == "sp
 )
 def test_a_script_that_ends(launch, name, how):
     script, code, words = CASES[name]
-    job = launch(script, workers=2, start=how)
+    job = launch(script, workers=2, start=how, env=PATIENT)
     assert job.wait() == code, str(job)
     if words is None:
         assert job.report.strip() == "", str(job)
@@ -257,10 +257,11 @@ def test_a_rank_that_ends_without_joining(launch, who):
 
 @pytest.mark.parametrize("prefix", [(), ("nohup",)])
 def test_a_hangup_ends_the_job_unless_it_was_ignored_from_the_start(launch, prefix):
-    job = launch("import time, probe\nprobe.note('there')\ntime.sleep(1)\nprint('still there')", prefix=prefix)
-    job.await_events("there", rank=0)
-    job.await_events("there", rank=1)
+    job = launch("import probe\nprobe.note('there')\nprobe.gate('on')\nprint('still there')", prefix=prefix)
+    job.await_events("there", 2)
     job.process.send_signal(signal.SIGHUP)
+    if prefix:
+        job.open_gate("on")
     code = job.wait()
     assert (code == 0) == bool(prefix), str(job)
     assert ("still there" in job.out) == bool(prefix), str(job)

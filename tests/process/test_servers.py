@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import server_faults
-from launching import await_true
+from launching import PATIENT, await_true
 
 from syncvar.cli import main
 
@@ -66,7 +66,7 @@ def start(launch, *options, script=SCRIPT, env=None, **keywords):
 
 
 def test_servers_hold_what_workers_push_and_end_when_these_have_ended(launch, tmp_path, capsys):
-    job = start(launch, "--events", str(tmp_path / "events"))
+    job = start(launch, "--events", str(tmp_path / "events"), env=PATIENT)
     job.await_events("half", 2)
     found = servers_of(job)
     assert sorted(found) == [0, 1]

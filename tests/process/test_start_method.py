@@ -224,7 +224,8 @@ def test_a_worker_that_is_killed_is_reported(launch, how):
         probe.note("ready")
         probe.gate("never") if probe.RANK else probe.failure(sv.all_reduce, 1)
     """
-    job = launch(script, options=("--start-method", how))
+    unhurried = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_ABORT_GRACE_S": "20"}  # rank 0 says what it saw, however late it gets a core
+    job = launch(script, options=("--start-method", how), env=unhurried)
     job.await_events("ready", 2)
     job.kill_rank(1)
     assert job.wait() == 137, str(job)
@@ -254,7 +255,7 @@ SLEEPS = IN_SERVER + "    import time; open({ready!r}, 'w').close(); time.sleep(
 def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_left_behind):
     ready = tmp_path / "ready"
     env = on_python_path(tmp_path / "site", SLEEPS.format(ready=str(ready)))
-    limit = ("--timeout", "0.6") if end == "timeout" else ()
+    limit = ("--timeout", "2") if end == "timeout" else ()
     job = launch("import probe", options=(*FORK, *limit), env=env)
     await_true(ready.exists, what="a server that imports")
     await_true(lambda: any("guardian.py" in words for words in nothing_left_behind.own_processes().values()), what="a guardian")
