@@ -85,11 +85,13 @@ class Begun:
 
     Attributes:
         operation: The engine's, once it goes on with the call; None before.
+        begin: When it began, CLOCK_MONOTONIC in nanoseconds.
         is_over: It has ended without the engine.
     """
 
     if TYPE_CHECKING:
         operation: Any
+        begin: int
         is_over: bool
 
         def end(self, waits: bool, /) -> Any:

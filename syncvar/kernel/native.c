@@ -774,6 +774,7 @@ static void begun_dealloc(PyObject *object) {
 
 static PyMemberDef begun_members[] = {
     {"operation", T_OBJECT, offsetof(Begun, operation), READONLY, NULL},
+    {"begin", T_OBJECT, offsetof(Begun, begin), READONLY, NULL},
     {NULL},
 };
 

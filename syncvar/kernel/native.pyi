@@ -54,6 +54,7 @@ class SlotCall:
 
 class Begun:
     operation: Any
+    begin: int
     is_over: bool
     def end(self, waits: bool, /) -> Any: ...
     def adopt(self) -> None: ...

@@ -60,6 +60,7 @@ _VERDICT_GRACE_S = 0.03  # what a peer may have been told already
 _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
+_KEPT_S = 0.1  # so long a call that has begun is its caller's alone, who may be about to end it
 _GONE_ON = "has gone on without making a call that another rank made"
 _IDLE_SHARED_S = 0.002  # while started calls go through shared memory, where nothing tells of an arrival
 _LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
@@ -187,11 +188,12 @@ class Engine:
             self.interrupted(operation, error)
             raise
 
-    def adopt(self) -> None:
-        """Go on with all calls that have begun without the engine: somebody else than their callers has to know of them."""
+    def adopt(self, after_s: float = 0.0) -> None:
+        """Go on with the calls that have begun without the engine, so long ago: somebody else than their callers has to know of them."""
         with self._adopting:
             for begun in list(self.begun):
-                begun.adopt()
+                if after_s == 0.0 or time.monotonic_ns() - begun.begin > after_s * 1e9:
+                    begun.adopt()
 
     def adopted(self, begun: Begun) -> Operation | None:
         """Go on with a call that has begun without the engine, and return its operation; None if it is over.
@@ -498,7 +500,7 @@ class Engine:
     def _serve(self) -> None:
         transport = self._transport
         while not self._stopped.is_set():
-            transport.wait_idle(_IDLE_SHARED_S if self._shared else _VERDICT_GRACE_S if self._late else _IDLE_S)
+            transport.wait_idle(_IDLE_SHARED_S if self._shared else _VERDICT_GRACE_S if self._late or self.begun else _IDLE_S)
             if self._stopped.is_set():
                 return
             if not self._active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
@@ -509,7 +511,7 @@ class Engine:
                 continue
             try:
                 self._hear()
-                self.adopt()
+                self.adopt(_KEPT_S)
                 self._look()
                 self._timers(time.monotonic())
             except Exception as error:  # of no call in particular: those end with their own

@@ -57,11 +57,11 @@ class Work(Taught):
         Raises:
             SyncvarError: What the collective itself would have raised.
         """
-        while self._begun is not None:
-            made = self._begun.end(True)
+        begun = self._begun
+        if begun is not None:
+            made = self._taken(begun, waits=True)
             if made is not None:
                 return made if self._finish is None else self._finish(made)
-            self._hand_over()
         operation = self._operation
         if self._engine is None:
             if operation.error is not None:
@@ -86,20 +86,23 @@ class Work(Taught):
                 operation.deadline, operation.timeout_s = until, allowed
         return engine.wait(operation)
 
-    def _hand_over(self) -> None:
-        """Let the engine go on with a call that only its caller knew of, unless it has just ended."""
-        assert self._begun is not None
-        assert self._engine is not None
-        operation = self._engine.adopted(self._begun)
-        if operation is not None:
-            self._operation, self._begun = operation, None
+    def _taken(self, begun: Begun, *, waits: bool) -> Any:
+        """Return the result of a call that only this object has known of; None where the engine goes on with it now."""
+        made = begun.end(waits)
+        if made is None:
+            assert self._engine is not None
+            operation = self._engine.adopted(begun)
+            if operation is None:
+                return begun.end(False)  # it has ended meanwhile
+            self._operation = operation  # first: another thread may wait for the same
+            self._begun = None
+        return made
 
     def done(self) -> bool:
         """Return whether the collective has ended, well or badly; drives it a little."""
-        while self._begun is not None:
-            if self._begun.end(False) is not None:
-                return True
-            self._hand_over()
+        begun = self._begun
+        if begun is not None and self._taken(begun, waits=False) is not None:
+            return True
         operation = self._operation
         if self._engine is not None and not operation.is_over:
             if self._engine.queues and not self._sends:

@@ -93,7 +93,7 @@ def test_no_engine_where_the_others_come_soon(started):
         return len(started)
 
     seen = worlds(2, fn)
-    assert seen == [0, 0] if NATIVE else min(seen) > 0
+    assert max(seen) < 10 if NATIVE else min(seen) > 30  # what stands still for a tenth of a second the engine takes over
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -243,9 +243,9 @@ def test_the_engine_sees_that_the_others_are_lost_while_the_program_computes(ker
             assert has_started.wait(SOON_S)
             raise ValueError("planted")
         work = start(1)
+        await_news(lambda engine: not engine.begun)
         has_started.set()
         await_news(lambda engine: engine.failure is not None)
-        assert not current().engine.begun
         return caught(work.wait)
 
     first, second = run_ranks(2, fn, shared=True, config=CONFIG.replaced(kernel=kernel), timeout_s=60)
