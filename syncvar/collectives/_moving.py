@@ -12,7 +12,7 @@ from syncvar.kernel import remember
 from syncvar.runtime.group import fingerprint
 from syncvar.runtime.move_shortcut import move_shortcut
 from syncvar.runtime.operation import Stage
-from syncvar.runtime.published import SIDE_BY_SIDE
+from syncvar.runtime.rounds import SIDE_BY_SIDE
 from syncvar.runtime.shared_moves import Blocks, Layout, Movement
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from syncvar.runtime.executor import Prepared
 from syncvar.runtime.group import Request
 from syncvar.runtime.kernels import Reduction, divided, finish, quiet, reduction
 from syncvar.runtime.operation import Stage
-from syncvar.runtime.published import Published
+from syncvar.runtime.rounds import Published
 from syncvar.runtime.shared_reduce import Vector
 from syncvar.runtime.timeouts import is_seconds
 

@@ -35,8 +35,8 @@ from syncvar.runtime.flow import Flow
 from syncvar.runtime.hierarchical import HierarchicalOperation
 from syncvar.runtime.messages import Receiving, Sending
 from syncvar.runtime.operation import Operation, State
-from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Recorder, Told
+from syncvar.runtime.shared_operation import SharedOperation
 from syncvar.runtime.sites import call_site
 from syncvar.topology import rank_list
 from syncvar.transports import Frame, Lost

@@ -12,9 +12,10 @@ from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
 from syncvar.runtime.kernels import quiet
-from syncvar.runtime.published import Published, SharedOperation, prepare_published, staged
 from syncvar.runtime.queued import send_queued
 from syncvar.runtime.recorder import Recorder, Told
+from syncvar.runtime.rounds import Published, prepare_published
+from syncvar.runtime.shared_operation import SharedOperation, staged
 from syncvar.runtime.sites import own_site
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.runtime.work import Work

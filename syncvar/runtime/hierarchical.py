@@ -17,7 +17,7 @@ from syncvar.errors import InternalError
 from syncvar.runtime.executor import LinkOperation, Prepared, prepare
 from syncvar.runtime.operation import Stage, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
-from syncvar.runtime.published import Published, prepare_published, run_rounds
+from syncvar.runtime.rounds import Published, prepare_published, run_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -258,7 +258,7 @@ class HierarchicalOperation(LinkOperation):
                         self.entry.stage(stage.plan.algorithm, stage.work.nbytes)
                         if opening is not None:  # not before: a call over links alone says nothing in the channel
                             yield from settled(channel, to_its_end=False)
-                        yield from run_rounds(channel, opening, ready.plan, Stage(ready.plan, work, stage.ufunc))
+                        yield from run_rounds(channel, opening, ready.plan, work, stage.ufunc)
                         opening = None
         finally:
             body.close()

@@ -12,8 +12,8 @@ import numpy as np
 from syncvar.arena.channels import CHECK, MASK, SPREAD
 from syncvar.errors import InternalError, SyncvarError
 from syncvar.runtime.kernels import quiet
-from syncvar.runtime.published import staged
 from syncvar.runtime.shared_moves import Movement, folder, move_shared, said_of, take_blocks
+from syncvar.runtime.shared_operation import staged
 from syncvar.runtime.shortcut import Ground, as_far_as_others_come, ground_of
 
 if TYPE_CHECKING:

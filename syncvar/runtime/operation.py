@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.executor import Prepared
     from syncvar.runtime.hierarchical import PreparedStages
     from syncvar.runtime.kernels import Combiner
-    from syncvar.runtime.published import Published
+    from syncvar.runtime.rounds import Published
     from syncvar.runtime.shared_moves import Movement
     from syncvar.runtime.shared_reduce import Vector
     from syncvar.transports import Frame

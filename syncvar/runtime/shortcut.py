@@ -22,8 +22,8 @@ from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
 from syncvar.runtime.kernels import quiet, quiet_caller, reduction
 from syncvar.runtime.phases import DISAGREE, agreed
-from syncvar.runtime.published import SharedOperation
 from syncvar.runtime.recorder import Told
+from syncvar.runtime.shared_operation import SharedOperation
 from syncvar.runtime.shared_reduce import Vector, is_direct, reduce_published, reduce_shared, teach
 from syncvar.runtime.sites import site_of
 from syncvar.runtime.timeouts import checked_timeout

@@ -1,4 +1,4 @@
-"""Calls whose bytes go through the arena: plans read as publications, and an operation made of waits.
+"""A call whose bytes go through the arena: an operation made of waits.
 
 What runs is a generator that publishes, and yields the word which the other ranks have to reach before it goes on. It
 can be driven by whoever has the time: the caller, inline and without the engine's lock, or the engine.
@@ -9,83 +9,29 @@ changed, before all have said the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES, check_of
+from syncvar.arena.channels import check_of
 from syncvar.errors import InternalError, MismatchError, SyncvarError
-from syncvar.execution.lower_rounds import lower_rounds
-from syncvar.execution.program import Kind, assemble
-from syncvar.plans import Publication, publications
 from syncvar.runtime.fused import reduce_fused
 from syncvar.runtime.kernels import quiet
 from syncvar.runtime.operation import BodyError, Operation, State
 from syncvar.runtime.phases import DISAGREE, agreed, settled
 from syncvar.runtime.recorder import UNRECORDED
-from syncvar.runtime.running import Arithmetic, found_in, native_of, open_code, run_code
+from syncvar.runtime.rounds import Published, run_rounds
 from syncvar.runtime.shared_moves import move_shared
-from syncvar.runtime.shared_reduce import Vector, copier, reduce_shared
+from syncvar.runtime.shared_reduce import Vector, reduce_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Generator
 
     from syncvar.arena.channels import Channel
-    from syncvar.execution.program import Code
-    from syncvar.plans import Plan
     from syncvar.runtime.operation import Outlet, Stage
     from syncvar.runtime.recorder import Entry
 
-__all__ = ["SIDE_BY_SIDE", "Published", "SharedOperation", "prepare_published", "run_rounds", "staged"]
-
+__all__ = ["SharedOperation", "staged"]
 
 _START = 1  # nothing: words begin at 2
-
-
-class Published(NamedTuple):
-    """A plan made ready for shared memory.
-
-    Args:
-        reduces: It is an all-reduce, which has an interpreter of its own.
-        rounds: The publications of any other.
-        scratch_count: Elements of SCRATCH.
-        algorithm: Of the plans.
-    """
-
-    reduces: bool
-    rounds: tuple[Publication, ...]
-    scratch_count: int
-    algorithm: str = ""
-    codes: dict[tuple[int, bool], Code] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
-
-    def code(self, rank: int, itemsize: int, *, begins: bool) -> Code:
-        """Return the rounds as a program.
-
-        Args:
-            rank: This process in the group.
-            itemsize: Of an element, in bytes.
-            begins: Phase 0 has not been published: what is short goes with it.
-        """
-        key = itemsize, begins
-        if key not in self.codes:
-            small = SMALL_BYTES // itemsize if begins else 0
-            self.codes[key] = assemble(lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small))
-        return self.codes[key]
-
-
-SIDE_BY_SIDE = Published(reduces=False, rounds=(), scratch_count=0, algorithm="side by side")
-"""Stands for the plan of a stage that has a movement."""
-
-
-def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
-    """Make the plans of a group ready to run on a rank, in shared memory."""
-    mine = plans[rank]
-    if mine.collective == "all_reduce" and mine.algorithm in ("direct", "owners"):
-        return Published(reduces=True, rounds=(), scratch_count=0, algorithm=mine.algorithm)
-    rounds = publications(plans, rank)
-    return Published(reduces=False, rounds=rounds, scratch_count=mine.scratch_count, algorithm=mine.algorithm, codes={})
 
 
 class SharedOperation(Operation):
@@ -271,57 +217,7 @@ def staged(
                 is_read = yield from reduce(channel, opening, vector)
             else:
                 entry.stage(plan.algorithm, stage.work.nbytes)
-                yield from run_rounds(channel, opening, plan, stage)
+                yield from run_rounds(channel, opening, plan, stage.work, stage.ufunc)
             is_first = False
     finally:
         body.close()
-
-
-def run_rounds(
-    channel: Channel, opening: tuple[int, int] | None, plan: Published, stage: Stage
-) -> Iterator[int]:
-    """Run a plan of publications; yields the words to wait for.
-
-    Args:
-        channel: This rank's end of the channels of those who take part.
-        opening: (call, check) where phase 0 is still to be published, else None.
-        plan: What is published and taken.
-        stage: What it works on.
-    """
-    work, ufunc = stage.work, stage.ufunc
-    code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
-    if code.uses_cells:
-        channel.reserve_segments()
-    scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
-    native = native_of(code, Arithmetic(ufunc, work.dtype, work.dtype)) if channel.is_native and work.flags.carray else None
-    copy, rank, size = copier(), channel.rank, channel.size
-
-    def found(sides: tuple[int, ...], slots: tuple[int, ...] | None = None) -> list[Any]:
-        made = found_in(channel, code, sides, work.dtype, slots)
-        for number, kind, _, _, _ in code.own:
-            made[number] = work if kind == Kind.TARGET else scratch
-        return made
-
-    def bring(side: int) -> None:
-        sides = (*(-1,) * rank, side, *(-1,) * (size - rank - 1))
-        open_code(channel, code, found(sides), native, copy)
-
-    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
-        if ufunc is None:
-            raise InternalError("the plan reduces but no op was given")
-        ufunc(terms[0], terms[1], out=made)
-
-    slots = None
-    if opening is not None:
-        call, check = opening
-        bring(channel.side ^ 1)
-        yield from agreed(channel, check, channel.begin(call, check))
-        slots = channel.sides()
-        first = channel.next_parity()
-    else:
-        first = channel.next_parity()
-        bring(first)
-        yield channel.publish()
-    if code.last_side is not None:
-        channel.tail = first ^ code.last_side
-    yield from run_code(channel, code, found((first,) * size, slots), native, copy, copy, fold)

@@ -1,0 +1,122 @@
+"""Plans in shared memory: made ready once as programs, and run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
+from syncvar.errors import InternalError
+from syncvar.execution.lower_rounds import lower_rounds
+from syncvar.execution.program import Kind, assemble
+from syncvar.plans import Publication, publications
+from syncvar.runtime.phases import agreed
+from syncvar.runtime.running import Arithmetic, found_in, native_of, open_code, run_code
+from syncvar.runtime.shared_reduce import copier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.arena.channels import Channel
+    from syncvar.execution.program import Code
+    from syncvar.plans import Plan
+    from syncvar.runtime.kernels import Combiner
+
+__all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]
+
+
+class Published(NamedTuple):
+    """A plan made ready for shared memory.
+
+    Args:
+        reduces: It is an all-reduce, which has an interpreter of its own.
+        rounds: The publications of any other.
+        scratch_count: Elements of SCRATCH.
+        algorithm: Of the plans.
+    """
+
+    reduces: bool
+    rounds: tuple[Publication, ...]
+    scratch_count: int
+    algorithm: str = ""
+    codes: dict[tuple[int, bool], Code] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
+
+    def code(self, rank: int, itemsize: int, *, begins: bool) -> Code:
+        """Return the rounds as a program.
+
+        Args:
+            rank: This process in the group.
+            itemsize: Of an element, in bytes.
+            begins: Phase 0 has not been published: what is short goes with it.
+        """
+        key = itemsize, begins
+        if key not in self.codes:
+            small = SMALL_BYTES // itemsize if begins else 0
+            self.codes[key] = assemble(lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small))
+        return self.codes[key]
+
+
+SIDE_BY_SIDE = Published(reduces=False, rounds=(), scratch_count=0, algorithm="side by side")
+"""Stands for the plan of a stage that has a movement."""
+
+
+def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
+    """Make the plans of a group ready to run on a rank, in shared memory."""
+    mine = plans[rank]
+    if mine.collective == "all_reduce" and mine.algorithm in ("direct", "owners"):
+        return Published(reduces=True, rounds=(), scratch_count=0, algorithm=mine.algorithm)
+    rounds = publications(plans, rank)
+    return Published(reduces=False, rounds=rounds, scratch_count=mine.scratch_count, algorithm=mine.algorithm, codes={})
+
+
+def run_rounds(
+    channel: Channel, opening: tuple[int, int] | None, plan: Published, work: NDArray[Any], ufunc: Combiner | None
+) -> Iterator[int]:
+    """Run a plan of publications; yields the words to wait for.
+
+    Args:
+        channel: This rank's end of the channels of those who take part.
+        opening: (call, check) where phase 0 is still to be published, else None.
+        plan: What is published and taken.
+        work: What it works on: a flat array of as many elements as the plan has.
+        ufunc: Combines two operands; None for plans that only move.
+    """
+    code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
+    if code.uses_cells:
+        channel.reserve_segments()
+    scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
+    native = native_of(code, Arithmetic(ufunc, work.dtype, work.dtype)) if channel.is_native and work.flags.carray else None
+    copy, rank, size = copier(), channel.rank, channel.size
+
+    def found(sides: tuple[int, ...], slots: tuple[int, ...] | None = None) -> list[Any]:
+        made = found_in(channel, code, sides, work.dtype, slots)
+        for number, kind, _, _, _ in code.own:
+            made[number] = work if kind == Kind.TARGET else scratch
+        return made
+
+    def bring(side: int) -> None:
+        sides = (*(-1,) * rank, side, *(-1,) * (size - rank - 1))
+        open_code(channel, code, found(sides), native, copy)
+
+    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
+        if ufunc is None:
+            raise InternalError("the plan reduces but no op was given")
+        ufunc(terms[0], terms[1], out=made)
+
+    slots = None
+    if opening is not None:
+        call, check = opening
+        bring(channel.side ^ 1)
+        yield from agreed(channel, check, channel.begin(call, check))
+        slots = channel.sides()
+        first = channel.next_parity()
+    else:
+        first = channel.next_parity()
+        bring(first)
+        yield channel.publish()
+    if code.last_side is not None:
+        channel.tail = first ^ code.last_side
+    yield from run_code(channel, code, found((first,) * size, slots), native, copy, copy, fold)
