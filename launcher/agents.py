@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncvar.errors import WireError
 from syncvar.exits import CONFIGURATION, INTERNAL, LIMITS
+from syncvar.roles import SERVER_0
 from syncvar.stacks import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spoke, Started
 from syncvar_launcher.environment import carried
@@ -427,12 +428,12 @@ class Agents:
                 yield Gone(each, escape(f"it cannot be started: {message['reason']}"), code)
 
     def _keep(self, name: str, data: bytes, site: Site) -> None:
-        """Write a flight record, or the totals of calls, that a rank has left on its host."""
+        """Write a flight record, or the totals of calls, that a rank or server has left on its host."""
         from syncvar.runtime.recorder import write_record  # only a job that went wrong needs it
         from syncvar.runtime.state import is_record
 
-        found = re.fullmatch(r"(?:flight-rank|stats-)(\d+)\..*", name)
-        if found is None or self.workers.get(int(found[1])) is not site:
+        found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
+        if found is None or self.workers.get(int(found[2]) + (SERVER_0 if found[1] else 0)) is not site:
             return
         folder = self._job.records.folder if is_record(name) else self._folder if re.fullmatch(r"stats-\d+\.\d+\.json", name) else None
         if folder is not None:

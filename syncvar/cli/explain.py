@@ -6,8 +6,9 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.cli.records import Lost, Record, calls_of, duration, lost_ranks, members_of, names_of, newest
+from syncvar.roles import is_server, process_name
 from syncvar.stacks import where
-from syncvar.topology import rank_list
+from syncvar.topology import process_list, rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -162,10 +163,12 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
     Args:
         records: At least one. Where a job had several generations, the last one is told.
     """
-    records = newest(records)
-    zero = min((record.events[0].began_ns for record in records if record.events), default=0)
+    servers = newest(record for record in records if is_server(record.rank))
+    records = newest(record for record in records if not is_server(record.rank))
+    everybody = [*records, *servers]
+    zero = min((record.events[0].began_ns for record in everybody if record.events), default=0)
     found, names = divergences(records), names_of(records)
-    lines = _head(records)
+    lines = _head(everybody)
     cycle = _cycle(found)
     if cycle:
         lines += _told_cycle(cycle, names, zero)
@@ -177,7 +180,7 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
             lines.append(f"also: {len(found) - 1 - _ELSEWHERE} more groups")
     else:
         lines += _agreed(records, zero)
-    lines += ["", "at the end", *(f"  {line}" for record in records for line in _last(record, zero, names))]
+    lines += ["", "at the end", *(f"  {line}" for record in everybody for line in _last(record, zero, names))]
     lines += _waiting(records)
     return "".join(f"{line}\n" for line in lines), bool(found)
 
@@ -187,11 +190,11 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
 
 def _head(records: Sequence[Record]) -> list[str]:
     first = records[0]
-    ranks = [record.rank for record in records]
+    ranks = [record.rank for record in records]  # and servers
     missing = sorted(set(range(first.world_size)) - set(ranks))
     job = f" of job {first.job[:8]}" if first.job else ""
     generation = f", generation {first.generation}" if first.generation else ""
-    lines = [f"flight records of {rank_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"]
+    lines = [f"flight records of {process_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"]
     lost = _lost(records)
     how: dict[str, list[int]] = {}
     for rank in missing:
@@ -362,13 +365,13 @@ def _agreed(records: Sequence[Record], zero: int) -> list[str]:
 def _last(record: Record, zero: int, names: Mapping[int, str]) -> list[str]:
     """Tell what a rank did last."""
     operations = [event for event in record.events if event.state != "noted"]
-    who = f"rank {record.rank}"
+    who = process_name(record.rank)
     running = [event for event in operations if event.state == "started"]
     last = (running or operations)[-1] if operations else None
     if last is None:
         text = f"{who}: no operation"
     else:
-        where = f"call {last.call} of {names[last.group]}" if last.group >= 0 else "a question"
+        where = f"call {last.call} of {names[last.group]}" if last.group >= 0 else "a request" if is_server(record.rank) else "a question"
         if last.state == "started":
             text = f"{who}: in {where}, {last.what}, for {duration(record.written - last.began_ns)}"
         else:
@@ -381,7 +384,10 @@ def _last(record: Record, zero: int, names: Mapping[int, str]) -> list[str]:
 
 
 def _place(record: Record, last: Event | None) -> str:
-    """Say where in the program a rank stood: the thread of its last call, or else its main thread."""
+    """Say where in the program a rank stood: the thread of its last call, or else its main thread; of a server, at which request."""
+    if is_server(record.rank):
+        place = where(record.stack, os.getcwd())
+        return f"; it stood {place}" if place.startswith("at ") else ""
     site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
     if site and site != "a place unknown":
         return f"; it stood at {site}"

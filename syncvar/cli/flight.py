@@ -13,6 +13,7 @@ from syncvar.cli.explain import explained
 from syncvar.cli.records import load
 from syncvar.cli.trace import merged, stragglers, unaligned
 from syncvar.errors import ConfigError
+from syncvar.roles import is_server
 from syncvar.runtime.state import JOBS_KEPT, find_job, state_folder
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ def run(chosen: argparse.Namespace) -> int:
     hosts = unaligned(records)
     if hosts:
         sys.stderr.write(f"syncvar: the clocks of hosts {', '.join(hosts)} are not known to be the same\n")
-    count = sum(len(record.events) for record in records)
-    print(f"{chosen.output}: {count} events of {len(records)} ranks; open it in ui.perfetto.dev or chrome://tracing")
+    count, servers = sum(len(record.events) for record in records), sum(is_server(record.rank) for record in records)
+    more = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
+    print(f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in ui.perfetto.dev or chrome://tracing")
     for rank, calls, seconds in stragglers(records)[:_STRAGGLERS]:
         print(f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to {seconds:.3g} s for it in all")
     return 0

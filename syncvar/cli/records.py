@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import ConfigError
 from syncvar.runtime.recorder import FORMAT, Event
+from syncvar.runtime.state import RECORDS, is_record
 from syncvar.stacks import Frame
 from syncvar.topology import rank_list
 
@@ -26,10 +27,10 @@ _LOST = re.compile(
 
 
 class Record(NamedTuple):
-    """The flight record of one rank. All times are those of rank 0's clock, in nanoseconds.
+    """The flight record of one rank or server. All times are those of rank 0's clock, in nanoseconds.
 
     Args:
-        rank: Its rank.
+        rank: Its rank, or the number of a server's process.
         world_size: Ranks of the world.
         generation: Version of the membership.
         job: Identity of the job.
@@ -98,7 +99,7 @@ def load(names: Sequence[str]) -> list[Record]:
     """Read the records of a job, in the order of generations and ranks.
 
     Args:
-        names: Files, or folders with files of the name flight-rank<r>.json.
+        names: Files, or folders with files of the names flight-rank<r>.json and flight-server<s>.json.
 
     Raises:
         ConfigError: There are none, one of them is damaged, or they are of several jobs.
@@ -106,7 +107,7 @@ def load(names: Sequence[str]) -> list[Record]:
     paths: list[Path] = []
     for name in names:
         path = Path(name)
-        found = sorted(path.glob("flight-rank*.json")) if path.is_dir() else [path]
+        found = sorted(one for one in path.glob(RECORDS) if is_record(one.name)) if path.is_dir() else [path]
         if not found:
             raise ConfigError(f"{name}: there is no flight record (flight-rank0.json, …) in this folder")
         paths += found
@@ -136,7 +137,7 @@ def _read(path: Path) -> Record:
 def newest(records: Iterable[Record]) -> list[Record]:
     """Return the records of the last generation."""
     records = list(records)
-    last = max(record.generation for record in records)
+    last = max((record.generation for record in records), default=0)
     return [record for record in records if record.generation == last]
 
 

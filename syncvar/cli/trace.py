@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.cli.records import Record, calls_of, names_of
+from syncvar.roles import process_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ def merged(records: Sequence[Record]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     groups = names_of(records)
     for record in records:
-        label = f"rank {record.rank}" + (f" generation {record.generation}" if record.generation else "")
+        label = process_name(record.rank) + (f" generation {record.generation}" if record.generation else "")
         pid = record.generation * 1_000_000 + record.rank
         events.append(_about("process_name", pid, 0, label))
         events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})

@@ -20,6 +20,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
+from syncvar.roles import process_name
 from syncvar.runtime.sites import call_site, main_stack
 from syncvar.stacks import where
 
@@ -126,10 +127,10 @@ UNRECORDED = Entry(Told("", _NOWHERE, (), 0, 0, ""), _NOWHERE, 0)
 
 
 class Recorder:
-    """The ring of one rank, and the file that it is written to.
+    """The ring of one rank or server, and the file that it is written to.
 
     Args:
-        rank: This rank in the world.
+        rank: This rank in the world, or the number of a server's process.
         world_size: Ranks of the world.
         generation: Version of the membership.
         job: Identity of the job.
@@ -295,14 +296,15 @@ class Recorder:
             self._writing.release()
 
 
-def record_name(rank: Any, generation: Any = 0) -> str:
-    """Return the name of the file of a rank's record.
+def record_name(number: Any, generation: Any = 0) -> str:
+    """Return the name of the file of a rank's record, or of a server's.
 
     Example:
-        >>> record_name(3), record_name(3, 1)
-        ('flight-rank3.json', 'flight-rank3.generation1.json')
+        >>> from syncvar.roles import server_number
+        >>> record_name(3), record_name(3, 1), record_name(server_number(1))
+        ('flight-rank3.json', 'flight-rank3.generation1.json', 'flight-server1.json')
     """
-    return f"flight-rank{rank}.{f'generation{generation}.' if generation else ''}json"
+    return f"flight-{process_name(number).replace(' ', '')}.{f'generation{generation}.' if generation else ''}json"
 
 
 def write_record(folder: str, name: str, text: str) -> None:

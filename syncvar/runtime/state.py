@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["JOBS_KEPT", "RECORDS", "TOTALS", "StateFolder", "find_job", "is_record", "job_folders", "job_name", "keep_newest", "remove_job", "state_folder"]
 
 JOBS_KEPT = 10
-RECORDS = "flight-rank*.json"
+RECORDS = "flight-[rs]*.json"  # of ranks and servers
 TOTALS = "stats-*.json"  # of the calls of a rank, for --stats
-_RECORD = re.compile(r"flight-rank\d+\.(?:generation\d+\.)?json(?:\.\d+\.tmp)?")
+_RECORD = re.compile(r"flight-(?:rank|server)\d+\.(?:generation\d+\.)?json(?:\.\d+\.tmp)?")
 _JOB = re.compile("job-[0-9a-f]{8}")
 _STICKY = stat.S_ISVTX
 
@@ -122,7 +122,7 @@ def remove_job(path: Path) -> None:
 
 
 def is_record(name: str) -> bool:
-    """Return whether a file is called as the record of a rank is.
+    """Return whether a file is called as the record of a rank or server is.
 
     Example:
         >>> is_record("flight-rank3.json"), is_record("../flight-rank3.json")

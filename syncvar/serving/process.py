@@ -22,11 +22,14 @@ from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, WireError
 from syncvar.logs import log_at
-from syncvar.roles import SERVER_0, is_server, mirrors_of, process_name, server_hosts
+from syncvar.roles import SERVER_0, is_server, mirrors_of, process_name, server_hosts, server_number
+from syncvar.runtime.recorder import Recorder, Told
 from syncvar.servers import Server, frames_of, message_of
 from syncvar.serving.directory import Directory, keys_of
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
+from syncvar.serving.served import Served, what_of
+from syncvar.stacks import frames_before
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from syncvar.servers import Outgoing, Party
     from syncvar.serving.directory import Change
     from syncvar.serving.links import Came, Route
-    from syncvar.serving.served import Served
 
 __all__ = ["Serving", "main", "number_of", "party_of"]
 
@@ -43,6 +45,7 @@ _AT_ONCE = 64  # messages of one socket before the others are looked at
 _PAUSE_S = 1.0
 _NEVER = float("inf")
 _SAID_MAX = 5
+_TOLDS_MAX = 1024
 
 
 def main() -> None:
@@ -63,7 +66,11 @@ def _serve(_arguments: list[str]) -> None:
     log_at(config.log_level)
     with contextlib.closing(Serving(environment, config, os.environ)) as serving:
         signal.signal(signal.SIGTERM, lambda *_: serving.end())
-        serving.run()
+        try:
+            serving.run()
+        except BaseException as error:
+            serving.failed(error)
+            raise
 
 
 def party_of(number: int) -> Party:
@@ -94,10 +101,14 @@ class Serving:
         self._config = config
         self._environment = environment
         self._index = environment.rank
+        self._recorder = Recorder(
+            server_number(environment.rank), environment.world_size, environment.generation,
+            job=environment.job_id, host=environment.host, folder=environment.flight_dir,
+        )  # fmt: skip
+        self._tolds: dict[tuple[str, int], Told] = {}
+        self._hurt = ""  # what has gone wrong first, of which a record is evidence
         self._served: Served | None = None
         if environment.stats_dir:
-            from syncvar.serving.served import Served
-
             self._served = Served(environment.rank)
         hosts = server_hosts(environment.servers, environment.host_count)
         mirrors = [mirrors_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
@@ -145,11 +156,19 @@ class Serving:
             wake_at = self.server.wake_at()
             if wake_at != _NEVER and wake_at <= (now := time.monotonic()):
                 self._send(self.server.wake(now))
+        for change in self._directory.changes():  # told before the word to end, which came another way
+            self._note(change)
+
+    def failed(self, error: BaseException) -> None:
+        """Write the flight record of a server that ends by an exception."""
+        self._recorder.ended(f"uncaught {type(error).__name__}: {error}", frames_before(error.__traceback__))
 
     def close(self) -> None:
         """Close everything; what was sent is flushed."""
         shards = [shard for primary in self.server.primaries.values() for shard in primary.ledger.shards.values()]
         _log.info("server %d: over, with %d parts of variables, %s", self._index, len(shards), bytes_in_words(sum(one.array.nbytes for one in shards)))
+        if self._hurt:
+            self._recorder.ended(self._hurt)
         if self._served is not None:
             self._served.write(self._environment.stats_dir, self._environment.generation, self.server.stats()["staleness"])
         self.links.close(self._config.shutdown_timeout_s)
@@ -173,6 +192,7 @@ class Serving:
         sender, began = party_of(came.number), time.monotonic_ns()
         try:
             message, arrays = message_of(came.frames)
+            entry = self._recorder.begin(self._told(what_of(message), came.number), -1)
             made = self.server.handle(sender, message, arrays, time.monotonic())
         except WireError as error:
             self.links.refused += 1
@@ -181,13 +201,29 @@ class Serving:
                 sys.stderr.write(f"a message of {process_name(came.number)} was refused: {error}\n")
             return
         self._send(made, sender, came.answers)
+        entry.end()
         if self._served is not None:
             self._served.count(message, arrays, made, time.monotonic_ns() - began)
+
+    def _told(self, what: str, number: int) -> Told:
+        """Return how a message is recorded."""
+        key = what, number
+        if key not in self._tolds and len(self._tolds) >= _TOLDS_MAX:
+            self._tolds.clear()
+        return self._tolds.setdefault(key, Told(f"{what} of {process_name(number)}", -1, (), 0, 0, ""))
 
     def _send(self, made: Iterable[Outgoing], sender: Party | None = None, answers: Route = b"") -> None:
         for one in made:
             route = answers if one.target == sender and answers else None
             self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)
+
+    def _note(self, change: Change) -> None:
+        """Remember that a process was lost."""
+        if change.kind == "ended" and change.reason:
+            name = process_name(change.number)
+            self._hurt = self._hurt or f"{name} was lost: {change.reason}"
+            self._recorder.note("lost", f"{name}: {change.reason}")
+            _log.info("server %d: %s is lost: %s", self._index, name, change.reason)
 
     def _take_in(self, change: Change) -> None:
         number, now = change.number, time.monotonic()
@@ -198,12 +234,12 @@ class Serving:
                 self.links.connect(number - SERVER_0, self._directory.addresses[number - SERVER_0])
         else:
             self.links.forget(number)
-            if change.reason:
-                _log.info("server %d: %s is lost: %s", self._index, process_name(number), change.reason)
+            self._note(change)
             if is_server(number):
                 served = set(self.server.primaries)
                 self._send(self.server.server_lost(number - SERVER_0, now))
                 for server in self.server.primaries.keys() - served:
+                    self._recorder.note("takes over", process_name(server_number(server)))
                     _log.info("server %d: takes the place of server %d", self._index, server)
             else:
                 self._send(self.server.worker_lost(number, self._incarnations.get(number, 0), now))

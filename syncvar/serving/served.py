@@ -16,10 +16,20 @@ if TYPE_CHECKING:
     from syncvar.servers import Message, Outgoing
     from syncvar.servers.messages import Arrays
 
-__all__ = ["Served"]
+__all__ = ["Served", "what_of"]
 
 _KINDS_MAX = 4096
 _BEYOND = "others"
+
+
+def what_of(message: Message) -> str:
+    """Return in words what a message asks of a server.
+
+    Example:
+        >>> what_of({"kind": "request", "operations": [{"do": "push"}, {"do": "push"}, {"do": "tick"}]}), what_of({"kind": "cut"})
+        ('push+tick', 'cut')
+    """
+    return "+".join(dict.fromkeys(str(one.get("do")) for one in message["operations"])) if message["kind"] == "request" else str(message["kind"])
 
 
 class Served:
@@ -52,8 +62,7 @@ class Served:
         """
         answers = [one for one in made if one.message["kind"] in ("answer", "taken")]
         nbytes = sum(array.nbytes for array in arrays) + sum(array.nbytes for one in answers for array in one.arrays)
-        kinds = dict.fromkeys(str(one.get("do")) for one in message["operations"]) if message["kind"] == "request" else (message["kind"],)
-        key = f"served {'+'.join(kinds)}", size_class(nbytes)
+        key = f"served {what_of(message)}", size_class(nbytes)
         if key not in self._rows and len(self._rows) >= _KINDS_MAX:
             key = _BEYOND, key[1]
         row = self._rows.setdefault(key, [0, 0, 0, 0])

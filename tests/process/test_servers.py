@@ -10,6 +10,7 @@ import server_faults
 from launching import PATIENT, await_true
 
 from syncvar.cli import main
+from syncvar.roles import SERVER_0
 
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}
@@ -94,6 +95,10 @@ def test_a_server_that_is_lost_without_a_copy_ends_the_job_and_is_named(launch):
     assert first.startswith("syncvar: server 1 on "), job
     assert "was killed by signal 9 (SIGKILL)" in first, job
     assert "  server 0: waiting for requests" in job.report.splitlines(), job
+    (record,) = job.folder.glob("state/**/flight-server*.json")
+    told = json.loads(record.read_text())
+    assert (record.name, told["rank"], told["reason"]) == ("flight-server0.json", SERVER_0, "server 1 was lost: signal 9")
+    assert any(event[0].startswith("push of rank ") for event in told["events"])
     for event in job.events("raised"):
         assert event["error"] == "PeerLost", job
         assert event["text"].startswith("server 1 was lost: signal 9"), job

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+import syncvar
 from syncvar.cli.explain import divergences, explained
 from syncvar.cli.main import main
 from syncvar.cli.records import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
 from syncvar.errors import ConfigError
+from syncvar.roles import SERVER_0
 from syncvar.runtime.recorder import FORMAT, Event, record_name
 
+PACKAGE = str(Path(syncvar.__file__).parent)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 MS = 1_000_000
 SUM, MAX, BARRIER = ("all_reduce(sum, float32[12])", 11), ("all_reduce(max, float32[12])", 12), ("barrier", 13)
@@ -338,6 +341,28 @@ def test_columns_may_come_in_any_order_and_more_may_come():
     plain = data(0, same(0, 1))
     turned = plain | {"columns": ["new", *reversed(plain["columns"])], "events": [[0, *reversed(plain["events"][0])]]}
     assert as_record(turned) == as_record(plain)
+
+
+def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys):
+    served = [call(-1, ("push of rank 0", 0), 1, 2, group=-1), call(-1, ("pull of rank 1", 0), 3, 0, "started", group=-1)]
+    stack = [["/x/syncvar/servers/ledger.py", 5, "execute"], [f"{PACKAGE}/serving/process.py", 9, "run"]]
+    left = [*mismatch(), data(SERVER_0, served[:1], groups={}, reason="rank 1 was lost: signal 9"), data(SERVER_0 + 1, served, groups={}, stack=stack)]
+    alone, _ = explained(records(*mismatch()))
+    text, has_diverged = explained(records(*left))
+    assert has_diverged
+    assert text.splitlines()[0].startswith("flight records of ranks 0-2 and servers 0, 1 of job 01234567, 3 ranks in the world")
+    at = text.splitlines().index("at the end")
+    assert alone.splitlines()[1 : alone.splitlines().index("at the end")] == text.replace("left none", "").splitlines()[1:at]
+    assert "  server 0: after a request, push of rank 0, done at 2.000 ms\n    its record was made because: rank 1 was lost: signal 9\n" in text
+    assert "  server 1: in a request, pull of rank 1, for 197.000 ms; it stood at a request, in /x/syncvar/servers/ledger.py:5\n" in text
+    for one in left:
+        (tmp_path / record_name(one["rank"])).write_text(json.dumps(one))
+    (tmp_path / "flight-ready.json").write_text("not ours")
+    assert sorted(record.rank for record in load([str(tmp_path)])) == [0, 1, 2, SERVER_0, SERVER_0 + 1]
+    assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "t.json")]) == 0
+    assert "24 events of 3 ranks and 2 servers" in capsys.readouterr().out
+    names = [event["args"]["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1", "rank 2", "server 0", "server 1"]
 
 
 def test_an_empty_record_is_explained():
