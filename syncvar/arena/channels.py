@@ -26,8 +26,8 @@ having published what it needs.
 
 Only x86-64 takes this path: there, aligned 8-byte stores are seen after the ordinary stores before them.
 
-Cost: an entry of 128 bytes and two small slots of 64 KiB for each (group, rank); room for segments, 2 to 3 MiB, when
-first needed.
+Cost: an entry of 128 bytes and two small slots of 64 KiB for each (group, rank); room for segments, 2 to 3 MiB, and of up
+to four ranks for 32 slots that take turns, 2 MiB, when first needed.
 """
 
 from __future__ import annotations
@@ -62,12 +62,16 @@ __all__ = [
     "SMALL_BYTES",
     "SPREAD",
     "TARGET",
+    "WIDE_BYTES",
     "Channel",
     "Channels",
     "check_of",
 ]
 
 SMALL_BYTES = 64 << 10  # for each of the two sides
+WIDE_BYTES = 8 << 10  # a longer vector that everybody sums is put where its rank tells with phase 0
+RING_SLOTS = 32  # small slots that take turns, so that their lines have left the cores' own caches when they are written again
+_RING_RANKS_MAX = 4  # of more, everybody sums no vector that gains by them
 SEGMENT_BYTES = 1 << 20  # of the vector; each rank has two for what it brings, and two parts of one for results
 
 _ENTRY_BYTES = 128
@@ -113,6 +117,7 @@ class Channels:
         self._entries = 0
         self._populated = PAGE_BYTES
         self._open: dict[int, tuple[int, tuple[int, ...]]] = {}  # entry -> (group, members' regions)
+        self._rings: dict[int, int] = {}  # entry -> where its slots that take turns begin; 0 where there was no room
         self._free: deque[int] = deque()  # entries whose channel was let go, others may still look at them
         self.wait = waiter(self.words, ABORT, PHASE, DONE, has_own_core=arena.local_world_size <= arena.usable_cores)
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
@@ -219,10 +224,21 @@ class Channels:
                 if segments:
                     self.words[entry + _SEGMENTS] = 0
                     self.arena.release(segments)
+                ring = self._rings.pop(entry, 0)
+                if ring:
+                    self.arena.release(ring)
                 del self._open[entry]
                 return entry
             self._free.append(entry)
         return 0
+
+    def ring(self, entry: int) -> int:
+        """Return where the slots of an entry that take turns begin, made when first asked for; 0 where there is no room."""
+        if entry not in self._rings:
+            self._rings[entry] = 0
+            with contextlib.suppress(ArenaFull):
+                self._rings[entry] = self.arena.allocate(RING_SLOTS * SMALL_BYTES)
+        return self._rings[entry]
 
     def _has_let_go(self, region: int, group: int) -> bool:
         found = self.find(region, group)
@@ -426,9 +442,25 @@ class Channel(ChannelState):
         """Return the C runner of a call through small slots, or None where Python has to run it; see `kernel.slot_call`."""
         return slot_call(channel=self, queue=self.queue, **parts) if self.is_native else None
 
+    def ring_of(self, nbytes: int) -> int:
+        """Return what the C runner is told of the slots of this rank that take turns, for vectors that everybody sums.
+
+        Returns:
+            Where they begin; 0 where there are none; -1 for a vector whose slot nobody tells.
+        """
+        if nbytes <= WIDE_BYTES:
+            return -1
+        return self._channels.ring(self.entry) if self.is_native and self.size <= _RING_RANKS_MAX else 0
+
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-        """Return the small slots of all ranks, in their order, as published in this call."""
-        return [self.small(rank, self.side_of(rank), count, dtype) for rank in range(self.size)]
+        """Return what all ranks have put to be summed by everybody, in their order, as published in this call."""
+        return [self.resident(self.put_offset(rank, count * dtype.itemsize), count, dtype) for rank in range(self.size)]
+
+    def put_offset(self, rank: int, nbytes: int) -> int:
+        """Return where in the arena a rank has put what everybody sums, as published in this call."""
+        side = self.side_of(rank)
+        told = self.words[self._entries[rank] + TARGET + side] if nbytes > WIDE_BYTES else 0
+        return told or self.small_offset(rank, side)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 6  # as in native.c
+_FORM = 7  # as in native.c
 _MESSAGES_FORM = 2  # of `messages.c`
 
 

@@ -9,7 +9,7 @@
  */
 #include "native.h"
 
-#define FORM 6          /* of what Python and this module tell each other; as in __init__.py */
+#define FORM 7          /* of what Python and this module tell each other; as in __init__.py */
 #define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on */
 
 #define LONG_PATIENCE_NS 1000000 /* the same of long vectors, without Python's lock */
@@ -211,6 +211,7 @@ typedef struct {
 } Copy;
 
 #define PATTERNS 4
+#define RING_SLOTS 32 /* of a rank's, that take turns; as in channels.py */
 
 /* What is done with long vectors that lie in some way. */
 typedef struct {
@@ -230,6 +231,7 @@ typedef struct {
     int put_count, take_count, term_count;
     uint64_t digest, detail;
     int tells;
+    Py_ssize_t ring; /* where the slots that take turns begin; 0 where there are none; -1 of a call that does not look for them */
     Arithmetic how;
     Step apply;
     Known known[PATTERNS]; /* of a long vector: what is done, by where the vectors lie; the first one brings all of them
@@ -265,16 +267,36 @@ static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
            made + self->made.nbytes <= brought;
 }
 
+/* Return where the slot of a rank lies that it has published on a side. */
+static const char *slot_of(const SlotCall *self, int rank, int side) {
+    const ChannelState *channel = self->channel;
+    const char *memory = channel->memory.buf;
+    if (self->ring >= 0) {
+        const uint64_t told = seen(channel, entry_of(channel, rank) + channel->target_at + side);
+        if (told && told <= (uint64_t)channel->memory.len && is_within((Py_ssize_t)told, self->made.nbytes, channel->memory.len))
+            return memory + told;
+    }
+    return memory + channel->slots[rank] + side * channel->side_bytes;
+}
+
 static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *brought) {
-    return copy->rank < 0 ? brought + copy->from
-                          : (const char *)self->channel->words + self->channel->slots[copy->rank] +
-                                side * self->channel->side_bytes + copy->from;
+    return (copy->rank < 0 ? brought : slot_of(self, copy->rank, side)) + copy->from;
+}
+
+/* Return whether what this rank brings may be read instead of its slot: as a whole, it is put there as it is, and the
+ * result does not cover up what is still to be read. */
+static int reads_brought(const SlotCall *self, const char *brought, const char *out) {
+    const Py_ssize_t nbytes = self->made.nbytes;
+    return self->ring >= 0 && brought != NULL && (brought == out || brought + nbytes <= out || out + nbytes <= brought);
 }
 
 /* Combine the terms into the result, or apply the combination to it. */
 static void combine_terms(const SlotCall *self, int side, const char *brought, char *out) {
     const char *terms[RANKS_MAX];
-    for (int term = 0; term < self->term_count; term++) terms[term] = place_in(self, &self->terms[term], side, brought);
+    for (int term = 0; term < self->term_count; term++)
+        terms[term] = self->terms[term].rank == self->channel->rank && reads_brought(self, brought, out)
+                          ? brought
+                          : place_in(self, &self->terms[term], side, brought);
     if (self->apply.loop == NULL) {
         fold_terms(&self->how, terms, self->term_count, out, self->made.nbytes);
         return;
@@ -398,7 +420,7 @@ static void publish_call(const SlotCall *self, long long call, uint64_t check, u
     ChannelState *channel = self->channel;
     const int side = (int)channel->side;
     store(channel, channel->entry + channel->check_at + side, check);
-    if (self->tells ||
+    if (self->tells || self->ring >= 0 ||
         self->is_long) { /* what differs may be the detail alone: then the others need to know the call itself */
         store(channel, channel->entry + channel->source_at + side, source);
         store(channel, channel->entry + channel->target_at + side, target);
@@ -422,21 +444,27 @@ static int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) 
     return agree;
 }
 
-/* Put what this rank brings into its slot. */
-static void put_own(const SlotCall *self, int side, const char *x) {
-    const ChannelState *channel = self->channel;
-    char *own = (char *)channel->words + channel->slots[channel->rank] + side * channel->side_bytes;
+/* Put what this rank brings into its slot, or into the next of those that take turns; return where that is, or 0. */
+static uint64_t put_own(const SlotCall *self, int side, const char *x) {
+    ChannelState *channel = self->channel;
+    uint64_t told = 0;
+    if (self->ring > 0) {
+        channel->turn = (channel->turn + 1) % RING_SLOTS;
+        told = (uint64_t)(self->ring + channel->turn * channel->side_bytes);
+    }
+    char *own = (char *)channel->memory.buf + (told ? (Py_ssize_t)told : channel->slots[channel->rank] + side * channel->side_bytes);
     for (int put = 0; put < self->put_count; put++)
         memcpy(own + self->puts[put].to, x + self->puts[put].from, self->puts[put].nbytes);
+    return told;
 }
 
 /* Make a call through the small slots; return whether all has been done. */
 static int run_small(SlotCall *self, long long call, uint64_t digest, const char *x, char *made) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
-    put_own(self, side, x);
+    const uint64_t told = put_own(self, side, x);
     const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
-    publish_call(self, call, check, plain, 0);
+    publish_call(self, call, check, plain, told);
     if (!all_agree(self, check, channel->shares_cores ? YIELD_NS : 0)) return 0;
     finish(self, side, x, made);
     return 1;
@@ -691,11 +719,11 @@ static PyObject *begin_slots(
         PyObject_SetAttr(self->communicator, name_next_call, following) < 0)
         goto done;
     const int side = (int)(channel->side ^= 1);
-    put_own(self, side, ((Array *)x)->data);
+    const uint64_t told = put_own(self, side, ((Array *)x)->data);
     begun->check = self->digest + (uint64_t)call * SPREAD + self->detail;
     begun->state = BEGUN;
     channel->begun = (PyObject *)begun;
-    publish_call(self, call, begun->check, begun->check - self->detail, 0);
+    publish_call(self, call, begun->check, begun->check - self->detail, told);
 done:
     if (PyErr_Occurred()) {
         Py_CLEAR(work);
@@ -913,6 +941,9 @@ static int check_places(const SlotCall *self) {
                is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : slot);
         good = good && is_within(copy->to, copy->nbytes, made) && (take < self->take_count || copy->nbytes == made);
     }
+    if (self->ring >= 0) /* the terms are what the ranks bring, whole */
+        good = good && self->put_count == 1 && self->puts[0].nbytes == brought && brought == made && !self->is_long &&
+               is_within(self->ring, self->ring ? RING_SLOTS * slot : 0, self->channel->memory.len);
     if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside its arrays or the arena");
     return good;
 }
@@ -922,7 +953,7 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
         "channel", "engine",  "communicator", "busy",  "queue",     "add",       "told",   "digest", "detail",
         "tells",   "brought", "made",         "puts",  "takes",     "terms",     "fold",   "divide", "apply",
         "divisor", "make",    "plain",        "later", "hand_over", "interrupt", "saying", "crowd",
-        "begun",   "work",    "adopt",        NULL,
+        "begun",   "work",    "adopt",        "ring",  NULL,
     };
     PyObject *channel, *engine, *communicator, *busy, *queue, *add, *told, *brought, *made, *puts, *takes, *terms;
     PyObject *fold, *divide, *apply, *make, *plain, *later, *hand_over, *interrupt, *saying, *crowd, *begun, *work, *adopt;
@@ -930,11 +961,12 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     Py_ssize_t divisor_bytes;
     unsigned long long digest, detail;
     int tells;
+    Py_ssize_t ring;
     if (!PyArg_ParseTupleAndKeywords(
-            arguments, keywords, "$O!OOOOOOKKpOOOOOOOOy#OOOOOOOO!OO:SlotCall", names, channel_state_type, &channel, &engine,
+            arguments, keywords, "$O!OOOOOOKKpOOOOOOOOy#OOOOOOOO!OOn:SlotCall", names, channel_state_type, &channel, &engine,
             &communicator, &busy, &queue, &add, &told, &digest, &detail, &tells, &brought, &made, &puts, &takes, &terms,
             &fold, &divide, &apply, &divisor, &divisor_bytes, &make, &plain, &later, &hand_over, &interrupt, &saying,
-            &crowd, &PyList_Type, &begun, &work, &adopt
+            &crowd, &PyList_Type, &begun, &work, &adopt, &ring
         ))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -960,6 +992,7 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->digest = digest;
     self->detail = detail;
     self->tells = tells;
+    self->ring = ring;
     self->is_long = crowd != Py_None;
     self->crowd = Py_NewRef(crowd);
     if (!self->channel->is_bound) goto wrong;

@@ -19,7 +19,7 @@ typedef struct {
         segment_bytes, part_bytes;
     Py_ssize_t others[RANKS_MAX], slots[RANKS_MAX];
     Py_ssize_t processes[RANKS_MAX]; /* whose memory can be read; 0 where it cannot */
-    int size, rank, shares_cores, looks;
+    int size, rank, shares_cores, looks, turn; /* of the slots that take turns, the last one */
     PyObject *begun; /* the call that waits to be ended, see native.c; it takes itself out when it goes */
 } ChannelState;
 
@@ -29,6 +29,11 @@ static inline uint64_t seen(const ChannelState *channel, Py_ssize_t place) {
 
 static inline void store(ChannelState *channel, Py_ssize_t place, uint64_t value) {
     __atomic_store_n(channel->words + place, value, __ATOMIC_RELEASE);
+}
+
+static inline Py_ssize_t entry_of(const ChannelState *channel, int rank) {
+    return rank == channel->rank ? channel->entry
+                                 : channel->others[(rank - channel->rank + channel->size) % channel->size - 1];
 }
 
 int64_t now_ns(void);

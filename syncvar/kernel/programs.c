@@ -449,11 +449,6 @@ Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keep
     return self;
 }
 
-static Py_ssize_t entry_of(const ChannelState *channel, int rank) {
-    return rank == channel->rank ? channel->entry
-                                 : channel->others[(rank - channel->rank + channel->size) % channel->size - 1];
-}
-
 /* Return where a memory of one long vector begins, from what all ranks have told of theirs; NULL where it is not within
  * the arena. */
 static char *find_memory(

@@ -163,7 +163,7 @@ class Placed(NamedTuple):
     """What all ranks have told of a vector, in their order.
 
     Args:
-        sources: Where `x` lies in the arena; None where it is brought.
+        sources: Where `x` lies in the arena, or has been put to be summed by everybody; None where it is brought.
         targets: Where `out` lies there; None for nowhere.
         sides: Of the first segments of what is brought.
     """
@@ -368,6 +368,10 @@ def _found(
         elif placed is not None:
             places, dtype = (placed.sources, wire) if kind == _LYING else (placed.targets, targets[0].dtype)
             found[number] = Lying(places[rank] or _NOWHERE, dtype)
+    if placed is not None and not code.uses_cells:
+        for number, (kind, rank, _) in code.shared:
+            if kind == Kind.SLOT:
+                found[number] = Lying(placed.sources[rank] or _NOWHERE, wire)
     return found
 
 
@@ -414,4 +418,6 @@ def _small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterat
     code = reduce_code(channel.rank, size, vector.counts, None, Places(makes_first=_makes_first(vector, wire)))
     _open(channel, vector, code, how, channel.side ^ 1)
     yield from agreed(channel, check, channel.begin(call, check))
-    yield from _run(channel, vector, code, how, channel.sides(), None)
+    sides = channel.sides()
+    put = Placed([channel.put_offset(rank, vector.nbytes) for rank in range(size)], [None] * size, list(sides))
+    yield from _run(channel, vector, code, how, sides, put)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD
+from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
 from syncvar.execution.lower_reduce import Places
 from syncvar.plans import tree_order
 from syncvar.runtime.crowd import crowd
@@ -211,7 +211,7 @@ class Ground(NamedTuple):
             divide=None if divisor is None else np.divide, divisor=b"" if divisor is None else divisor.tobytes(), apply=apply,
             make=np.empty, plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
             begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt,
-            **{"crowd": None, "puts": (), "takes": (), "terms": (), **copies},
+            **{"crowd": None, "puts": (), "takes": (), "terms": (), "ring": -1, **copies},
         )  # fmt: skip
         return made
 
@@ -240,6 +240,8 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
     is_cast = kind != accumulate
     divisor = np.asarray(size, accumulate) if how.is_mean else None
     straight = not is_cast and not how.is_mean and apply is None
+    whole = count * accumulate.itemsize
+    is_wide = whole > WIDE_BYTES
     levels = [_levels(channel, side, [one[side] for one in slots], shape, accumulate) for side in (0, 1)]
     pairs = [steps[0][:2] if straight and len(steps) == 1 else None for steps in levels]  # of two ranks
 
@@ -261,8 +263,10 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
 
     def rest(check: int, target: int, out: Any) -> Generator[int, None, NDArray[Any]]:
         yield from agreed(channel, check, target)
-        terms = [one.reshape(shape) for one in channel.smalls_now(count, accumulate)]
-        return combined(_one_by_one(terms, shape, accumulate), out)
+        return combined(_one_by_one(terms_now(), shape, accumulate), out)
+
+    def terms_now() -> list[NDArray[Any]]:
+        return [one.reshape(shape) for one in channel.smalls_now(count, accumulate)]
 
     def finished(side: int, check: int, target: int, out: Any) -> NDArray[Any] | None:
         """Return the result of a call that has been published, or None where the others do not come soon, or differ."""
@@ -273,6 +277,8 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
         for place in checks[side]:
             if words[place] != check:
                 return None
+        if is_wide:
+            return combined(_one_by_one(terms_now(), shape, accumulate), out)
         pair = pairs[side]
         if pair is None:
             return combined(levels[side], out)
@@ -296,6 +302,8 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
         else:
             mine[side][...] = x
         words[entry + CHECK + side] = check
+        if is_wide:
+            words[entry + TARGET + side] = 0  # it is where slots always are
         target = channel.last = (number << 1) + 2
         if channel.phase or words[entry + DONE]:
             words[entry + DONE] = channel.phase
@@ -318,10 +326,9 @@ def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufu
 
     if is_cast:
         return call
-    whole = count * accumulate.itemsize
     native = ground.natively(
         call, later, brought=(kind, shape), made=(kind, shape), puts=((0, 0, whole, rank),), takes=(),
-        terms=tuple((0, 0, whole, other) for other in range(size)), fold=ufunc, divisor=divisor, apply=apply,
+        terms=tuple((0, 0, whole, other) for other in range(size)), fold=ufunc, divisor=divisor, apply=apply, ring=channel.ring_of(whole),
         steps=lambda number, made: rest((digest + number * SPREAD) & MASK, (number << 1) + 2, made),
     )  # fmt: skip
     return native or call
