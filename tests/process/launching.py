@@ -322,11 +322,14 @@ def slowness():
 
 
 def _grace(config):
-    """Return the time that survivors have to end by themselves, where the machine is slow: as many times longer as their bounds."""
+    """Return the time that survivors have to end by themselves, where the machine is slow: as many times longer as their bounds.
+
+    It stays below what scripts sleep that are to be ended.
+    """
     if config != PROFILE or not _measured_s or slowness() == 1.0:
         return {}
     own = tomllib.loads(PROFILE.read_text())["runtime"]["abort_grace_s"]
-    return {"SYNCVAR_ABORT_GRACE_S": f"{own * slowness():.3f}"}
+    return {"SYNCVAR_ABORT_GRACE_S": f"{min(own * slowness(), 10.0):.3f}"}
 
 
 def check_bound(name, seconds, bound_s):

@@ -90,7 +90,6 @@ def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
 
 
 LATE = """
-import time
 import numpy as np
 import probe, syncvar as sv
 from syncvar.runtime.at_once import Line
@@ -98,6 +97,7 @@ from syncvar.runtime.at_once import Line
 handed = []
 def go_on(*arguments, through=Line._go_on):
     handed.append(arguments[4])
+    probe.open_gate(f"handed-{turn}-{rank}")
     return through(*arguments)
 
 Line._go_on = go_on
@@ -107,7 +107,8 @@ for turn in range(12):
     if rank == turn % 2:
         sv.send(x, 1 - rank)
     else:
-        time.sleep(0.02 * (turn > 5))  # it computes
+        if turn > 5:
+            probe.gate(f"handed-{turn}-{1 - rank}")  # it comes late
         assert (sv.recv(1 - rank) == x).all(), turn
 probe.note("ended", handed=len(handed))
 """
