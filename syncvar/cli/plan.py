@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.cli.bench_table import parse_size
+from syncvar.cli.plan_program import program_lines
 from syncvar.errors import ConfigError
 from syncvar.plans import (
     ALGORITHMS,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "text"]
 
+_INSTRUCTIONS = 24  # of a program
 _SHORT = 8  # ranks, rounds and steps of a figure
 _RANKS_MAX = 1024  # plans are built for all ranks and all algorithms
 _OF_BLOCKS = ("all_gather", "header_exchange", "gather", "scatter", "reduce_scatter", "all_to_all")
@@ -47,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", choices=("links", "arena"), help="sockets, or shared memory as in a job on one host (arena)")
     parser.add_argument("--algorithm", help="show this one instead of SYNCVAR_ALGORITHM's, or the one that would be chosen")
     parser.add_argument("--reproducible", action="store_true", help="reduce by the fixed tree")
+    parser.add_argument("--program", type=int, metavar="RANK", help="also show what this rank does in shared memory, instruction by instruction")
     parser.add_argument("--full", action="store_true", help="show all ranks and rounds of a long plan")
 
 
@@ -89,8 +92,15 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     usual = choose(collective, nbytes, n, **options)
     if usual.algorithm != choice.algorithm:
         lines.append(f"else {usual.reason}")
+    if chosen.program is not None and not (is_shared and 0 <= chosen.program < n and n > 1):
+        raise ConfigError(f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares memory (--path arena), not {chosen.program}")
     lines += ["", plan_text(plans[choice.algorithm], most=None if chosen.full else _SHORT).rstrip("\n"), ""]
     lines += _table(collective, plans, itemsize, model, choice.algorithm)
+    if chosen.program is not None:
+        most = None if chosen.full else _INSTRUCTIONS
+        lines += program_lines(
+            collective, choice.algorithm, chosen.program, n, count, itemsize, chosen.root, is_demanded=bool(chosen.algorithm or demanded), most=most
+        )
     lines.append("")
     lines.append(f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for comparison, no promise.")
     if chosen.path is None:

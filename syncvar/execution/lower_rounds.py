@@ -36,7 +36,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
         >>> from syncvar.plans import build_all, publications
         >>> plan = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [type(step).__name__ for step in lower_rounds(plan, 0, 100).steps]
-        ['Fold', 'Copy', 'Publish', 'Await', 'Copy']
+        ['Copy', 'Fold', 'Copy', 'Publish', 'Await', 'Copy']
     """
     opening: list[Copy] = []
     steps: list[Instruction] = []

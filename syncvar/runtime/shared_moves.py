@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folder", "move_shared", "put_blocks", "said_of",
-    "take_blocks", "tell",
+    "take_blocks", "tell", "window_of",
 ]  # fmt: skip
 
 _WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
@@ -59,6 +59,11 @@ class Fold(NamedTuple):
 
     ufunc: Combiner
     divisor: int = 0
+
+
+def window_of(elements: int, itemsize: int, blocks: int) -> int:
+    """Return how many elements of each block go through cells at a time, where a rank puts at most so many blocks."""
+    return max(1, min(elements, SEGMENT_BYTES // _WINDOWS // (itemsize * max(1, blocks))))
 
 
 class Layout(NamedTuple):
@@ -94,7 +99,7 @@ class Layout(NamedTuple):
     @property
     def width(self) -> int:
         """Elements of each block in one window."""
-        return max(1, min(self.elements, SEGMENT_BYTES // _WINDOWS // (self.dtype.itemsize * max(1, self.blocks))))
+        return window_of(self.elements, self.dtype.itemsize, self.blocks)
 
     @property
     def arithmetic(self) -> Arithmetic:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.kernels import Combiner
 
 __all__ = [
-    "Placed", "Vector", "bring_first", "combine", "copier", "folder", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
+    "Placed", "Vector", "bring_first", "cells_of", "combine", "copier", "folder", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
 ]  # fmt: skip
 
 _WIDENED = 32 << 10  # elements that are widened at once
@@ -341,11 +341,22 @@ def _places(placed: Placed) -> Places:
 def _code(channel: Channel, vector: Vector, places: Places) -> Code:
     wire = vector.wire
     places = places._replace(converts=vector.sources[0].dtype != wire, makes_first=_makes_first(vector, wire))
-    if channel.are_native and vector.suits_native(vector.arithmetic):
-        cells, block = Cells(SEGMENT_BYTES // _CELLS // wire.itemsize, _LAG, channel.size <= _SUMS_ALL_MAX), _NATIVE_BLOCK_BYTES
-    else:
-        cells, block = Cells(SEGMENT_BYTES // wire.itemsize), _BLOCK_BYTES
-    return reduce_code(channel.rank, channel.size, vector.counts, cells, places, block // wire.itemsize)
+    are_native = channel.are_native and vector.suits_native(vector.arithmetic)
+    cells, block = cells_of(channel.size, wire.itemsize, are_native=are_native)
+    return reduce_code(channel.rank, channel.size, vector.counts, cells, places, block)
+
+
+def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]:
+    """Return how a group cuts long vectors, and elements of the blocks that owners combine at once.
+
+    Args:
+        size: Of the group.
+        itemsize: Of an element, in bytes.
+        are_native: Programs run in C on all its ranks.
+    """
+    if are_native:
+        return Cells(SEGMENT_BYTES // _CELLS // itemsize, _LAG, size <= _SUMS_ALL_MAX), _NATIVE_BLOCK_BYTES // itemsize
+    return Cells(SEGMENT_BYTES // itemsize), _BLOCK_BYTES // itemsize
 
 
 def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:

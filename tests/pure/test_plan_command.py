@@ -79,6 +79,24 @@ def test_a_reduction_by_the_tree(capsys):
     assert "tree: sums by the fixed tree over the ranks, as reproducible=True demands." in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("all_reduce", "--ranks", "2", "--program", "1"), "fold     slot of rank 0 [0:8], slot of rank 1 [0:8] -> target[0:8]"),
+        (("all_reduce", "--ranks", "2", "--bytes", "1M", "--program", "0"), "fold     source[0:32768], cells of rank 1, side 0 [0:32768] -> target[0:32768]"),
+        (("all_reduce", "--ranks", "4", "--bytes", "1M", "--program", "3"), "copy     made of rank 0, side 0 [0:8192] -> target[0:8192]"),
+        (("broadcast", "--ranks", "3", "--program", "2"), "copy     slot of rank 0 [0:8] -> target[0:8]"),
+        (("all_gather", "--ranks", "2", "--bytes", "1M", "--program", "0"), "copy     array of rank 1 [0:131072] -> target[0:131072]"),
+        (("reduce_scatter", "--ranks", "2", "--program", "1"), "fold     slot of rank 0 [0:8], source 1[0:8] -> target[0:8]"),
+        (("all_gather", "--ranks", "3", "--algorithm", "ring", "--program", "0"), "copy     slot of rank 2 [0:8] -> target[16:24]"),
+    ],
+)
+def test_the_program_of_a_rank_is_shown(capsys, arguments, words):
+    lines = [line.strip() for line in printed(capsys, *arguments).splitlines()]
+    assert words in lines
+    assert "phase 0  all ranks say what they do, and compare" in lines
+
+
 def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
     short = printed(capsys, "all_reduce", "--ranks", "32", "--algorithm", "ring")
     full = printed(capsys, "all_reduce", "--ranks", "32", "--algorithm", "ring", "--full")
@@ -98,6 +116,8 @@ def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
         (("all_gather", "--ranks", "3", "--algorithm", "doubling"), "needs a power of two of ranks, not 3"),
         (("broadcast", "--root", "4"), "root 4 is not in a group of 4"),
         (("all_reduce", "--bytes", "many"), "'many'"),
+        (("all_reduce", "--program", "4"), "--program must be a rank from 0 to 3"),
+        (("all_reduce", "--program", "0", "--path", "links"), "shares memory (--path arena), not 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(capsys, arguments, words):

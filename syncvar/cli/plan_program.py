@@ -1,0 +1,73 @@
+"""The program of one rank, as `syncvar plan --program RANK` shows it: what it does in shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
+from syncvar.execution.lower_moves import Move, Way, lower_move
+from syncvar.execution.lower_reduce import Places, lower_reduce, lower_small
+from syncvar.execution.lower_rounds import lower_rounds
+from syncvar.execution.show import program_text
+from syncvar.plans import build_all, publications
+from syncvar.runtime.shared_moves import window_of
+from syncvar.runtime.shared_reduce import cells_of, is_direct
+
+if TYPE_CHECKING:
+    from syncvar.execution.program import Program
+
+__all__ = ["program_lines"]
+
+_MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
+
+
+def program_lines(
+    collective: str, algorithm: str, rank: int, size: int, count: int, itemsize: int, root: int, *, is_demanded: bool, most: int | None
+) -> list[str]:
+    """Return what a rank does in shared memory, and where this differs from the plan.
+
+    Args:
+        collective: The collective.
+        algorithm: Of its plan.
+        rank: Whose program is wanted.
+        size: Of the group; at least 2.
+        count: Elements of the vector, or of each block.
+        itemsize: Of an element, in bytes.
+        root: Of a broadcast.
+        is_demanded: Somebody demands the algorithm.
+        most: So many instructions after phase 0 at most.
+    """
+    about, program = _program(collective, algorithm, rank, size, count, itemsize, root, is_demanded)
+    head = f"The program of rank {rank} in shared memory{about}:"
+    return ["", head, *(f"  {line}" for line in program_text(program, most).splitlines())]
+
+
+def _program(
+    collective: str, algorithm: str, rank: int, size: int, count: int, itemsize: int, root: int, is_demanded: bool
+) -> tuple[str, Program]:
+    if collective == "all_reduce" and algorithm in ("direct", "owners"):
+        if is_direct(count * itemsize, size) or not count:
+            return "", lower_small(rank, size, count)
+        cells, block = cells_of(size, itemsize, are_native=True)
+        return ", of ordinary arrays, with the C kernel", lower_reduce(rank, size, count, cells, Places(), block)
+    if collective in _MOVED and not is_demanded:
+        return _move(collective, rank, size, count, itemsize, root)
+    rounds = publications(build_all(collective, algorithm, size, count=count, root=root), rank)
+    return "", lower_rounds(rounds, rank, SEGMENT_BYTES // itemsize, SMALL_BYTES // itemsize)
+
+
+def _move(collective: str, rank: int, size: int, count: int, itemsize: int, root: int) -> tuple[str, Program]:
+    is_apart = collective in ("reduce_scatter", "all_to_all")  # each rank puts a block for each other
+    is_root = collective == "broadcast" and rank == root
+    peers = [peer for peer in range(size) if peer != rank]
+    if collective == "broadcast":
+        peers = [] if is_root else [root]
+    takes = tuple((peer, (rank - (rank > peer)) if is_apart else 0) for peer in peers)
+    puts = size - 1 if is_apart else int(is_root or collective == "all_gather")
+    most = size - 1 if is_apart else 1
+    move = Move(
+        rank, count, window_of(count, itemsize, most), puts, takes, keeps=is_root or collective != "broadcast", folds=collective == "reduce_scatter"
+    )
+    if count * itemsize * most <= SMALL_BYTES:
+        return ", side by side", lower_move(move, Way.SLOTS)
+    return ", of blocks that are read where they lie", lower_move(move, Way.LYING)
