@@ -11,7 +11,8 @@ by which to measure) and `job` (its identity). What else an event has:
 * `rank_failed`: rank, error, message. What a rank said of its failure before it ended.
 * `rank_end`: rank, pid, exit_code (null where a signal ended it), signal (null where none did).
 * `server_start`, `server_failed`, `server_end`: the same of a server, with `server` in place of `rank`.
-* `server_lost`: server, why. The job goes on with the copies of its variables. `rank_restart`: rank, why, number. It is started again alone.
+* `server_lost`: server, why. The job goes on with the copies of its variables. `server_copy`: server, of. It has a copy again of what
+  that one had. `rank_restart`: rank, why, number. It is started again alone.
 * `restart`: number, reason, pause_s, generation, rank (the culprit, or null), why.
 * `preempted`: signal (or null). All ranks have saved, stopped as asked and want to be run again.
 * `job_end`: exit_code, rank (the culprit, or null), why, elapsed_s; server, where the culprit is one.

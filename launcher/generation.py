@@ -432,12 +432,16 @@ class Generation:
 
     def _do_without(self, action: DoWithout) -> None:
         server = action.rank - SERVER_0
-        mirrors = self.job.mirrors()[server]
         self.store.servers.ended(action.rank, action.reason)
         self.events.add("server_lost", server=server, why=action.reason)
-        there = next(one for one in mirrors if one + SERVER_0 not in self.supervisor.lost)
+        there = next(one for one in self.job.heirs(server) if one + SERVER_0 not in self.supervisor.lost)
         name, host = process_name(action.rank), self.job.host_name(action.rank)
         self.forwarder.say(f"syncvar: {name} on {host} is lost: {action.reason}; server {there} has copies of its variables and takes its place\n")
+
+    def _note_copy(self, server: int, of: int) -> None:
+        self.supervisor.copied(server, of)
+        self.events.add("server_copy", server=server, of=of)
+        self.forwarder.say(f"syncvar: server {server} has a new copy of the variables of server {of}\n")
 
     def _start_again(self, action: Restart) -> None:
         count = self.supervisor.restarted[action.rank]
@@ -452,6 +456,8 @@ class Generation:
 
     def _serve(self, now: float) -> None:
         self.store.serve(now)
+        for server, of in self.store.servers.take_copies():
+            self._note_copy(server, of)
         coordinator = self.store.coordinator
         if coordinator.roll.is_complete and coordinator.roll.generation != self.met:
             self.has_met, self.met = True, coordinator.roll.generation

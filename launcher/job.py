@@ -11,7 +11,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from syncvar.env import RankEnvironment
-from syncvar.roles import SERVER_0, is_server, mirrors_of, server_hosts
+from syncvar.roles import SERVER_0, heirs_of, is_server, mirrors_of, server_hosts
 from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.beginning import Beginning, plan_beginning
@@ -87,6 +87,10 @@ class Job:
     def servers(self) -> range:
         """The numbers of the servers' processes."""
         return range(SERVER_0, SERVER_0 + self.options.servers)
+
+    def heirs(self, server: int) -> tuple[int, ...]:
+        """Return the servers that take a server's place, in order."""
+        return heirs_of(server, self.server_hosts, self.options.server_replicas)
 
     def mirrors(self) -> tuple[tuple[int, ...], ...]:
         """Return for each server those that hold copies of its variables."""

@@ -150,6 +150,7 @@ class Supervisor:
     job_cause: Cause | None = None
     interrupted: int = 0
     lost: set[int] = field(default_factory=set)  # servers, by number, without which the job goes on
+    copies: dict[int, set[int]] = field(default_factory=dict)  # of a server's variables that were made since: on which servers
     restarted: dict[int, int] = field(default_factory=dict)  # how often each worker was started again alone
     _awaited: dict[int, tuple[float, str]] = field(default_factory=dict)  # workers to be started again, when and why
     _may_go: bool = False  # the servers have been told to end
@@ -170,6 +171,10 @@ class Supervisor:
     def goodbye(self, rank: int) -> None:
         """Note that a worker's script has ended in order; its process is about to end."""
         self._said_goodbye.add(rank)
+
+    def copied(self, server: int, of: int) -> None:
+        """Note that a server has a copy of another one's variables, which were on fewer servers since a loss."""
+        self.copies.setdefault(of, set()).add(server)
 
     def takes_notice(self, rank: int, *, is_on: bool) -> None:
         """Note whether a worker takes SIGTERM as a notice: it saves before it ends, and needs more time for it."""
@@ -358,7 +363,7 @@ class Supervisor:
         if not is_server(rank) or rank in self.causes or rank in self.lost or self._terminated:
             return False
         gone = {one - server_number(0) for one in {*self.lost, rank}}
-        if any({server, *mirrors} <= gone for server, mirrors in enumerate(self.mirrors)):
+        if any({server, *mirrors, *self.copies.get(server, ())} <= gone for server, mirrors in enumerate(self.mirrors)):
             return False
         self.lost.add(rank)
         return True

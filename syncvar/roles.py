@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SERVER_0", "SERVING", "is_server", "mirrors_of", "process_name", "server_hosts", "server_number", "short_name"]
+__all__ = ["SERVER_0", "SERVING", "heirs_of", "is_server", "mirrors_of", "process_name", "server_hosts", "server_number", "short_name"]
 
 SERVING = "serving"
 """What is known of a server that has begun."""
@@ -65,10 +65,27 @@ def server_hosts(servers: int, hosts: int) -> tuple[int, ...]:
     return tuple(server % hosts for server in range(servers))
 
 
-def mirrors_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
-    """Return the servers that hold copies of what a server holds, in the order in which they take its place.
+def heirs_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
+    """Return the servers that take a server's place, in order; the first of them that lives holds a copy.
 
     They are those that follow it, first those of other hosts: a host that is lost takes all its servers along.
+
+    Args:
+        server: Which one.
+        hosts: The host of each server.
+        replicas: How many copies; 0: nobody takes its place.
+
+    Example:
+        >>> heirs_of(1, (0, 0, 0), 1), heirs_of(0, (0, 0, 1, 1), 1), heirs_of(0, (0, 0), 0)
+        ((2, 0), (2, 3, 1), ())
+    """
+    following = [(server + step) % len(hosts) for step in range(1, len(hosts))]
+    following.sort(key=lambda other: hosts[other] == hosts[server])  # stable: among equals the next one comes first
+    return tuple(following if replicas else ())
+
+
+def mirrors_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...]:
+    """Return the servers that hold copies of what a server holds as long as all live: the first of its heirs.
 
     Args:
         server: Which one.
@@ -79,6 +96,4 @@ def mirrors_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, .
         >>> mirrors_of(1, (0, 0, 0), 1), mirrors_of(0, (0, 0, 1, 1), 2)
         ((2,), (2, 3))
     """
-    following = [(server + step) % len(hosts) for step in range(1, len(hosts))]
-    following.sort(key=lambda other: hosts[other] == hosts[server])  # stable: among equals the next one comes first
-    return tuple(following[:replicas])
+    return heirs_of(server, hosts, replicas)[:replicas]

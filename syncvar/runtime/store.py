@@ -230,6 +230,9 @@ class Store:
         """Handle what a server says of itself, or somebody's question for the servers."""
         try:
             message = parse_message(data)
+            if message["kind"] == "holds":
+                self.servers.holds(message)
+                return
             if message["kind"] not in ("serve", "find_servers"):
                 raise WireError(f"{message['kind']!r} came where servers are asked for")
             refused = self.servers.refusal(message) or (self.servers.serves(message) if message["kind"] == "serve" else "")

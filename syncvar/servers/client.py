@@ -20,9 +20,10 @@ from syncvar.errors import (
     WireError,
 )
 from syncvar.roles import server_number
+from syncvar.servers.copying import PATIENCE
 from syncvar.servers.ledger import SHARED, changes, reads
 from syncvar.servers.messages import Outgoing
-from syncvar.servers.primary import PATIENCE, WINDOW
+from syncvar.servers.primary import WINDOW
 from syncvar.servers.server import RESEND_S
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Client:
         rank: The worker's; one beyond the ranks of the job (an evaluator) is waited for by nobody.
         incarnation: How often the worker was started before.
         servers: How many there are.
-        mirrors: For each server who takes its place, in order.
+        heirs: For each server those that take its place, in order.
         resend_s: Seconds after which what has no answer is sent again.
     """
 
@@ -118,13 +119,13 @@ class Client:
         rank: int,
         incarnation: int,
         servers: int,
-        mirrors: Sequence[Sequence[int]] = (),
+        heirs: Sequence[Sequence[int]] = (),
         *,
         resend_s: float = RESEND_S,
     ) -> None:
         self.rank, self.incarnation, self.servers = rank, incarnation, servers
         self.broken: SyncvarError | None = None
-        self._mirrors = [tuple(one)[:1] for one in mirrors] or [()] * servers
+        self._heirs = [tuple(one) for one in heirs] or [()] * servers
         self._gone: set[int] = set()
         self._resend_s = self._patience_s = resend_s
         self._numbers = [0] * servers
@@ -196,6 +197,9 @@ class Client:
             if message["incarnation"] != self.incarnation:
                 return []
             return self._answered(server, message, arrays, now)
+        if kind == "lost":
+            self.fail(PeerLost(server_number(server), "", "its copy was lost too before there was another"))
+            return []
         if kind == "refused":
             if message["incarnation"] == self.incarnation:
                 self.fail(GroupBroken("the servers have given this worker up: another process has taken its place"))
@@ -212,16 +216,17 @@ class Client:
         raise WireError(f"a worker has no use for a message {kind!r:.40}")
 
     def server_lost(self, server: int, now: float, reason: str = "") -> list[Outgoing]:
-        """Go on without a server: its mirror is asked again what it has not answered.
+        """Go on without a server: who takes its place is asked again what it has not answered.
 
-        Without a mirror all requests fail with PeerLost.
+        Without a copy all requests fail with PeerLost.
         """
+        before = [self._place(one) for one in range(self.servers)]
         self._gone.add(server)
         if any(self._place(one) is None for one in range(self.servers)):
             self.fail(PeerLost(server_number(server), "", reason or "no other has a copy of its variables"))
             return []
         self.resent += 1
-        made = self._again(lambda one: self._mirrors[one][:1] != () and one == server)
+        made = self._again(lambda one: before[one] != self._place(one))
         if self._snapshot is not None:
             made += self._begin_cut(self._snapshot, now)
         return made
@@ -268,7 +273,7 @@ class Client:
         """Return which process is in charge of a server's variables; None where they are lost."""
         if server not in self._gone:
             return server
-        return next((other for other in self._mirrors[server] if other not in self._gone), None)
+        return next((other for other in self._heirs[server] if other not in self._gone), None)
 
     def _target(self, server: int) -> Party:
         place = self._place(server)

@@ -13,8 +13,9 @@ import numpy as np
 
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, WireError
 from syncvar.servers.board import Board, Outcome
+from syncvar.servers.operations import push_of, rule_key_of, slots_of, spec_of
 from syncvar.servers.rules import rule_of
-from syncvar.servers.shard import Push, Shard, Slots, Spec, check_slots
+from syncvar.servers.shard import Shard, check_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.servers.messages import Arrays, Message
-    from syncvar.servers.shard import Position, Room, RuleKey
+    from syncvar.servers.shard import Position, Room, Spec
 
 __all__ = ["SHARED", "Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
@@ -117,6 +118,28 @@ class Ledger:
             for rank, one in self.workers.items()
             if one.takes_part and rank < self.count
         }
+
+    def state(self) -> dict[str, Any]:
+        """Return all of it as plain data and arrays, which do not change any more."""
+        workers = {rank: {**vars(one), "staged": None if one.staged is None else tuple(one.staged)} for rank, one in self.workers.items()}
+        return {
+            "workers": workers, "shards": {key: shard.state() for key, shard in self.shards.items()}, "board": self.board.state(),
+            "entries": self.entries, "staleness": dict(self.staleness),
+        }  # fmt: skip
+
+    @classmethod
+    def of_state(cls, server: int, workers: int, state: dict[str, Any], room: Room) -> Ledger:
+        """Return the ledger that had this state."""
+        made = cls(server, workers)
+        made.room, made.entries, made.staleness = room, state["entries"], state["staleness"]
+        for rank, one in state["workers"].items():
+            staged = one["staged"]
+            made.workers[rank] = Worker(**{**one, "staged": None if staged is None else Request(*staged)})
+        made.undecided = {rank for rank, one in made.workers.items() if one.staged is not None}
+        made.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
+        made.board = Board.of_state(state["board"])
+        made._in_rounds = {shard for shard in made.shards.values() if shard.waits}
+        return made
 
     # -- entries --------------------------------------------------------------------------------------------------
 
@@ -223,18 +246,18 @@ class Ledger:
         if kind == "push":
             place = (worker.clock, worker.phase) if worker.takes_part and rank < self.count else None
             shard = self.shards[operation["key"]]
-            shard.push(rank, place, _push(operation, arrays))
+            shard.push(rank, place, push_of(operation, arrays))
             if shard.staleness == 0:
                 self._in_rounds.add(shard)
         elif kind == "create":
             if operation["key"] not in self.shards:
                 bound = operation["staleness"]
-                self.shards[operation["key"]] = Shard(_spec(operation), arrays[operation["value"]], bound, self.room)
+                self.shards[operation["key"]] = Shard(spec_of(operation), arrays[operation["value"]], bound, self.room)
         elif kind == "restore":
             if operation["key"] not in self.shards:
                 bound = operation["staleness"]
-                self.shards[operation["key"]] = Shard(_spec(operation), arrays[operation["value"]], bound, self.room)
-            self.shards[operation["key"]].restore(arrays[operation["value"]], _slots(operation, arrays))
+                self.shards[operation["key"]] = Shard(spec_of(operation), arrays[operation["value"]], bound, self.room)
+            self.shards[operation["key"]].restore(arrays[operation["value"]], slots_of(operation, arrays))
         elif kind == "staleness":
             self.shards[operation["key"]].set_staleness(operation["staleness"])
             self._tell_failures(self.shards[operation["key"]])
@@ -285,9 +308,9 @@ class Ledger:
         kind = operation["do"]
         if kind == "push":
             if operation["key"] not in made:
-                self._shard(operation).check(_push(operation, arrays))
+                self._shard(operation).check(push_of(operation, arrays))
         elif kind in ("create", "restore"):
-            spec, value = _spec(operation), arrays[operation["value"]]
+            spec, value = spec_of(operation), arrays[operation["value"]]
             made.add(operation["key"])
             if value.shape != spec.shape or value.dtype.name != spec.dtype:
                 raise WireError(f"variable {operation['key']!r}: the value is no {spec.dtype}{list(spec.shape)}")
@@ -297,7 +320,7 @@ class Ledger:
             if operation["key"] in self.shards:
                 self._compare(operation["key"], spec)
             if kind == "restore":
-                for rule, slots in _slots(operation, arrays).items():
+                for rule, slots in slots_of(operation, arrays).items():
                     check_slots(rule, slots, value)
         elif kind == "staleness":
             self._shard(operation)
@@ -370,13 +393,13 @@ class Ledger:
                 result = {"array": len(made.arrays)}
                 made.arrays.append(value)
             elif kind == "slots":
-                steps, slots = self._shard(operation).slots(_rule(operation["rule"]))
+                steps, slots = self._shard(operation).slots(rule_key_of(operation["rule"]))
                 result = {"steps": steps, "slots": {name: len(made.arrays) + index for index, name in enumerate(slots)}}
                 made.arrays.extend(slots.values())
             elif kind == "version":
                 result = {"pushes": {rank: worker.pushes for rank, worker in self.workers.items() if worker.pushes}}
             elif kind == "expect":
-                self._compare(operation["key"], _spec(operation))
+                self._compare(operation["key"], spec_of(operation))
             elif kind == "describe":
                 spec = self._shard(operation).spec
                 result = {"whole": list(spec.whole), "dtype": spec.dtype, "aggregation": spec.aggregation, "shards": spec.shards}
@@ -425,33 +448,3 @@ def reads(message: Message) -> bool:
 def changes(message: Message) -> bool:
     """Return whether a request changes what a server holds."""
     return not _READS.issuperset([operation.get("do") for operation in message["operations"]])
-
-
-def _rule(told: list[Any]) -> RuleKey:
-    return told[0], tuple(sorted(told[1].items()))
-
-
-def _slots(operation: dict[str, Any], arrays: Arrays) -> dict[RuleKey, Slots]:
-    return {
-        _rule(rule): Slots(steps, {name: arrays[number] for name, number in slots.items()})
-        for rule, steps, slots in operation["rules"]
-    }
-
-
-def _push(operation: dict[str, Any], arrays: Arrays) -> Push:
-    rows, rule = operation["rows"], operation.get("rule")
-    return Push(
-        operation["how"],
-        arrays[operation["value"]],
-        None if rows is None else arrays[rows],
-        ("", ()) if rule is None else _rule(rule),
-        operation.get("rate", 0.0),
-        operation.get("combine", "mean"),
-    )
-
-
-def _spec(operation: dict[str, Any]) -> Spec:
-    return Spec(
-        tuple(operation["shape"]), operation["dtype"], operation["aggregation"], tuple(operation["whole"]), operation["start"],
-        operation.get("shards", 1),
-    )  # fmt: skip

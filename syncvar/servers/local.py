@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from syncvar.roles import heirs_of
 from syncvar.servers.client import Client
 from syncvar.servers.server import Server
 from syncvar.servers.session import Session
@@ -29,9 +30,9 @@ class LocalServers:
 
     def __init__(self, workers: int, servers: int = 1, replicas: int = 0) -> None:
         self.count = servers
-        self.mirrors: list[tuple[int, ...]] = [((index + 1) % servers,) if replicas else () for index in range(servers)]
+        self.heirs = [heirs_of(index, [0] * servers, replicas) for index in range(servers)]
         self.changed = threading.Condition(threading.RLock())  # of all sessions: no two locks are ever taken
-        self._servers = {index: Server(index, workers, self.mirrors) for index in range(servers)}
+        self._servers = {index: Server(index, workers, self.heirs) for index in range(servers)}
         self._gone: dict[int, str] = {}
         self._sessions: dict[int, Session] = {}
         self._waiting: deque[tuple[Party, Outgoing]] = deque()
@@ -40,7 +41,7 @@ class LocalServers:
     def session(self, rank: int, timeout_s: float, incarnation: int = 0) -> Session:
         """Return a session of a worker; one of a later incarnation takes the place of the earlier one."""
         with self.changed:
-            made = _LocalSession(self, Client(rank, incarnation, self.count, self.mirrors), timeout_s)
+            made = _LocalSession(self, Client(rank, incarnation, self.count, self.heirs), timeout_s)
             self._sessions[rank] = made
             for server, reason in self._gone.items():
                 made.server_lost(server, reason)

@@ -4,8 +4,9 @@ A message is a map of plain values; its arrays travel beside it, as buffers of t
 kinds, by who sends them:
 
 * worker: `request` (operations, in the order of `number`), `peek`, or `cut` and `take` (a snapshot).
-* server to a worker: `answer`, `refused` (the worker's incarnation is fenced), `marks`, `taken`, `uncut`.
-* server to server: `vote` and `decision` (transactions over several servers), `copy`, `copied`, `retired` (mirrors).
+* server to a worker: `answer`, `refused` (the worker's incarnation is fenced), `marks`, `taken`, `uncut`, `lost` (there is no
+  copy of what it asks for).
+* server to server: `vote` and `decision` (transactions over several servers), `seed`, `copy`, `copied`, `retired` (mirrors).
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ _SCHEMA: dict[str, dict[str, type]] = {
     "vote": {"home": int, "server": int, "rank": int, "incarnation": int, "transaction": int, "parts": list, "reason": str},
     "decision": {"server": int, "rank": int, "incarnation": int, "transaction": int, "reason": str},
     "copy": {"server": int, "index": int, "entry": dict},
+    "seed": {"server": int, "index": int},
     "copied": {"server": int, "index": int},
     "retired": {"server": int},
+    "lost": {"server": int},
 }  # fmt: skip
 
 

@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import SyncvarError
+from syncvar.servers.copying import Copying
 from syncvar.servers.ledger import Ledger, Request, changes, reads
 from syncvar.servers.messages import Outgoing
 
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from syncvar.servers.ledger import Worker
     from syncvar.servers.messages import Arrays, Message
 
-__all__ = ["PATIENCE", "WINDOW", "Primary"]
-
-PATIENCE = 16
-"""What has no answer is sent again after up to so many times the usual interval, which doubles each time."""
+__all__ = ["WINDOW", "Primary"]
 
 WINDOW = 64
 """So many requests of a worker may be unanswered; more than that a server does not keep."""
@@ -71,19 +68,13 @@ class Primary:
     def __init__(self, server: int, ledger: Ledger, mirror: int | None, resend_s: float) -> None:
         self.server = server
         self.ledger = ledger
-        self.mirror = mirror
+        self._copying = Copying(server, ledger.entries, mirror, resend_s)
         self.is_retired = False
-        self._resend_s = self._patience_s = resend_s
+        self._resend_s = resend_s
         self._held: dict[int, _Held] = {}
         self._reading: set[int] = set()  # workers that have a request that waits until it may read
         self._votes: dict[tuple[int, int, int], dict[int, str]] = {}  # rank, incarnation, transaction -> server -> reason
         self._cuts: dict[tuple[int, int], _Cut] = {}
-        self._log: deque[tuple[int, Outgoing]] = deque()  # entries that the mirror has not executed
-        self._logged = ledger.entries
-        self._copied = ledger.entries
-        self._copied_at = 0.0
-        self._unsaid: deque[tuple[int, Outgoing]] = deque()
-        self._out: list[Outgoing] = []
         self.now = 0.0
 
     # -- messages -------------------------------------------------------------------------------------------------
@@ -106,36 +97,37 @@ class Primary:
             elif kind == "take":
                 self._take(Request(message, arrays))
             elif kind == "copied":
-                self._copied = max(self._copied, message["index"])
-                self._patience_s = self._resend_s
+                self._copying.copied(message["index"])
             elif kind == "retired":
                 self.is_retired = True
-                self._unsaid.clear()
-        return self._said()
+                self._copying.retire()
+        return self._copying.said()
+
+    @property
+    def mirror(self) -> int | None:
+        """Who executes the same entries; None for nobody."""
+        return self._copying.mirror
 
     def fence(self, rank: int, incarnation: int, now: float) -> list[Outgoing]:
         """Refuse everything of a worker's earlier incarnations from now on."""
         self.now = now
         if incarnation > self.ledger.worker(rank).incarnation:
             self._fence(rank, incarnation)
-        return self._said()
+        return self._copying.said()
 
-    def lost(self, server: int, now: float) -> list[Outgoing]:
-        """Go on without another server."""
+    def copy_to(self, mirror: int | None, now: float) -> list[Outgoing]:
+        """Let another server be the mirror, or none, as the one before is lost."""
         self.now = now
-        if server == self.mirror:
-            self.mirror = None
-            self._log.clear()
-            self._copied = self._logged
-        return self._said()
+        if mirror != self.mirror:
+            self._copying.move_to(mirror, self.ledger, now)
+        return self._copying.said()
 
     def wake_at(self) -> float:
         """Return when `wake` has something to do at the latest; infinite for never."""
-        if not (self._cuts or self._log or self.ledger.undecided):
-            return _NEVER
-        times = [cut.until for cut in self._cuts.values()]
-        if self._log:
-            times.append(self._copied_at + self._patience_s)
+        copying = self._copying.wake_at()
+        if not (self._cuts or self.ledger.undecided):
+            return copying
+        times = [copying, *(cut.until for cut in self._cuts.values())]
         times += [self._of(rank).voted_at + self._resend_s for rank in self.ledger.undecided]
         return min(times)
 
@@ -147,14 +139,11 @@ class Primary:
         for key in [key for key, cut in self._cuts.items() if cut.until <= now]:
             del self._cuts[key]
             self._go_on()
-        if self._log and self._copied_at + self._patience_s <= now:
-            self._copied_at = now
-            self._patience_s = min(2 * self._patience_s, PATIENCE * self._resend_s)
-            self._out += [copy for _, copy in self._log]
+        self._copying.wake(now)
         for rank in sorted(self.ledger.undecided):
             if self._of(rank).voted_at + self._resend_s <= now:
                 self._send_vote(rank, self.ledger.worker(rank))
-        return self._said()
+        return self._copying.said()
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -436,16 +425,7 @@ class Primary:
 
     def _execute(self, entry: Message, arrays: Arrays) -> None:
         self.ledger.execute(entry, arrays)
-        self._logged += 1
-        if self.mirror is None:
-            self._copied = self._logged
-        else:
-            copy = {"kind": "copy", "server": self.server, "index": self._logged, "entry": entry}
-            made = Outgoing(("server", self.mirror), copy, arrays)
-            if not self._log:
-                self._copied_at = self.now
-            self._log.append((self._logged, made))
-            self._out.append(made)
+        self._copying.enter(entry, arrays, self.now)
         for rank in sorted(self._reading):
             held = self._of(rank)
             waiting = held.reading
@@ -460,14 +440,4 @@ class Primary:
             self._finish_cuts()
 
     def _say(self, outgoing: Outgoing) -> None:
-        self._unsaid.append((self._logged, outgoing))
-
-    def _said(self) -> list[Outgoing]:
-        """Return what may be sent: what follows from entries that the mirror has executed, and copies for it."""
-        while self._log and self._log[0][0] <= self._copied:
-            self._log.popleft()
-        made, self._out = self._out, []
-        while self._unsaid and self._unsaid[0][0] <= self._copied:
-            made.append(self._unsaid.popleft()[1])
-        return made
-
+        self._copying.say(outgoing)

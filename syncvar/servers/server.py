@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from syncvar.servers.copying import ledger_of
 from syncvar.servers.ledger import Ledger
 from syncvar.servers.messages import Outgoing
 from syncvar.servers.primary import Primary
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RESEND_S", "Server"]
 
+_BETWEEN_SERVERS = ("seed", "copy", "copied", "retired")  # these are about a ledger, and for one process
+
 RESEND_S = 0.5
 """Seconds after which what has no answer is sent again; links that lose nothing never come to it."""
 
@@ -26,11 +31,14 @@ class Server:
     Args:
         index: Which server.
         workers: Ranks of the job.
-        mirrors: For each server who holds a copy of its ledger, in the order in which they take its place; at most one each.
+        heirs: For each server those that take its place, in order; the first of them that lives holds a copy of its ledger.
         resend_s: See `RESEND_S`.
 
+    Attributes:
+        new_copies: Servers of whose ledgers this one has got the copy since somebody has looked, and emptied it.
+
     Example:
-        >>> server = Server(0, workers=1, mirrors=[()])
+        >>> server = Server(0, workers=1, heirs=[()])
         >>> tick = {"do": "tick", "clock": 1}
         >>> request = {"kind": "request", "server": 0, "rank": 0, "incarnation": 0, "number": 1, "follows": 0, "answered": 0, "transaction": 1,
         ...            "parts": [0], "sent": [1], "operations": [tick]}
@@ -39,22 +47,25 @@ class Server:
     """
 
     def __init__(
-        self, index: int, workers: int, mirrors: Sequence[Sequence[int]], *, resend_s: float = RESEND_S
+        self, index: int, workers: int, heirs: Sequence[Sequence[int]], *, resend_s: float = RESEND_S
     ) -> None:
         self.index = index
         self._workers = workers
-        self._mirrors = [tuple(one)[:1] for one in mirrors]
+        self._heirs = [tuple(one) for one in heirs]
+        self._room: Room = np.empty
         self._resend_s = resend_s
         self._gone: set[int] = set()
-        mine = self._mirrors[index]
-        self.primaries = {index: Primary(index, Ledger(index, workers), mine[0] if mine else None, resend_s)}
+        self.new_copies: list[int] = []  # of which the others have to be told
+        self.primaries = {index: Primary(index, Ledger(index, workers), self._mirror_of(index), resend_s)}
         self.copies = {
-            server: Ledger(server, workers) for server, others in enumerate(self._mirrors) if index in others
+            server: Ledger(server, workers) for server, others in enumerate(self._heirs) if others[:1] == (index,)
         }
+        self._sources = {server: server for server in self.copies}  # who sends the entries of a copy
         self._early: dict[int, dict[int, tuple[Message, Arrays]]] = {server: {} for server in self.copies}
 
     def read_into(self, room: Room) -> None:
         """Let shards, and what workers read, be put into arrays that `room` makes, by their shape and dtype; from the beginning."""
+        self._room = room
         for ledger in (*(primary.ledger for primary in self.primaries.values()), *self.copies.values()):
             ledger.room = room
 
@@ -72,9 +83,13 @@ class Server:
             return self._copy(sender, message, arrays)
         if sender[0] == "server" and sender[1] in self._gone:
             return []  # what it said before it was given up may be late
+        if kind == "seed":
+            return self._seed(sender, message, arrays)
         about = message["home"] if kind == "vote" else message["server"]
         primary = self.primaries.get(about)
         if primary is None:
+            if sender[0] == "worker" and self._home_of(about) == self.index:  # it would be here, if there were a copy
+                return [Outgoing(sender, {"kind": "lost", "server": about})]
             return []  # not in charge (yet): it is sent again
         return self._settled(primary.handle(message, arrays, now), now)
 
@@ -89,17 +104,17 @@ class Server:
         return self._settled(made, now)
 
     def server_lost(self, server: int, now: float) -> list[Outgoing]:
-        """Note that another server has ended; takes its place, if this one holds the copy."""
+        """Note that another server has ended; take its place, if this one holds the copy, and copy again what had a copy there."""
         if server in self._gone or server == self.index:
             return []
         self._gone.add(server)
         made: list[Outgoing] = []
-        for primary in list(self.primaries.values()):
-            made += primary.lost(server, now)
-        if server in self.copies:
-            self._early.pop(server)
-            self.primaries[server] = Primary(server, self.copies.pop(server), None, self._resend_s)
-            made += self.primaries[server].wake(now)
+        for one in [one for one in self.copies if self._home_of(one) == self.index]:
+            self._early.pop(one)
+            self.primaries[one] = Primary(one, self.copies.pop(one), None, self._resend_s)
+        for one, primary in list(self.primaries.items()):
+            made += primary.copy_to(self._mirror_of(one), now)
+            made += primary.wake(now)
         return self._settled(made, now)
 
     def wake_at(self) -> float:
@@ -130,7 +145,11 @@ class Server:
         """Return which process is in charge of a server's ledger."""
         if server not in self._gone:
             return server
-        return next((other for other in self._mirrors[server] if other not in self._gone), server)
+        return next((other for other in self._heirs[server] if other not in self._gone), server)
+
+    def _mirror_of(self, server: int) -> int | None:
+        """Return who holds the copy of a ledger in charge of which is this one: the next that lives."""
+        return next((other for other in self._heirs[server] if other not in self._gone and other != self.index), None)
 
     def _settled(self, outgoing: list[Outgoing], now: float) -> list[Outgoing]:
         """Return what goes to other processes; what is for a ledger in charge of which is this one is handed over."""
@@ -143,7 +162,7 @@ class Server:
             for one in waiting:
                 target = one.target
                 if target[0] == "server":
-                    target = ("server", target[1] if one.message["kind"] in ("copy", "copied", "retired") else self._home_of(target[1]))
+                    target = ("server", target[1] if one.message["kind"] in _BETWEEN_SERVERS else self._home_of(target[1]))
                 if target != ("server", self.index):
                     made.append(one._replace(target=target))
                     continue
@@ -157,6 +176,8 @@ class Server:
         """Execute an entry of another server's ledger, in order."""
         server = message["server"]
         ledger = self.copies.get(server)
+        if ledger is not None and self._sources[server] != sender[1]:
+            return []  # of one whose place another has taken
         if ledger is None:
             retired = server in self.primaries and server != self.index
             return [Outgoing(sender, {"kind": "retired", "server": server})] if retired else []
@@ -166,3 +187,14 @@ class Server:
         while ledger.entries + 1 in early:
             ledger.execute(*early.pop(ledger.entries + 1))
         return [Outgoing(sender, {"kind": "copied", "server": server, "index": ledger.entries})]
+
+    def _seed(self, sender: Party, message: Message, arrays: Arrays) -> list[Outgoing]:
+        """Take a whole ledger, of which this server is to hold the copy from now on."""
+        server = message["server"]
+        if server in self.primaries:
+            return [Outgoing(sender, {"kind": "retired", "server": server})]
+        if self._sources.get(server) != sender[1]:
+            self.copies[server] = ledger_of(server, self._workers, arrays, self._room)
+            self._sources[server], self._early[server] = sender[1], {}
+            self.new_copies.append(server)
+        return [Outgoing(sender, {"kind": "copied", "server": server, "index": self.copies[server].entries})]

@@ -132,6 +132,30 @@ class Shard:
         self._counts: dict[int, tuple[Position, int]] = {}  # rank -> where it was, pushes there
         self._settled: tuple[int, int, int] = (0, 0, -1)  # the last round that was applied
 
+    def state(self) -> dict[str, Any]:
+        """Return all of it as plain data and arrays, which do not change any more."""
+        return {
+            "spec": tuple(self.spec), "array": self.rows(None), "staleness": self.staleness, "counts": dict(self._counts), "settled": self._settled,
+            "rules": {rule: (one.steps, one.slots()) for rule, one in self._rules.items()},
+            "rounds": {round_: {rank: tuple(push) for rank, push in brought.items()} for round_, brought in self._rounds.items()},
+        }  # fmt: skip
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any], room: Room) -> Shard:
+        """Return the shard that had this state."""
+        made = cls(Spec(*state["spec"]), state["array"], state["staleness"], room)
+        made._counts, made._settled = state["counts"], state["settled"]
+        for rule, (steps, slots) in state["rules"].items():
+            made._rules[rule] = ServerRule(rule_of(rule[0], dict(rule[1])), made.array)
+            made._rules[rule].restore(steps, slots)
+        made._rounds = {round_: {rank: Push(*push) for rank, push in brought.items()} for round_, brought in state["rounds"].items()}
+        return made
+
+    @property
+    def waits(self) -> bool:
+        """Whether pushes wait for those of other workers."""
+        return bool(self._rounds)
+
     # -- writing --------------------------------------------------------------------------------------------------
 
     def check(self, push: Push) -> None:

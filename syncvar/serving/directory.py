@@ -99,6 +99,11 @@ class Directory:
         )  # fmt: skip
         self._control.send(message)
 
+    def say_copied(self, server: int) -> None:
+        """Say that this server has a copy of another one's variables now."""
+        me = self._environment
+        self._control.send(pack_message("holds", server=me.rank, job=me.job_id, generation=me.generation, of=server))
+
     def find(self) -> None:
         """Ask for the servers."""
         me = self._environment

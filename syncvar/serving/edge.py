@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import SyncvarError, UsageError, WireError
-from syncvar.roles import SERVER_0, is_server, mirrors_of, server_hosts
+from syncvar.roles import SERVER_0, heirs_of, is_server, server_hosts
 from syncvar.servers import Client, Session, frames_of, message_of
 from syncvar.serving.directory import Directory, keys_of
 from syncvar.serving.lending import lender_of
@@ -53,8 +53,8 @@ class Edge(Session):
 
     def __init__(self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]) -> None:
         hosts = server_hosts(environment.servers, environment.host_count)
-        mirrors = [mirrors_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
-        client = Client(environment.rank, environment.incarnation, environment.servers, mirrors)
+        heirs = [heirs_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
+        client = Client(environment.rank, environment.incarnation, environment.servers, heirs)
         super().__init__(client, config.collective_timeout_s)
         self._config = config
         self._process = os.getpid()

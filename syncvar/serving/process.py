@@ -22,7 +22,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, WireError
 from syncvar.logs import log_at
-from syncvar.roles import SERVER_0, is_server, mirrors_of, process_name, server_hosts, server_number
+from syncvar.roles import SERVER_0, heirs_of, is_server, process_name, server_hosts, server_number
 from syncvar.runtime.recorder import Recorder, Told
 from syncvar.servers import Server, frames_of, message_of
 from syncvar.serving.directory import Directory, keys_of
@@ -111,8 +111,8 @@ class Serving:
         if environment.stats_dir:
             self._served = Served(environment.rank)
         hosts = server_hosts(environment.servers, environment.host_count)
-        mirrors = [mirrors_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
-        self.server = Server(environment.rank, environment.world_size, mirrors)
+        heirs = [heirs_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
+        self.server = Server(environment.rank, environment.world_size, heirs)
         self._incarnations: dict[int, int] = {}
         self._said = 0
         self._is_over = False
@@ -130,7 +130,7 @@ class Serving:
         except BaseException:
             self.close()
             raise
-        copies = f"copies on server {mirrors[self._index][0]}" if mirrors[self._index] else "no copies"
+        copies = f"copies on server {heirs[self._index][0]}" if heirs[self._index] else "no copies"
         memory = "memory is shared with the workers of this host" if self._lender is not None else "no memory is shared"
         _log.info("server %d of %d: serving %d workers, %s, %s", self._index, environment.servers, environment.world_size, copies, memory)
 
@@ -202,6 +202,10 @@ class Serving:
             return
         self._send(made, sender, came.answers)
         entry.end()
+        if self.server.new_copies:
+            for server in self.server.new_copies:
+                self._directory.say_copied(server)
+            self.server.new_copies.clear()
         if self._served is not None:
             self._served.count(message, arrays, made, time.monotonic_ns() - began)
 

@@ -26,6 +26,7 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.roles import heirs_of
 from syncvar.servers import Client, Server, frames_of, message_of
 
 if TYPE_CHECKING:
@@ -107,12 +108,12 @@ class Cluster:
         self._events: list[tuple[float, int, Any]] = []
         self._count = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self._mirrors: list[tuple[int, ...]] = [((index + 1) % servers,) if replicas else () for index in range(servers)]
+        self._heirs = [heirs_of(index, [0] * servers, replicas) for index in range(servers)]
         self.servers: dict[int, Server] = {
-            index: Server(index, workers, self._mirrors, resend_s=_RESEND_S) for index in range(servers)
+            index: Server(index, workers, self._heirs, resend_s=_RESEND_S) for index in range(servers)
         }
         self._server_count = servers
-        self._lost: list[int] = []
+        self.lost: list[int] = []
         self._workers: dict[int, _Process] = {}
         self._awaited_starts = workers + evaluators
         for rank in range(workers + evaluators):
@@ -126,7 +127,7 @@ class Cluster:
         self._at(at, lambda: self._kill_worker(rank, back_s))
 
     def kill_server(self, server: int, at: float) -> None:
-        """Kill a server at a time."""
+        """Kill a server at a time, or later: once all that it holds is on another one too. The last one is left alone."""
         self._at(at, lambda: self._kill_server(server))
 
     def run(self, limit_s: float = 1000.0) -> None:
@@ -146,7 +147,7 @@ class Cluster:
 
     def value(self, server: int, key: str) -> NDArray[Any]:
         """Return what a server holds."""
-        place = server if server in self.servers else (server + 1) % self._server_count
+        place = next(one for one in (server, *self._heirs[server]) if one in self.servers)
         there = self.servers[place]
         ledger = there.primaries[server].ledger if server in there.primaries else there.copies[server]
         return ledger.shards[key].array
@@ -167,9 +168,9 @@ class Cluster:
 
     def _start(self, rank: int, incarnation: int) -> None:
         self._awaited_starts -= 1
-        client = Client(rank, incarnation, self._server_count, self._mirrors, resend_s=_RESEND_S)
+        client = Client(rank, incarnation, self._server_count, self._heirs, resend_s=_RESEND_S)
         process = self._workers[rank] = _Process(client, self._program(rank, incarnation))
-        for server in self._lost:
+        for server in self.lost:
             client.server_lost(server, self.now)
         self._step(rank, process, None)
 
@@ -258,8 +259,13 @@ class Cluster:
             self._send(("server", server), self.servers[server].worker_lost(rank, incarnation, self.now))
 
     def _kill_server(self, server: int) -> None:
+        others = [one for index, one in self.servers.items() if index != server]
+        if not all(any(ledger in one.primaries or ledger in one.copies for one in others) for ledger in range(self._server_count)):
+            if len(self.servers) > 1 and self._unfinished():
+                self._at(self.now + _RESEND_S, partial(self._kill_server, server))
+            return
         del self.servers[server]
-        self._lost.append(server)
+        self.lost.append(server)
         for other in list(self.servers):
             self._at(self._soon(), partial(self._tell_server_lost, ("server", other), server))
         for rank in list(self._workers):

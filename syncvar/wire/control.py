@@ -40,6 +40,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "serve": {
         "server": int, "job": str, "generation": int, "address": str, "outside": str, "host": str, "host_index": int, "pid": int,
     },
+    "holds": {"server": int, "job": str, "generation": int, "of": int},
     # worker or server -> launcher
     "find_servers": {"job": str, "generation": int, "host_index": int},
     # launcher -> worker or server

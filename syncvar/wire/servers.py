@@ -42,6 +42,7 @@ class ServerTable:
         self._places: dict[int, _Place] = {}  # by the number of a server's process
         self._ended: dict[int, str] = {}  # processes that have ended, and why; empty where in order
         self._incarnations: dict[int, int] = {}
+        self._copies: list[tuple[int, int]] = []
 
     def refusal(self, message: Message) -> str:
         """Return why a process has no say here; empty where it has."""
@@ -66,6 +67,16 @@ class ServerTable:
         self._places[number] = _Place(message["address"], message["outside"], message["host"], message["host_index"], message["pid"])
         self.version += 1
         return ""
+
+    def holds(self, message: Message) -> None:
+        """Take in that a server has a copy of what another one has, or had."""
+        if not self.refusal(message):
+            self._copies.append((message["server"], message["of"]))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return who has told since the last call that it has a copy, and of which server's variables."""
+        made, self._copies = self._copies, []
+        return made
 
     def ended(self, number: int, reason: str) -> None:
         """Note that a process has ended, or is given up; the first reason stays."""

@@ -23,14 +23,15 @@ class Job(NamedTuple):
     loss: float
     double: float
     kills: bool
+    more: bool
 
 
 def job_of(seed):
     rng = random.Random(seed)
-    servers = rng.randint(1, 3)
+    servers = rng.randint(1, 4)
     return Job(
         rng.randint(1, 4), servers, rng.randint(3, 10), int(servers > 1 and rng.random() < 0.6), rng.choice([None, 0, 1, 3]),
-        rng.choice([0, 0.05, 0.2]), rng.choice([0, 0.1]), rng.random() < 0.5,
+        rng.choice([0, 0.05, 0.2]), rng.choice([0, 0.1]), rng.random() < 0.5, rng.random() < 0.7,
     )  # fmt: skip
 
 
@@ -50,7 +51,12 @@ def run(seed, *, through_wire=False):
     )  # fmt: skip
     if job.kills:
         if job.replicas:
-            cluster.kill_server(rng.randrange(job.servers), rng.uniform(0, 0.5))
+            first, *others = rng.sample(range(job.servers), min(job.servers, 3))
+            at = rng.uniform(0, 0.4)
+            cluster.kill_server(first, at)
+            for other in others if job.more else ():  # each once what the one before held has a copy again
+                at += rng.uniform(0, 0.3)
+                cluster.kill_server(other, at)
         for _ in range(2):
             cluster.kill_worker(rng.randrange(job.workers), rng.uniform(0, 0.5))
     cluster.run()

@@ -172,3 +172,22 @@ def test_without_copies_a_job_goes_on_from_its_checkpoint_and_says_what_is_lost(
         assert re.search(said, job.err), job
     assert [event["here"] for event in job.events("done")] == [10, 10], job
     assert [event["table"] for event in job.events("sums")] == [[40.0] * 4] * 2, job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(0, 1), (2, 1)])
+def test_servers_are_killed_one_after_the_other_and_nothing_is_lost(launch, order):
+    """The second one once what the first one held has a copy again; with (0, 1) it is the one that took its place."""
+    first, second = order
+    job = launch(counted.SCRIPT, options=("--servers", "3", "--server-replicas", "1"), workers=2)
+    job.await_events("half", 2, limit_s=60)
+    found = servers_of(job)
+    os.kill(found[first], signal.SIGKILL)
+    copies = [f"server {(first + 2) % 3} has a new copy of the variables of server {first}",
+              f"server {(first + 1) % 3} has a new copy of the variables of server {(first + 2) % 3}"]  # fmt: skip
+    await_true(lambda: all(line in job.err for line in copies), 40.0, "the new copies")
+    os.kill(found[second], signal.SIGKILL)
+    job.open_gate("on")
+    assert job.wait(60) == 0, job
+    counted.check(job, 2)
+    assert f"server {second} on" in job.err, job

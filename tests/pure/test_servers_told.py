@@ -4,7 +4,7 @@ import pytest
 
 from syncvar.errors import PeerLost
 from syncvar.roles import SERVER_0, is_server, mirrors_of, process_name, server_hosts, short_name
-from syncvar.wire import ServerTable, parse_message
+from syncvar.wire import ServerTable, pack_message, parse_message
 from syncvar_launcher.report import Failure, Other, failure_block
 
 
@@ -67,6 +67,14 @@ def test_what_is_known_of_a_server_is_told():
     table.ended(SERVER_0, "")
     table.ended(SERVER_0 + 1, "signal 9")
     assert [*told, table.position(SERVER_0), table.position(SERVER_0 + 1)] == ["not serving yet", "serving", "finished", "ended: signal 9"]
+
+
+def test_a_server_that_has_a_copy_is_noted_once_and_one_of_another_start_is_not():
+    table = ServerTable("job", 2)
+    holds = {"kind": "holds", "server": 2, "job": "job", "generation": 2, "of": 0}
+    for message in (holds, {**holds, "generation": 1}, {**holds, "job": "other"}):
+        table.holds(parse_message(pack_message(**message)))
+    assert [table.take_copies(), table.take_copies()] == [[(2, 0)], []]
 
 
 def test_processes_are_called_what_they_are():

@@ -459,6 +459,15 @@ def test_a_server_whose_copy_is_there_is_done_without_and_the_next_may_be_one_to
         assert one.outcome().exit_code == 137
 
 
+def test_new_copies_count_where_servers_are_lost_one_after_the_other():
+    one = with_servers(TRIPLE)
+    assert [type(action) for action in one.exited(SERVER_0, -9, 1.0, joined=False)] == [DoWithout]
+    one.copied(2, 0)
+    one.copied(1, 2)
+    assert [type(action) for action in one.exited(SERVER_0 + 1, -9, 2.0, joined=False)] == [DoWithout]
+    assert [type(action) for action in one.exited(SERVER_0 + 2, -9, 3.0, joined=False)] == [Announce]
+
+
 def test_a_server_that_is_stopped_is_ended_before_its_copy_takes_its_place():
     one = with_servers(PAIR)
     assert one.silent(SERVER_0, "its process is stopped", 1.0) == [DoWithout(SERVER_0, "its process is stopped"), Kill((SERVER_0,))]
