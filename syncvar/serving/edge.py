@@ -177,6 +177,8 @@ class Edge(Session):
             while (came := self._links.receive(one)) is not None:
                 with contextlib.suppress(WireError):  # it is asked for again
                     self.received(("server", came.number - SERVER_0), *message_of(came.frames))
+                if not self._links.may_have_more(one):
+                    break
 
     def _take_changes(self) -> None:
         """Take what the launcher says of servers."""

@@ -223,6 +223,11 @@ class Links:
             return False
         return True
 
+    @staticmethod
+    def may_have_more(one: Any) -> bool:
+        """Return whether `receive` has to be called again, after it has returned a message, until it returns None."""
+        return not isinstance(one, Pipe) or one.has_more
+
     def receive(self, one: Any) -> Came | None:
         """Return the next message that has come on one of the sockets, or None; others than messages of this job are dropped."""
         if isinstance(one, Pipe):

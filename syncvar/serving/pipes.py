@@ -76,6 +76,7 @@ class Pipe:
     Attributes:
         peer: What its owner knows of the other end.
         is_over: Nothing can be sent or comes any more.
+        has_more: Whether `receive` may have another message in hand, of which the descriptor does not tell.
     """
 
     def __init__(self, connected: socket.socket, *, is_opener: bool = False) -> None:
@@ -86,8 +87,9 @@ class Pipe:
         self.is_over = False
         self._unsent: deque[memoryview] = deque()
         self._room = memoryview(bytearray(_CHUNK_NBYTES))
+        self._is_full = False  # the last look found as much as it would take
         self._chunk = memoryview(b"")  # what has come and is not taken
-        self._is_drained = False  # the last look found less than it would have taken
+        self.has_more = True
         self._filling: memoryview | None = None  # a message of which a part has come
         self._filled = 0
 
@@ -147,7 +149,7 @@ class Pipe:
     def receive(self) -> memoryview | None:
         """Return the next message, or None where it has not come as a whole; it stays as it is.
 
-        Call it until it returns None: what it has in hand the descriptor does not tell of.
+        Call it until it returns None, or has no more.
 
         Raises:
             ValueError: What comes is no message.
@@ -155,9 +157,6 @@ class Pipe:
         if self._filling is not None:
             return self._fill()
         if len(self._chunk) < 8:
-            if self._is_drained:
-                self._is_drained = False
-                return None
             try:
                 nbytes = self._socket.recv_into(self._room)
             except BlockingIOError:
@@ -167,7 +166,7 @@ class Pipe:
             if not nbytes:
                 self.is_over = True
                 return None
-            self._is_drained = nbytes < _CHUNK_NBYTES
+            self._is_full = nbytes == _CHUNK_NBYTES
             came = bytes(self._room[:nbytes])  # a chunk of its own each time would come from the system, and go back to it
             self._chunk = memoryview(bytes(self._chunk) + came if self._chunk else came)
             if len(self._chunk) < 8:
@@ -175,6 +174,7 @@ class Pipe:
         nbytes = length_of(self._chunk)
         if nbytes <= len(self._chunk):
             message, self._chunk = self._chunk[:nbytes], self._chunk[nbytes:]
+            self.has_more = self._is_full or len(self._chunk) >= 8
             return message
         self._filling = memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]
         self._filled = len(self._chunk)
@@ -208,6 +208,7 @@ class Pipe:
                 return None
             self._filled += came
         self._filling = None
+        self.has_more = True
         return whole.toreadonly()
 
     def _put(self, pieces: list[Any]) -> int:

@@ -186,6 +186,8 @@ class Serving:
             if came is None:
                 return
             self._handle(came)
+            if not self.links.may_have_more(socket):
+                return
         self.links.watching.touch(socket)
 
     def _handle(self, came: Came) -> None:

@@ -204,6 +204,22 @@ def test_short_messages_that_come_together_are_read_one_by_one(pipes):
     assert [bytes(one[0]) for one in piped(near, far)] == [b"hello", *(b"%d" % count for count in range(500))]
 
 
+def test_a_pipe_says_that_it_has_more_as_long_as_it_has_messages_in_hand(pipes):
+    near, far = pipes
+    for count in range(3):
+        near.send(packed([b"%d" % count]))
+    left = []
+    while far.receive() is not None:
+        left.append(far.has_more)
+    assert left == [True, True, True, False]  # the first one was the introduction
+    near.send(packed([b"x" * MIB]))
+    until = time.monotonic() + 10
+    while far.receive() is None:
+        assert time.monotonic() < until
+        near.flush()
+    assert far.has_more  # more may have come behind a long one
+
+
 @pytest.mark.parametrize("cut", [1, 7, 8, 30, 71])
 def test_a_message_that_comes_in_parts_is_read_when_it_is_whole(pipes, cut):
     near, far = pipes
