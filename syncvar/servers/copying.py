@@ -72,9 +72,7 @@ class Copying:
 
     def copied(self, index: int) -> None:
         """Note that the mirror has executed the entries up to one."""
-        self._copied = max(self._copied, index)
-        if self._seed is not None:
-            self._seed = None
+        self._copied, self._seed = max(self._copied, index), None
         self._patience_s = self._resend_s
 
     def say(self, outgoing: Outgoing) -> None:

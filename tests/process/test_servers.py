@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,51 @@ def test_a_worker_that_is_killed_is_started_again_alone_and_goes_on(launch):
     assert [event["incarnation"] for event in joined] == [0, 1], job
     assert joined[1]["first"] == STEPS // 2 + 1, job
     assert "started again alone (1): signal 9" in job.err, job
+
+
+# A process that has the name of worker 1, and outlives it: what it pushes is late.
+LATE = """
+import numpy as np
+import probe
+from served import *
+
+way = edge()
+probe.note("outlives")
+probe.gate("late")
+try:
+    step(way, range(ME.servers), np.full(1000, 1000, np.int64))
+    probe.note("pushed")
+except Exception as error:
+    probe.raised(error)
+    raise SystemExit(0)
+"""
+
+
+@pytest.mark.slow
+def test_what_an_earlier_incarnation_pushes_late_is_refused_and_the_later_one_goes_on(launch):
+    outliving = f"""
+    import subprocess, sys
+    from served import ME
+    if ME.rank == 1 and not ME.incarnation:
+        path = os.pathsep.join(filter(None, sys.path))
+        subprocess.Popen(
+            [sys.executable, "-c", {LATE!r}], env={{**os.environ, "PYTHONPATH": path}}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+    """
+    job = start(launch, "--max-restarts", "1", script="import os\n" + textwrap.dedent(outliving) + SCRIPT)
+    job.await_events("half", 2, limit_s=60)
+    job.await_events("outlives", 1, limit_s=60)
+    os.kill(job.events("joined", rank=1)[0]["pid"], signal.SIGKILL)
+    await_true(lambda: len(job.events("joined", rank=1)) == 2, 30.0, "the worker's return")
+    job.open_gate("late")
+    job.await_events("raised", 1, limit_s=60)
+    job.open_gate("on")
+    assert job.wait(60) == 0, job
+    (event,) = job.events("raised")
+    assert (event["error"], job.events("pushed")) == ("GroupBroken", []), job
+    assert "another process has taken its place" in event["text"], job
+    check_sums(job)
 
 
 @pytest.mark.slow
