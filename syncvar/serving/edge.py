@@ -25,7 +25,7 @@ from syncvar.serving.links import Links
 from syncvar.serving.tally import Tally, tally_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Callable, Mapping, MutableMapping
 
     from syncvar.config import RuntimeConfig
     from syncvar.env import RankEnvironment
@@ -47,6 +47,9 @@ class Edge(Session):
         config: Deadlines and limits.
         environ: `os.environ`, from which the job's secret is taken.
 
+    Attributes:
+        before_end: Called with what is being done, and None, at the end of the script: they wait for what they have pushed.
+
     Raises:
         RendezvousError: Not all servers have begun in time, or the launcher refuses this process.
     """
@@ -60,6 +63,7 @@ class Edge(Session):
         self._process = os.getpid()
         self._waiting = 0
         self._is_given_up = False  # nobody waits any more for what was pushed
+        self.before_end: list[Callable[[str, float | None], None]] = []
         self._ends = threading.Event()
         self._tally = Tally(tally_path(environment.socket_directory, environment.rank), environment.generation)
         self.pushes_before = self._tally.before
@@ -157,6 +161,8 @@ class Edge(Session):
         """Wait until what was pushed is acknowledged; nothing in a forked copy, or where the program was told that it cannot be."""
         if not self._ends.is_set() and os.getpid() == self._process and self.client.broken is None:
             try:
+                for settle in self.before_end:
+                    settle(what, None)
                 self.settle(what)
             except SyncvarError:
                 self._is_given_up = True

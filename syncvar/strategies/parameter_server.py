@@ -545,7 +545,9 @@ def _of_job(environment: RankEnvironment | None) -> ServersHere:
         from syncvar.serving.edge import Edge
 
         config = RuntimeConfig.from_mapping(os.environ).consistent()
-        made = ServersHere(Edge(environment, config, os.environ), environment.rank, environment.world_size)
+        edge = Edge(environment, config, os.environ)
+        made = ServersHere(edge, environment.rank, environment.world_size)
+        edge.before_end.append(made.settle)
     else:
         made = ServersHere(LocalServers(1).session(0, current().config.collective_timeout_s), 0, 1)
     atexit.register(made.leave)

@@ -191,3 +191,23 @@ def test_servers_are_killed_one_after_the_other_and_nothing_is_lost(launch, orde
     assert job.wait(60) == 0, job
     counted.check(job, 2)
     assert f"server {second} on" in job.err, job
+
+
+def test_a_script_whose_last_push_was_refused_fails(launch):
+    script = """
+    import time
+    import numpy as np
+    import syncvar as sv
+
+    strategy = sv.ParameterServerStrategy(staleness=None)
+    with strategy.scope():
+        v = sv.Variable(np.zeros(4), name="v")
+    with strategy.pushing("a push of too much") as asking:
+        asking.push(v.server_of(0), v.key_of(0), "assign_add", np.ones(5))
+    until = time.monotonic() + 30
+    while strategy.session.client.unanswered and time.monotonic() < until:  # refused, and nobody has looked
+        time.sleep(0.01)
+    """
+    job = launch(script, workers=1, options=("--servers", "1"))
+    assert job.wait() == 1, str(job)
+    assert "ConfigError: a push of shape (5,) to a shard of shape (4,)" in job.err, str(job)
