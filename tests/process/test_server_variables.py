@@ -193,6 +193,7 @@ def test_servers_are_killed_one_after_the_other_and_nothing_is_lost(launch, orde
     assert f"server {second} on" in job.err, job
 
 
+@pytest.mark.slow
 def test_a_script_whose_last_push_was_refused_fails(launch):
     script = """
     import time
