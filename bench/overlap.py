@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import syncvar as sv
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable

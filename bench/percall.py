@@ -23,10 +23,10 @@ import numpy as np
 import syncvar as sv
 from syncvar.arena.channels import CHECK, DONE, PHASE
 from syncvar.collectives.groups import communicator_of
-from syncvar.runtime.context import current
-from syncvar.runtime.kernels import reduction
-from syncvar.runtime.recorder import Recorder, Told
-from syncvar.runtime.shortcut import reduce_shortcut
+from syncvar.engine.prepared_reductions import prepare_reduction
+from syncvar.engine.recorder import Recorder, Told
+from syncvar.execution.kernels import reduction
+from syncvar.joining.context import current
 from syncvar.variables.places import places
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def alone(x: Any, out: Any, calls: int, apply: np.ufunc | None = None) -> float:
     communicator = communicator_of(group)
     channel: Any = communicator.channel
     channel.others = (channel.entry,) * len(channel.others)  # the group makes no call with the other worker any more
-    shortcut: Any = reduce_shortcut(communicator, reduction("sum", x.dtype), x.shape, 1, "all_reduce", apply)
-    return microseconds(lambda: shortcut(x, out), calls)
+    ready: Any = prepare_reduction(communicator, reduction("sum", x.dtype), x.shape, 1, "all_reduce", apply)
+    return microseconds(lambda: ready(x, out), calls)
 
 
 def allocations(body: Callable[[], object]) -> int:
@@ -110,7 +110,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     """Return (part, time) of an all-reduce."""
     communicator = communicator_of(None)
     channel: Any = communicator.channel
-    shortcuts, recorder = communicator.shortcuts, Recorder()
+    prepared_calls, recorder = communicator.prepared_calls, Recorder()
     words, scratch = channel.words, memoryview(bytearray(64 * 8)).cast("Q")
     slots = [channel.small(rank, 0, x.size, x.dtype) for rank in range(channel.size)]
     mine, empty = np.empty_like(slots[0]), communicator.busy
@@ -119,7 +119,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     def find() -> None:
         same = communicator_of(None)
         if type(x) is np.ndarray and same.channel is not None:
-            shortcuts.get(("all_reduce", "sum", x.dtype, x.shape, False))
+            prepared_calls.get(("all_reduce", "sum", x.dtype, x.shape, False))
 
     def bring() -> None:
         mine[...] = x

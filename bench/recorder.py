@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 import syncvar as sv
-from syncvar.runtime import shortcut
-from syncvar.runtime.context import current
-from syncvar.runtime.recorder import Recorder, Told
+from syncvar.engine import prepared_reductions
+from syncvar.engine.recorder import Recorder, Told
+from syncvar.joining.context import current
 
 _TOLD = Told("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
 
@@ -68,13 +68,13 @@ def paired(rounds: int, calls: int) -> None:
     x = np.ones(1)
     out = np.empty_like(x)
     keep = recorder.add
-    real = shortcut.monotonic_ns, shortcut.get_ident
+    real = prepared_reductions.monotonic_ns, prepared_reductions.get_ident
     times: dict[str, list[float]] = {"on": [], "off": []}
     for turn in range(2 * rounds):
         is_on = turn % 4 in (0, 3)  # on off off on: neither is always first
         recorder.add = keep if is_on else _ignore
         if not is_on:  # the clock and the thread's number are asked for the recorder alone
-            shortcut.monotonic_ns, shortcut.get_ident = _zero, _zero
+            prepared_reductions.monotonic_ns, prepared_reductions.get_ident = _zero, _zero
         group = sv.new_group(range(sv.world_size()))
         for _ in range(50):
             sv.all_reduce(x, out=out, group=group)
@@ -82,7 +82,7 @@ def paired(rounds: int, calls: int) -> None:
         for _ in range(calls):
             sv.all_reduce(x, out=out, group=group)
         times["on" if is_on else "off"].append((time.perf_counter() - begin) / calls * 1e9)
-        shortcut.monotonic_ns, shortcut.get_ident = real
+        prepared_reductions.monotonic_ns, prepared_reductions.get_ident = real
         recorder.add = keep
     if sv.rank() == 0:
         for name, values in times.items():

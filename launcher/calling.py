@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.begin import command_of
 from syncvar.errors import HostUnreachable
-from syncvar.runtime.cards import own_address_towards, shared_folder
+from syncvar.joining.cards import own_address_towards, shared_folder
 from syncvar.transports.zeromq import bracketed
 from syncvar_launcher.addresses import allowed, interfaces
 from syncvar_launcher.children import child_of

@@ -19,9 +19,9 @@ import zmq
 
 import syncvar
 from syncvar import exits
+from syncvar.joining.store import Store
 from syncvar.restarting import Ending
 from syncvar.roles import SERVER_0, is_server, process_name
-from syncvar.runtime.store import Store
 from syncvar.stacks import doing
 from syncvar.transports.zeromq import tcp_endpoint
 from syncvar.wire import KEY_BYTES, Health, pack_object

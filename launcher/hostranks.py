@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
+from syncvar.joining.state import RECORDS, TOTALS
 from syncvar.roles import SERVER_0, is_server
-from syncvar.runtime.state import RECORDS, TOTALS
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
-from syncvar.runtime.secret import secret_of_file
+from syncvar.joining.secret import secret_of_file
 from syncvar.wire import KEY_BYTES, derive
 
 if TYPE_CHECKING:

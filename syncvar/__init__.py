@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         shared_array,
         tree_sum,
     )
+    from syncvar.engine.work import Work
     from syncvar.errors import (
         ArenaFull,
         ArenaUnavailable,
@@ -77,10 +78,9 @@ if TYPE_CHECKING:
         restart_count,
         world_size,
     )
+    from syncvar.joining.context import init, is_initialized, shutdown
     from syncvar.launching import run
     from syncvar.resident import empty, zeros
-    from syncvar.runtime.context import init, is_initialized, shutdown
-    from syncvar.runtime.work import Work
     from syncvar.strategies import (
         CentralStorageStrategy,
         ClusterCoordinator,
@@ -133,10 +133,10 @@ _HOMES = {
         "UsageError",
     ),
     "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"),
-    "syncvar.runtime.context": ("init", "is_initialized", "shutdown"),
+    "syncvar.joining.context": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
     "syncvar.resident": ("empty", "zeros"),
-    "syncvar.runtime.work": ("Work",),
+    "syncvar.engine.work": ("Work",),
     "syncvar.strategies": (
         "CentralStorageStrategy", "ClusterCoordinator", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
         "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ReduceOp", "RemoteValue", "ReplicaContext", "ShardedVariable", "Strategy", "Uneven", "ValueContext", "Variable", "get_replica_context",

@@ -168,7 +168,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _let_go(reason: str, error: BaseException) -> None:
-    context = sys.modules.get("syncvar.runtime.context")
+    context = sys.modules.get("syncvar.joining.context")
     if context is not None:
         try:
             context.abandon(reason, stacks.frames_before(error.__traceback__))

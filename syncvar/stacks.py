@@ -132,7 +132,7 @@ def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:
     else:
         lines, main = [], threading.get_ident()
         collects = gc.isenabled()
-        gc.disable()  # see `syncvar.runtime.sites._innermost`
+        gc.disable()  # see `syncvar.engine.call_sites._innermost`
         try:
             found = sys._current_frames()  # noqa: SLF001
         finally:
@@ -238,7 +238,7 @@ def doing(position: str, place: str) -> str:
     Example:
         >>> doing("not waiting in any call; no Python thread answers since 3 s", "in user code, train.py:49")
         'in user code, train.py:49; no Python thread answers since 3 s'
-        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/runtime/engine.py:9, called at train.py:12")
+        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/engine/engine.py:9, called at train.py:12")
         'waiting in barrier (call 3) at train.py:12 in main'
     """
     if place == STOPPED:

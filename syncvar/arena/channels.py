@@ -298,7 +298,7 @@ class Channel(ChannelState):
         self._entries = [0] * self.size
         self._entries[rank] = entry
         self._views: dict[Any, Any] = {}
-        self.found: dict[Any, list[Any]] = {}  # where memories of programs lie, see `runtime/running.py`
+        self.found: dict[Any, list[Any]] = {}  # where memories of programs lie, see `execution/running.py`
         self._segments = [0] * self.size
         self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
 

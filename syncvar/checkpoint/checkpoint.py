@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.objects import Leaf
     from syncvar.checkpoint.on_servers import Collected, Walked
     from syncvar.checkpoint.together import Together
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
     from syncvar.variables import Variable
 
 __all__ = ["Checkpoint"]

@@ -16,8 +16,8 @@ import stat
 from typing import TYPE_CHECKING, Self
 
 from syncvar.checkpoint.naming import is_left_over, temporary_name
+from syncvar.engine.foreign import refuse_foreign_links
 from syncvar.errors import CheckpointError, NotFound
-from syncvar.runtime.foreign import refuse_foreign_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

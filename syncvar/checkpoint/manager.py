@@ -21,13 +21,13 @@ from syncvar.checkpoint.saving import checked_metric
 from syncvar.checkpoint.together import Alone, gathered
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import CheckpointError, ConfigError, MismatchError
+from syncvar.joining.context import joined, shutdown
 from syncvar.loading import Taught, unexpected
-from syncvar.runtime.context import joined, shutdown
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.pending import PendingSave
     from syncvar.checkpoint.together import Together
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["CheckpointManager"]
 

@@ -21,7 +21,7 @@ from syncvar.checkpoint.agreement import Brought
 from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import CheckpointError, ConfigError, WireError
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.variables import Variable, VariableSynchronization
 from syncvar.variables.places import places
 from syncvar.variables.policy import Context, Effect, Operation, Travel, decide
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.manifest import Entry, Stored
     from syncvar.checkpoint.together import Together
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = [
     "KEEP", "Leaf", "PlainLeaf", "VariableLeaf", "checked_object", "communicator_of_leaves", "is_nested", "leaf_of", "outside",

@@ -8,10 +8,10 @@ from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
 from syncvar.execution.lower_moves import Move, Way, lower_move
 from syncvar.execution.lower_reduce import Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
+from syncvar.execution.moves import window_of
+from syncvar.execution.reductions import cells_of, is_direct
 from syncvar.execution.show import program_text
 from syncvar.plans import build_all, publications
-from syncvar.runtime.shared_moves import window_of
-from syncvar.runtime.shared_reduce import cells_of, is_direct
 
 if TYPE_CHECKING:
     from syncvar.execution.program import Program

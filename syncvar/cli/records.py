@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.engine.recorder import FORMAT, Event
 from syncvar.errors import ConfigError
-from syncvar.runtime.recorder import FORMAT, Event
-from syncvar.runtime.state import RECORDS, is_record
+from syncvar.joining.state import RECORDS, is_record
 from syncvar.stacks import Frame
 from syncvar.topology import rank_list
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import syncvar as sv
 from syncvar.cli.registry import available, dtypes, ops_of
+from syncvar.execution.kernels import OPS
 from syncvar.plans import ALGORITHMS
-from syncvar.runtime.kernels import OPS
 
 if TYPE_CHECKING:
     from syncvar.cli.registry import Collective

@@ -22,7 +22,7 @@ from syncvar.collectives.reduce_scatter import reduce_scatter
 from syncvar.collectives.scan import exscan, scan
 from syncvar.collectives.scatter import scatter
 from syncvar.collectives.shared_array import shared_array
-from syncvar.runtime.kernels import register_op
+from syncvar.execution.kernels import register_op
 
 __all__ = [
     "Group",

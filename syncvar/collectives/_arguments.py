@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = [
     "Structure", "arrays_of", "as_array", "checked_output", "checked_root", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError, MismatchError
-from syncvar.runtime.operation import Stage
 from syncvar.wire import DTYPE_NAMES, dtype_index
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = [
     "ARRAY", "BYTES", "RECORD_BYTES", "Record", "array_record", "exchange", "exchange_bytes", "pack_record", "require_same", "unpack_record",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import is_structure, parts_of, rebuilt, told
-from syncvar.runtime.work import Work
+from syncvar.engine.work import Work
 from syncvar.wire import Untaken, library_of
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from syncvar.engine.operation import Operation, State
+from syncvar.engine.work import Work
 from syncvar.errors import SyncvarError, UsageError
-from syncvar.runtime.operation import Operation, State
-from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import checked_output
+from syncvar.engine.group import fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.engine.prepared_moves import prepare_move
 from syncvar.errors import SyncvarError
+from syncvar.execution.moves import Blocks, Layout, Movement
+from syncvar.execution.rounds import SIDE_BY_SIDE
 from syncvar.kernel import remember
-from syncvar.runtime.group import fingerprint
-from syncvar.runtime.move_shortcut import move_shortcut
-from syncvar.runtime.operation import Stage
-from syncvar.runtime.rounds import SIDE_BY_SIDE
-from syncvar.runtime.shared_moves import Blocks, Layout, Movement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator, Request
-    from syncvar.runtime.move_shortcut import Front, General
+    from syncvar.engine.group import Communicator, Request
+    from syncvar.engine.prepared_moves import Front, General
 
     Prepare = Callable[..., tuple[Request, Layout, Front, General | None] | None]
 
-__all__ = ["UNMOVED", "by_shortcut", "detail_of", "fitting", "landed", "landing", "moved", "moves", "place_of"]
+__all__ = ["UNMOVED", "call_prepared", "detail_of", "fitting", "landed", "landing", "moved", "moves", "place_of"]
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -46,7 +46,7 @@ UNMOVED = Layout(0, _NOTHING.dtype), Blocks(_NOTHING)
 """What a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
 
 
-def by_shortcut(
+def call_prepared(
     communicator: Communicator, key: Any, x: NDArray[Any], out: Any, timeout: float | None, prepare: Prepare, *how: Any, public: Any = None
 ) -> Any:
     """Make a call by its prepared way; None where nothing has been done, because there is none or it does not serve.
@@ -58,12 +58,12 @@ def by_shortcut(
         out: As the caller gave it.
         timeout: In seconds, None for the job's default; `is_seconds` holds of it.
         prepare: Of (communicator, x, *how): returns (request of such a call, layout, front, general), see
-            `move_shortcut`, or None; used once.
+            `prepare_move`, or None; used once.
         how: What else the call is made with.
         public: The public function, where it is called for the world with `how` beside `x`; None elsewhere.
     """
-    shortcut = communicator.shortcuts.get(key)
-    if shortcut is None:
+    ready = communicator.prepared_calls.get(key)
+    if ready is None:
         if not communicator.prepares or not communicator.is_shared or not x.dtype.isnative or not moves(communicator, key[0], None):
             return None
         try:
@@ -74,10 +74,10 @@ def by_shortcut(
             return None
         request, layout, front, general = prepared
         request.body.close()
-        shortcut = communicator.keep_shortcut(key, move_shortcut(communicator, request, layout, front, general, x))
+        ready = communicator.keep_prepared(key, prepare_move(communicator, request, layout, front, general, x))
         if public is not None:
-            remember(public, how[0], shortcut, communicator.shortcuts)
-    return None if shortcut is None else shortcut(x, out, None, timeout)
+            remember(public, how[0], ready, communicator.prepared_calls)
+    return None if ready is None else ready(x, out, None, timeout)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:

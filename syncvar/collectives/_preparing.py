@@ -12,20 +12,20 @@ import numpy as np
 
 from syncvar.collectives._arguments import flatten
 from syncvar.collectives._reducing import described_reduction, described_together, reduction_of
-from syncvar.runtime.kernels import OPS
-from syncvar.runtime.shared_reduce import is_direct
-from syncvar.runtime.sites import own_site
+from syncvar.engine.call_sites import own_site
+from syncvar.execution.kernels import OPS
+from syncvar.execution.reductions import is_direct
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.shortcut import Said, Shortcut
-    from syncvar.runtime.work import Work
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.prepared_reductions import PreparedCall, Said
+    from syncvar.engine.work import Work
 
-__all__ = ["Leaves", "begun", "form_of", "key_of", "plain_array", "prepare", "prepare_as", "reduction_shortcut", "shortcut_of"]
+__all__ = ["Leaves", "begun", "form_of", "key_of", "plain_array", "prepare", "prepare_array", "prepare_as", "prepared_reduction"]
 
 _NUMBERS = frozenset((float, int, bool, complex))
 _NUMBERS_MAX = 64  # of a list: finding out that it holds numbers takes longer than the call, from some length on
@@ -118,7 +118,7 @@ def prepare(communicator: Communicator, key: Hashable, x: Any, form: NDArray[Any
         name: The call's.
         reproducible: Sum by the tree.
     """
-    if key in communicator.shortcuts:
+    if key in communicator.prepared_calls:
         return
     if isinstance(form, Leaves):
         hows = [reduction_of(array, op) for array in form.arrays]
@@ -130,28 +130,28 @@ def prepare(communicator: Communicator, key: Hashable, x: Any, form: NDArray[Any
 
 def prepare_as(communicator: Communicator, key: Hashable, form: NDArray[Any] | Leaves, op: str, digest: int, what: str) -> None:
     """Prepare the short way of an all-reduce of a value in a form, whose fingerprint and words are known, unless it is there."""
-    if key in communicator.shortcuts or not communicator.prepares or communicator.channel is None:
+    if key in communicator.prepared_calls or not communicator.prepares or communicator.channel is None:
         return
     arrays = form.arrays if isinstance(form, Leaves) else [form]
     hows = {reduction_of(array, op) for array in arrays}
     how, shape = hows.pop(), arrays[0].shape
     if hows or not _is_prepared(communicator, how.name, *arrays):
-        made: Shortcut | None = _never
+        made: PreparedCall | None = _never
     elif isinstance(form, Leaves):
         shape = (sum(array.size for array in arrays),)
         is_small = is_direct(shape[0] * how.accumulate.itemsize, communicator.size)
-        inner = communicator.reduce_shortcut(how, shape, digest, what) if is_small else _never
+        inner = communicator.prepare_reduction(how, shape, digest, what) if is_small else _never
         made = None if inner is None else _of_leaves(inner)
     else:
-        made = communicator.reduce_shortcut(how, shape, digest, what)
-    communicator.keep_shortcut(key, made)
+        made = communicator.prepare_reduction(how, shape, digest, what)
+    communicator.keep_prepared(key, made)
 
 
 def _never(*_: Any) -> None:
     """Take the long way: stands for the short way of calls that have none, so that none is looked for again."""
 
 
-def _of_leaves(inner: Shortcut) -> Shortcut:
+def _of_leaves(inner: PreparedCall) -> PreparedCall:
     def call(leaves: Leaves, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
         if out is not None:
             return None
@@ -161,24 +161,24 @@ def _of_leaves(inner: Shortcut) -> Shortcut:
     return call
 
 
-def begun(shortcut: Shortcut, x: Any, out: Any, timeout: float | None) -> Work | None:
+def begun(ready: PreparedCall, x: Any, out: Any, timeout: float | None) -> Work | None:
     """Begin a prepared call, to be waited for later; None where nothing has been done, as always where Python runs it."""
-    begin = getattr(shortcut, "begin", None)
+    begin = getattr(ready, "begin", None)
     return None if begin is None else begin(x, out, timeout, own_site())
 
 
-def shortcut_of(communicator: Communicator, x: NDArray[Any], op: str, name: str, *, reproducible: bool) -> None:
+def prepare_array(communicator: Communicator, x: NDArray[Any], op: str, name: str, *, reproducible: bool) -> None:
     """Prepare the short way of the all-reduce of an array that has just gone the long way, unless it is there."""
     prepare(communicator, key_of(name, op, x, reproducible), x, x, op, name, reproducible)
 
 
-def reduction_shortcut(
+def prepared_reduction(
     communicator: Communicator, x: NDArray[Any], op: str, name: str, reproducible: bool, apply: np.ufunc | None = None
-) -> Shortcut | None:
+) -> PreparedCall | None:
     """Make the short way of the all-reduce that `reduce_request` with these arguments makes, if there is one."""
     if communicator.channel is None or not communicator.prepares:
         return None
     how, digest, what = described_reduction(x, op, name, reproducible)
     if not _is_prepared(communicator, how.name, x):
         return None
-    return communicator.reduce_shortcut(how, x.shape, digest, what, apply)
+    return communicator.prepare_reduction(how, x.shape, digest, what, apply)

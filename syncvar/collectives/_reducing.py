@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._arguments import Structure, describe
+from syncvar.engine.group import fingerprint
+from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError
-from syncvar.runtime.group import fingerprint
-from syncvar.runtime.kernels import Reduction, finish, reduction
-from syncvar.runtime.operation import Stage
+from syncvar.execution.kernels import Reduction, finish, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["checked_scale", "contribution", "described", "described_reduction", "described_together", "outcome", "reduction_of", "run_plan", "tell_that_all_came"]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.execution.float16 import widen
+from syncvar.execution.kernels import quiet
 from syncvar.plans import split
-from syncvar.runtime.halves import widen
-from syncvar.runtime.kernels import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

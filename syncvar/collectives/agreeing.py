@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives._preparing import key_of, shortcut_of
+from syncvar.collectives._preparing import key_of, prepare_array
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.runtime.group import Request, fingerprint
+from syncvar.engine.group import Request, fingerprint
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["largest"]
 
@@ -27,9 +27,9 @@ def largest(communicator: Communicator, name: str, numbers: NDArray[Any], timeou
         what: This call in words, which is compared too; empty for its name.
     """
     said = (what, fingerprint(what)) if what else None
-    shortcut = communicator.shortcuts.get(key_of(name, "max", numbers, False))
-    if shortcut is not None:
-        made = shortcut(numbers, None, said, timeout)
+    ready = communicator.prepared_calls.get(key_of(name, "max", numbers, False))
+    if ready is not None:
+        made = ready(numbers, None, said, timeout)
         if made is not None:
             return made
 
@@ -38,5 +38,5 @@ def largest(communicator: Communicator, name: str, numbers: NDArray[Any], timeou
         return request if said is None else Request(*said, request.body)
 
     found: NDArray[Any] = communicator.perform(what or name, check, timeout)
-    shortcut_of(communicator, numbers, "max", name, reproducible=False)
+    prepare_array(communicator, numbers, "max", name, reproducible=False)
     return found

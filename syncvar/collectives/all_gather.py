@@ -21,16 +21,16 @@ from syncvar.collectives._arguments import (
 )
 from syncvar.collectives._headers import array_record, exchange, require_same
 from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._moving import by_shortcut, detail_of, fitting, landed, landing, moved, moves
+from syncvar.collectives._moving import call_prepared, detail_of, fitting, landed, landing, moved, moves
 from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
+from syncvar.execution.moves import Blocks, Layout
+from syncvar.joining.context import entered_natively
 from syncvar.loading import unexpected
-from syncvar.runtime.context import entered_natively
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.operation import Stage
-from syncvar.runtime.shared_moves import Blocks, Layout
-from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["all_gather", "along_axis", "gather_flat", "gather_request", "gathered"]
 
@@ -96,7 +96,7 @@ def all_gather(
     if array is not None and axis in (0, -array.ndim):
         public = all_gather if group is None else None
         key = ("all_gather", axis, array.dtype, array.shape)
-        result = by_shortcut(communicator, key, array, out, timeout, _prepare, axis, public=public)
+        result = call_prepared(communicator, key, array, out, timeout, _prepare, axis, public=public)
         if result is not None:
             return result
     if is_foreign(x, out):

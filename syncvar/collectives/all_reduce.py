@@ -32,19 +32,19 @@ from syncvar.collectives._reducing import (
 )
 from syncvar.collectives._tree import summed
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.executor import Prepared
+from syncvar.engine.group import Request
+from syncvar.engine.operation import Stage
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
+from syncvar.execution.kernels import Reduction, divided, finish, quiet, reduction
 from syncvar.execution.pieces import store_pieces
+from syncvar.execution.reductions import Vector
+from syncvar.execution.rounds import Published
+from syncvar.joining import finite
+from syncvar.joining.context import entered_natively
 from syncvar.kernel import remember
 from syncvar.loading import unexpected
-from syncvar.runtime import finite
-from syncvar.runtime.context import entered_natively
-from syncvar.runtime.executor import Prepared
-from syncvar.runtime.group import Request
-from syncvar.runtime.kernels import Reduction, divided, finish, quiet, reduction
-from syncvar.runtime.operation import Stage
-from syncvar.runtime.rounds import Published
-from syncvar.runtime.shared_reduce import Vector
-from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Hashable, Sequence
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["all_reduce", "owns_itself", "reduce_request", "reduce_together", "tree_combined", "tree_sum"]
 
@@ -127,9 +127,9 @@ def all_reduce(
         elif form is not None:
             key = key_of("all_reduce", op, form, reproducible)
     if form is not None:
-        shortcut = communicator.shortcuts.get(key)
-        if shortcut is not None:
-            result = begun(shortcut, form, out, timeout) if async_op else shortcut(form, out, None, timeout)
+        ready = communicator.prepared_calls.get(key)
+        if ready is not None:
+            result = begun(ready, form, out, timeout) if async_op else ready(form, out, None, timeout)
             if result is not None:
                 return result
     if is_foreign(x, out):
@@ -148,7 +148,7 @@ def all_reduce(
         prepare(communicator, key, x, form, op, "all_reduce", reproducible=reproducible)
         # An entrance looks at dtypes, and what the mean of integers puts in shared memory is not of theirs.
         if group is None and not reproducible and type(form) is np.ndarray and form.dtype == reduction_of(form, op).result:
-            remember(all_reduce, op, communicator.shortcuts.get(key), communicator.shortcuts)
+            remember(all_reduce, op, communicator.prepared_calls.get(key), communicator.prepared_calls)
     return result
 
 

@@ -32,12 +32,12 @@ from syncvar.collectives._tree import summed
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.objects import gather_bytes
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError, MismatchError
+from syncvar.execution.kernels import finish, quiet, reduction
+from syncvar.joining import finite
 from syncvar.plans import Chunk, even_chunks, runs_of, whole_nodes
-from syncvar.runtime import finite
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import finish, quiet, reduction
-from syncvar.runtime.operation import Stage
 from syncvar.wire import DTYPE_NAMES, dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.kernels import Reduction
+    from syncvar.engine.group import Communicator
+    from syncvar.execution.kernels import Reduction
 
 __all__ = ["all_reduce_shards", "shards_request"]
 

@@ -11,17 +11,17 @@ import numpy as np
 
 from syncvar.collectives._headers import BYTES, Record, exchange
 from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._moving import UNMOVED, by_shortcut, detail_of, landed, moved, moves, place_of
+from syncvar.collectives._moving import UNMOVED, call_prepared, detail_of, landed, moved, moves, place_of
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.scatter import cut
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, MismatchError
+from syncvar.execution.moves import Blocks, Layout
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.operation import Stage
-from syncvar.runtime.shared_moves import Blocks, Layout
-from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import DTYPE_NAMES, Untaken, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["all_to_all"]
 
@@ -81,7 +81,7 @@ def all_to_all(
     communicator = communicator_of(group)
     is_plain = type(parts) is np.ndarray and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:
-        result = by_shortcut(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, timeout, _prepare)
+        result = call_prepared(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, timeout, _prepare)
         if result is not None:
             return result
     if is_foreign(parts, out):

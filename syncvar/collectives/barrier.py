@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.engine.group import Communicator, Request, fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.engine.timeouts import is_seconds
+from syncvar.joining.context import entered_natively
 from syncvar.kernel import remember
-from syncvar.runtime.context import entered_natively
-from syncvar.runtime.group import Communicator, Request, fingerprint
-from syncvar.runtime.operation import Stage
-from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
@@ -51,16 +51,16 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
     communicator = communicator_of(group)
     is_plain = communicator.channel is not None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain:
-        shortcut = communicator.shortcuts.get(_BARRIER)
-        if shortcut is not None and shortcut(_NOTHING, None, None, timeout) is not None:
+        ready = communicator.prepared_calls.get(_BARRIER)
+        if ready is not None and ready(_NOTHING, None, None, timeout) is not None:
             return None
     work = meet(communicator, "barrier", _BARRIER, timeout, async_op=async_op)
-    if is_plain and communicator.prepares and _BARRIER not in communicator.shortcuts and communicator.forced("barrier") is None:
-        from syncvar.runtime.shortcut import meet_shortcut
+    if is_plain and communicator.prepares and _BARRIER not in communicator.prepared_calls and communicator.forced("barrier") is None:
+        from syncvar.engine.prepared_reductions import prepare_barrier
 
-        made = communicator.keep_shortcut(_BARRIER, meet_shortcut(communicator, fingerprint(*_BARRIER), "barrier"))
+        made = communicator.keep_prepared(_BARRIER, prepare_barrier(communicator, fingerprint(*_BARRIER), "barrier"))
         if group is None:
-            remember(barrier, None, made, communicator.shortcuts)
+            remember(barrier, None, made, communicator.prepared_calls)
     return work
 
 

@@ -24,7 +24,7 @@ from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_re
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._moving import (
     UNMOVED,
-    by_shortcut,
+    call_prepared,
     detail_of,
     fitting,
     landed,
@@ -34,13 +34,13 @@ from syncvar.collectives._moving import (
 )
 from syncvar.collectives._preparing import plain_array
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, MismatchError
+from syncvar.execution.moves import Blocks, Layout
+from syncvar.joining.context import entered_natively
 from syncvar.loading import unexpected
-from syncvar.runtime.context import entered_natively
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.operation import Stage
-from syncvar.runtime.shared_moves import Blocks, Layout
-from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["broadcast", "broadcast_bytes", "broadcast_flat", "broadcast_request"]
 
@@ -105,7 +105,7 @@ def broadcast(
     if array is not None:
         public = broadcast if group is None else None
         key = ("broadcast", root, array.dtype, array.shape)
-        result = by_shortcut(communicator, key, array, out, timeout, _prepare, root, public=public)
+        result = call_prepared(communicator, key, array, out, timeout, _prepare, root, public=public)
         if result is not None:
             return result
     if is_foreign(x, out):

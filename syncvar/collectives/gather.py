@@ -9,14 +9,14 @@ from syncvar.collectives._arguments import checked_output, checked_root, fresh, 
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.all_gather import along_axis, gathered
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.group import Request, fingerprint
 from syncvar.loading import unexpected
-from syncvar.runtime.group import Request, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.operation import Stage
 
 __all__ = ["gather"]
 

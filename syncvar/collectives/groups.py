@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.barrier import meet
+from syncvar.engine.group import Communicator, fingerprint
 from syncvar.errors import ConfigError, UsageError
+from syncvar.joining.context import current
 from syncvar.loading import Taught
-from syncvar.runtime.context import current
-from syncvar.runtime.group import Communicator, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,15 +14,15 @@ import numpy as np
 
 from syncvar.collectives._arguments import checked_root
 from syncvar.collectives._headers import exchange_bytes
-from syncvar.collectives._moving import UNMOVED, by_shortcut, detail_of, moved, moves
+from syncvar.collectives._moving import UNMOVED, call_prepared, detail_of, moved, moves
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.broadcast import broadcast_bytes
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.scatter import scatter_flat
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.shared_moves import Blocks, Layout
-from syncvar.runtime.timeouts import is_seconds
+from syncvar.execution.moves import Blocks, Layout
 from syncvar.wire import pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Stage
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_bytes", "gather_object", "scatter_object"]
 
@@ -68,7 +68,7 @@ def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | No
     communicator = communicator_of(group)
     head = _head_of(o) if not async_op and (timeout is None or is_seconds(timeout)) else None
     if head is not None:
-        made = by_shortcut(communicator, ("all_gather_object",), head, None, timeout, _prepare_gather, None)
+        made = call_prepared(communicator, ("all_gather_object",), head, None, timeout, _prepare_gather, None)
         if made is not None:
             return [unpack_object(data) for data in _in_heads(made)]
     return communicator.perform(
@@ -162,7 +162,7 @@ def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeo
     if type(root) is int and not async_op and (timeout is None or is_seconds(timeout)):
         head = _head_of(o) if communicator.rank == root else _EMPTY
         if head is not None:
-            made = by_shortcut(communicator, ("broadcast_object", root), head, None, timeout, _prepare_broadcast, root)
+            made = call_prepared(communicator, ("broadcast_object", root), head, None, timeout, _prepare_broadcast, root)
             if made is not None:
                 return unpack_object(_in_heads(made)[0])
 
@@ -228,7 +228,7 @@ def gather_object(
     communicator = communicator_of(group)
     head = _head_of(o) if type(root) is int and not async_op and (timeout is None or is_seconds(timeout)) else None
     if head is not None:
-        made = by_shortcut(communicator, ("gather_object", root), head, None, timeout, _prepare_gather, root)
+        made = call_prepared(communicator, ("gather_object", root), head, None, timeout, _prepare_gather, root)
         if made is not None:
             return [unpack_object(data) for data in _in_heads(made)] if communicator.rank == root else None
 
@@ -267,7 +267,7 @@ def scatter_object(
         is_fit = type(objects) in (list, tuple) and len(objects) == communicator.size  # type: ignore[arg-type]
         heads = _EMPTY if communicator.rank != root else _head_of(*objects) if is_fit else None  # type: ignore[misc]
         if heads is not None:
-            made = by_shortcut(communicator, ("scatter_object", root), heads, None, timeout, _prepare_scatter, root)
+            made = call_prepared(communicator, ("scatter_object", root), heads, None, timeout, _prepare_scatter, root)
             if made is not None:
                 return unpack_object(_in_heads(made)[0])
 

@@ -1,7 +1,7 @@
 """Send and receive: one array, or one object, from one rank to another.
 
 Messages from one rank to another with the same tag arrive in the order sent; those of different tags do not disturb
-each other. On one host they go through the arena, see `runtime/messages.py`. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
+each other. On one host they go through the arena, see `engine/messages.py`. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
 cycle of ranks that all send first gets the launcher's verdict instead of waiting for ever.
 """
 
@@ -20,17 +20,17 @@ from syncvar.collectives._headers import ARRAY, BYTES, RECORD_BYTES, array_recor
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._mailbox import Mailbox, done, failed
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.at_once import NOT_YET, Line
+from syncvar.engine.executor import LinkOperation, prepare
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.messages import Inward, Letter, Outward, Receiving, Sending
+from syncvar.engine.operation import Stage
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.joining.context import current, entered_by_door
 from syncvar.kernel import Count, remember_end
 from syncvar.loading import unexpected
 from syncvar.plans import Chunk, Plan, Recv, Send
-from syncvar.runtime.at_once import NOT_YET, Line
-from syncvar.runtime.context import current, entered_by_door
-from syncvar.runtime.executor import LinkOperation, prepare
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.messages import Inward, Letter, Outward, Receiving, Sending
-from syncvar.runtime.operation import Stage
-from syncvar.runtime.timeouts import is_seconds
 from syncvar.wire import dtype_from_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
+    from syncvar.engine.executor import Prepared
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.messages import Landing
     from syncvar.plans import Step
-    from syncvar.runtime.executor import Prepared
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.messages import Landing
 
 __all__ = ["recv", "recv_object", "send", "send_object"]
 

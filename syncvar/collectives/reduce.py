@@ -18,10 +18,10 @@ from syncvar.collectives._arguments import (
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError
+from syncvar.joining import finite
 from syncvar.loading import unexpected
-from syncvar.runtime import finite
-from syncvar.runtime.group import Request, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.kernels import Reduction
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Stage
+    from syncvar.execution.kernels import Reduction
 
 __all__ = ["reduce"]
 

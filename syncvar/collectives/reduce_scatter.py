@@ -11,18 +11,18 @@ import numpy as np
 
 from syncvar.collectives._arguments import as_array, checked_output
 from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._moving import by_shortcut, fitting, landed, landing, moved, moves, place_of
+from syncvar.collectives._moving import call_prepared, fitting, landed, landing, moved, moves, place_of
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.group import Request
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, UsageError
+from syncvar.execution.kernels import OPS, reduction
+from syncvar.execution.moves import Blocks, Fold, Layout
+from syncvar.joining import finite
+from syncvar.joining.context import entered_natively
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
-from syncvar.runtime import finite
-from syncvar.runtime.context import entered_natively
-from syncvar.runtime.group import Request
-from syncvar.runtime.kernels import OPS, reduction
-from syncvar.runtime.shared_moves import Blocks, Fold, Layout
-from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.kernels import Reduction
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Stage
+    from syncvar.execution.kernels import Reduction
 
 __all__ = ["reduce_scatter"]
 
@@ -85,7 +85,7 @@ def reduce_scatter(
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
         public = reduce_scatter if group is None else None
         key = ("reduce_scatter", op, x.dtype, x.shape)
-        result = by_shortcut(communicator, key, x, out, timeout, _prepare, op, public=public)
+        result = call_prepared(communicator, key, x, out, timeout, _prepare, op, public=public)
         if result is not None:
             return result
     if is_foreign(x, out):

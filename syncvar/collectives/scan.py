@@ -11,15 +11,15 @@ from syncvar.collectives._arguments import as_array, checked_output
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
-from syncvar.runtime import finite
-from syncvar.runtime.group import Request
-from syncvar.runtime.kernels import identity
+from syncvar.engine.group import Request
+from syncvar.execution.kernels import identity
+from syncvar.joining import finite
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.operation import Stage
 
 __all__ = ["exscan", "scan"]
 

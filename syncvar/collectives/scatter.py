@@ -13,11 +13,11 @@ from syncvar.collectives._arguments import as_array, checked_output, checked_roo
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives.broadcast import broadcast_bytes
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.operation import Stage
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["cut", "scatter", "scatter_flat"]
 

@@ -14,10 +14,10 @@ import numpy as np
 from syncvar.arena.layout import bytes_in_words
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
+from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ArenaFull, ConfigError, MismatchError
+from syncvar.joining.context import current
 from syncvar.resident import checked_kind, zeros
-from syncvar.runtime.context import current
-from syncvar.runtime.group import Request, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from syncvar.arena.mapping import Arena
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.context import Context
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
+    from syncvar.joining.context import Context
 
 __all__ = ["Wanted", "memory_in_common", "shared_array"]
 

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from syncvar.collectives._preparing import shortcut_of
+from syncvar.collectives._preparing import prepare_array
 from syncvar.collectives.all_reduce import reduce_request
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import MismatchError, UsageError
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.timeouts import is_seconds
 from syncvar.topology import rank_list
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.context import Context
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.work import Work
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.work import Work
+    from syncvar.joining.context import Context
 
 __all__ = ["LEFT", "Enrolled", "OneHasLeft"]
 
@@ -195,13 +195,13 @@ class Enrolled:
         """Return who of those that worked has left, a bit for each."""
         rolls = self._rolls_now()
         mine = self._nobody()
-        shortcut = rolls.shortcuts.get((_ROLL, "or", mine.dtype, mine.shape, False))
-        if shortcut is not None and (timeout is None or is_seconds(timeout)):
-            told = shortcut(mine, None, (what, _DIGEST), timeout)
+        ready = rolls.prepared_calls.get((_ROLL, "or", mine.dtype, mine.shape, False))
+        if ready is not None and (timeout is None or is_seconds(timeout)):
+            told = ready(mine, None, (what, _DIGEST), timeout)
             if told is not None:
                 return told
         found: NDArray[np.uint64] = rolls.perform(what, lambda: self._request(rolls, mine, what), timeout)
-        shortcut_of(rolls, mine, "or", _ROLL, reproducible=False)
+        prepare_array(rolls, mine, "or", _ROLL, reproducible=False)
         return found
 
     @staticmethod

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from syncvar.bootstrap import failure_of
 from syncvar.engines.part import End, Part, Place, packed, unpacked
+from syncvar.joining.context import is_initialized, member
+from syncvar.joining.directory import base_directory
+from syncvar.joining.meeting import leave
 from syncvar.remote_call import called
-from syncvar.runtime.context import is_initialized, member
-from syncvar.runtime.directory import base_directory
-from syncvar.runtime.meeting import leave
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

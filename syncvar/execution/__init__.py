@@ -1,4 +1,1 @@
-"""Calls in shared memory as programs: what they are, how they are made, and who runs them.
-
-`program` says what a program is. `lower_reduce` makes those of long reductions.
-"""
+"""What a rank does in one call in shared memory: programs, how calls are lowered to them, and what runs them."""

@@ -359,14 +359,14 @@ def entrance(
     return _native.Entrance(function, state, np.ndarray, np.asarray, nothing, name, usual, positions, _HOME)
 
 
-def remember(function: Any, second: Any, call: Any, shortcuts: Any) -> None:
+def remember(function: Any, second: Any, call: Any, prepared_calls: Any) -> None:
     """Let the callable that `entrance` has returned find a prepared call of the world.
 
     Args:
         function: That callable; nothing is done where it is the function itself.
         second: The argument beside the array, as the caller writes it.
         call: What `slot_call` has returned; nothing is done with anything else.
-        shortcuts: The world's prepared calls, while it is the same.
+        prepared_calls: The world's prepared calls, while it is the same.
     """
     if _native is not None and type(function) is _native.Entrance:
-        function.remember(second, call, shortcuts)
+        function.remember(second, call, prepared_calls)

@@ -1,4 +1,4 @@
-/* Messages that need no waiting, through a box in the arena: what `runtime/at_once.py` does, for arrays of a dtype and shape
+/* Messages that need no waiting, through a box in the arena: what `engine/at_once.py` does, for arrays of a dtype and shape
  * that it has met before. Whatever is unusual is left to it, before anything has been changed.
  *
  * `arena/boxes.py` says what lies where in a box. The bytes of an entry are stored before FILLED (release), and read after

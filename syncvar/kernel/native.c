@@ -1,6 +1,6 @@
 /* The C runner of calls of one phase in shared memory: put, publish, await, compare, combine.
  *
- * It does what syncvar/runtime/shortcut.py says in Python, step by step, for arrays that lie in one piece; whatever is
+ * It does what syncvar/engine/prepared_reductions.py says in Python, step by step, for arrays that lie in one piece; whatever is
  * unusual it leaves to that function, before it has changed anything. Arrays are combined by NumPy's own inner loops,
  * so both runners give the same bytes. Only the limited API of CPython is used: one build serves every version
  * from 3.11 on.
@@ -224,7 +224,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD ChannelState *channel;
     PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *make_arguments, *plain, *later,
-        *hand_over, *interrupt, *saying, *shortcuts, *begun, *work, *adopt;
+        *hand_over, *interrupt, *saying, *prepared_calls, *begun, *work, *adopt;
     struct Entrance *entrance; /* where it is remembered, if anywhere */
     Form brought, made;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
@@ -848,7 +848,7 @@ static PyObject **references(PyObject *object, int place) {
         &self->hand_over,
         &self->interrupt,
         &self->saying,
-        &self->shortcuts,
+        &self->prepared_calls,
         &self->begun,
         &self->work,
         &self->adopt,
@@ -1092,7 +1092,7 @@ typedef struct Entrance {
 } Entrance;
 
 PyTypeObject *slot_call_type;
-static PyObject *name_default, *name_is_bound, *name_shortcuts, *name_world, *name_out, *name_timeout, *name_async_op,
+static PyObject *name_default, *name_is_bound, *name_prepared_calls, *name_world, *name_out, *name_timeout, *name_async_op,
     *name_filename, *name_instruction;
 
 static unsigned place_of(PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
@@ -1119,11 +1119,11 @@ static void forget(SlotCall *call) {
 static int is_current(const Entrance *self, const SlotCall *call) {
     PyObject *context = PyObject_GetAttr(self->state, name_default);
     PyObject *world = context == NULL || context == Py_None ? NULL : PyObject_GetAttr(context, name_world);
-    PyObject *shortcuts = world != call->communicator ? NULL : PyObject_GetAttr(world, name_shortcuts);
-    const int same = shortcuts != NULL && shortcuts == call->shortcuts && !is_true(self->state, name_is_bound);
+    PyObject *prepared_calls = world != call->communicator ? NULL : PyObject_GetAttr(world, name_prepared_calls);
+    const int same = prepared_calls != NULL && prepared_calls == call->prepared_calls && !is_true(self->state, name_is_bound);
     Py_XDECREF(context);
     Py_XDECREF(world);
-    Py_XDECREF(shortcuts);
+    Py_XDECREF(prepared_calls);
     if (PyErr_Occurred()) PyErr_Clear();
     return same;
 }
@@ -1202,19 +1202,19 @@ static PyObject *entrance_call(PyObject *object, PyObject *arguments, PyObject *
     return result != NULL || PyErr_Occurred() ? result : PyObject_Call(self->function, arguments, keywords);
 }
 
-/* Remember a prepared call of the world: remember(op, call, shortcuts). */
+/* Remember a prepared call of the world: remember(op, call, prepared_calls). */
 static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     Entrance *self = (Entrance *)object;
-    PyObject *op, *call, *shortcuts;
-    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &shortcuts)) return NULL;
+    PyObject *op, *call, *prepared_calls;
+    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
     if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->entrance == NULL) {
         SlotCall *made = (SlotCall *)call;
         Remembered *place = &self->calls[place_of(op, made->brought.dtype, made->brought.ndim, made->brought.shape)];
         forget(place->call);
         place->op = Py_NewRef(op);
         place->call = made;
-        PyObject *before = made->shortcuts;
-        made->shortcuts = Py_NewRef(shortcuts);
+        PyObject *before = made->prepared_calls;
+        made->prepared_calls = Py_NewRef(prepared_calls);
         Py_XDECREF(before);
         made->entrance = (Entrance *)Py_NewRef(object);
     }
@@ -1288,7 +1288,7 @@ static PyObject *entrance_reduce(PyObject *object, PyObject *unused) {
 static PyObject *entrance_repr(PyObject *object) { return PyObject_Repr(((Entrance *)object)->function); }
 
 static PyMethodDef entrance_methods[] = {
-    {"remember", entrance_remember, METH_VARARGS, "Remember a prepared call of the world: (op, call, shortcuts)."},
+    {"remember", entrance_remember, METH_VARARGS, "Remember a prepared call of the world: (op, call, prepared_calls)."},
     {"__reduce__", entrance_reduce, METH_NOARGS, "Functions are pickled by name."},
     {NULL},
 };
@@ -1369,7 +1369,7 @@ static int prepare_module(PyObject *module) {
     name_release = PyUnicode_InternFromString("release");
     name_default = PyUnicode_InternFromString("default");
     name_is_bound = PyUnicode_InternFromString("is_bound");
-    name_shortcuts = PyUnicode_InternFromString("shortcuts");
+    name_prepared_calls = PyUnicode_InternFromString("prepared_calls");
     name_world = PyUnicode_InternFromString("world");
     name_out = PyUnicode_InternFromString("out");
     name_timeout = PyUnicode_InternFromString("timeout");
@@ -1379,7 +1379,7 @@ static int prepare_module(PyObject *module) {
     name_append = PyUnicode_InternFromString("append");
     name_remove = PyUnicode_InternFromString("remove");
     if (!name_async_op || !name_filename || !name_instruction || !name_append || !name_remove) return -1;
-    if (!name_default || !name_is_bound || !name_shortcuts || !name_world || !name_out || !name_timeout) return -1;
+    if (!name_default || !name_is_bound || !name_prepared_calls || !name_world || !name_out || !name_timeout) return -1;
     if (!name_is_quiet || !name_locked || !name_next_call || !name_acquire || !name_release || !name_is_alert)
         return -1;
     if (PyModule_AddIntConstant(module, "FORM", FORM) < 0) return -1;

@@ -1,4 +1,4 @@
-/* The C runner of programs: it does what syncvar/runtime/interpreter.py does in Python, instruction by instruction.
+/* The C runner of programs: it does what syncvar/execution/interpreter.py does in Python, instruction by instruction.
  *
  * A Program has been looked at once: what it reads and writes lies within its memories. A Run is one call of it; it
  * goes on until the others have to come first, and says then what they have to reach. Meanwhile others may have

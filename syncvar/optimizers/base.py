@@ -9,7 +9,10 @@ import numpy as np
 
 from syncvar.collectives.all_reduce_shards import shards_request
 from syncvar.collectives.barrier import meet
+from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, UsageError
+from syncvar.execution.kernels import quiet
+from syncvar.joining import finite
 from syncvar.loading import Taught
 from syncvar.optimizers.arguments import (
     Options,
@@ -33,9 +36,6 @@ from syncvar.optimizers.elsewhere import Elsewhere, stepper_of
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
-from syncvar.runtime import finite
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import quiet
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import context_of, current_owner
 from syncvar.variables.policy import Context

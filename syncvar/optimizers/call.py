@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._preparing import shortcut_of
+from syncvar.collectives._preparing import prepare_array
 from syncvar.collectives.all_reduce import reduce_request
+from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
-from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables import Variable
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import current_owner
@@ -172,8 +172,8 @@ def combined_shortly(owner: Owner, plan: Plan, op: str, what: str, digest: int, 
     if not op or len(plan.shared) != 1:
         return False
     array = _brought(plan, weighted=weighted)
-    shortcut = owner.communicator.shortcuts.get((_NAME, op, array.dtype, array.shape, owner.reproducible))
-    return shortcut is not None and shortcut(array, array, (what, digest), owner.timeout) is not None
+    ready = owner.communicator.prepared_calls.get((_NAME, op, array.dtype, array.shape, owner.reproducible))
+    return ready is not None and ready(array, array, (what, digest), owner.timeout) is not None
 
 
 def prepare_short_way(owner: Owner, plan: Plan, op: str, *, weighted: bool) -> None:
@@ -181,7 +181,7 @@ def prepare_short_way(owner: Owner, plan: Plan, op: str, *, weighted: bool) -> N
     if not op or len(plan.shared) != 1:
         return
     array = _brought(plan, weighted=weighted)
-    shortcut_of(owner.communicator, array, op, _NAME, reproducible=owner.reproducible)
+    prepare_array(owner.communicator, array, op, _NAME, reproducible=owner.reproducible)
 
 
 def _brought(plan: Plan, *, weighted: bool) -> NDArray[Any]:

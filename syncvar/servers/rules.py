@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.errors import ConfigError, SyncvarError
+from syncvar.execution.kernels import quiet
 from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Custom, Momentum, RMSProp
 from syncvar.optimizers.arithmetic import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_half
-from syncvar.runtime.kernels import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

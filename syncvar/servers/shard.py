@@ -13,8 +13,8 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import tree_combined
 from syncvar.errors import ConfigError, SyncvarError
+from syncvar.execution.kernels import quiet
 from syncvar.optimizers.slots import compute_dtype
-from syncvar.runtime.kernels import quiet
 from syncvar.servers.rules import ServerRule, is_users, rule_of, slot_names
 from syncvar.variables.policy import Operation
 from syncvar.variables.rows import Rows, applied

@@ -35,7 +35,7 @@ def keys_of(environment: RankEnvironment, config: RuntimeConfig, environ: Mutabl
         return None
     if config.encryption == "off":
         return None
-    from syncvar.runtime.secret import job_secret
+    from syncvar.joining.secret import job_secret
     from syncvar.transports.curve import link_keys
 
     secret = job_secret(environ)

@@ -19,11 +19,11 @@ import zmq
 from syncvar import bootstrap
 from syncvar.arena.layout import bytes_in_words
 from syncvar.config import RuntimeConfig
+from syncvar.engine.recorder import Recorder, Told
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, WireError
 from syncvar.logs import log_at
 from syncvar.roles import SERVER_0, heirs_of, is_server, process_name, server_hosts, server_number
-from syncvar.runtime.recorder import Recorder, Told
 from syncvar.servers import Server, frames_of, message_of
 from syncvar.serving.directory import Directory, keys_of
 from syncvar.serving.lending import lender_of

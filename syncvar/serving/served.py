@@ -6,9 +6,9 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
+from syncvar.engine.recorder import write_record
+from syncvar.engine.totals import size_class
 from syncvar.roles import process_name, server_number
-from syncvar.runtime.recorder import write_record
-from syncvar.runtime.totals import size_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

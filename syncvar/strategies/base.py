@@ -6,11 +6,11 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from syncvar.engine.queued import send_queued
+from syncvar.engine.timeouts import checked_timeout
 from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.joining.context import current
 from syncvar.loading import Taught
-from syncvar.runtime.context import current
-from syncvar.runtime.queued import send_queued
-from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.context import Context as Joined
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
+    from syncvar.joining.context import Context as Joined
     from syncvar.variables.policy import VariableSynchronization
     from syncvar.variables.queue import WriteQueue
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
+from syncvar.engine.group import fingerprint
+from syncvar.joining.context import current
 from syncvar.loading import unexpected
-from syncvar.runtime.context import current
-from syncvar.runtime.group import fingerprint
 from syncvar.strategies.mirrored import MirroredStrategy
 from syncvar.variables.policy import VariableSynchronization
 from syncvar.variables.shared_copy import shared_copy
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
     from syncvar.variables.storage import Storage
 
 __all__ = ["CentralStorageStrategy"]

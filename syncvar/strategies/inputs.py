@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives._headers import exchange
-from syncvar.collectives._preparing import shortcut_of
+from syncvar.collectives._preparing import prepare_array
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.barrier import meet
 from syncvar.collectives.objects import gather_objects
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.state import integer_of, read_state
+from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, MismatchError, UsageError
 from syncvar.loading import Taught
-from syncvar.runtime.group import Request, fingerprint
 from syncvar.strategies.offers import Offer, is_unanimous, verdict
 
 if TYPE_CHECKING:
@@ -316,8 +316,8 @@ class DistributedIterator(Taught):
         communicator = strategy.communicator
         sides = None if mine is None else mine.sides(is_global=self._feed.is_global)
         if sides is not None:
-            shortcut = communicator.shortcuts.get((_NEXT, "max", sides.dtype, sides.shape, False))
-            largest = None if shortcut is None else shortcut(sides, None, None, strategy.timeout)
+            ready = communicator.prepared_calls.get((_NEXT, "max", sides.dtype, sides.shape, False))
+            largest = None if ready is None else ready(sides, None, None, strategy.timeout)
             if largest is not None:
                 return is_unanimous(largest)
 
@@ -328,7 +328,7 @@ class DistributedIterator(Taught):
 
         largest = communicator.perform(_NEXT, check, strategy.timeout)
         if sides is not None:
-            shortcut_of(communicator, sides, "max", _NEXT, reproducible=False)
+            prepare_array(communicator, sides, "max", _NEXT, reproducible=False)
         return is_unanimous(largest)
 
     def _settle(self, batch: Any, mine: Offer) -> bool:

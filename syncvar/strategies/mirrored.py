@@ -6,15 +6,15 @@ import logging
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives import communicator_of
+from syncvar.engine.group import fingerprint
+from syncvar.joining.context import current
 from syncvar.loading import unexpected
-from syncvar.runtime.context import current
-from syncvar.runtime.group import fingerprint
 from syncvar.strategies.base import Strategy
 from syncvar.variables.places import set_default
 
 if TYPE_CHECKING:
     from syncvar.collectives import Group
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["DefaultStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.config import RuntimeConfig
+from syncvar.engine.timeouts import checked_timeout
 from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.joining.context import current, environment_here, joined, on_join
 from syncvar.loading import unexpected
 from syncvar.optimizers.slots import compute_dtype
-from syncvar.runtime.context import current, environment_here, joined, on_join
-from syncvar.runtime.timeouts import checked_timeout
 from syncvar.servers import Ticket
 from syncvar.servers.asking import Asking
 from syncvar.servers.local import LocalServers
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.engine.group import Communicator
     from syncvar.env import RankEnvironment
-    from syncvar.runtime.context import Context as Joined
-    from syncvar.runtime.group import Communicator
+    from syncvar.joining.context import Context as Joined
     from syncvar.servers import Session
     from syncvar.variables import Variable
 

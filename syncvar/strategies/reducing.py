@@ -22,10 +22,10 @@ from syncvar.collectives._kinds import given_back
 from syncvar.collectives._preparing import form_of, key_of, prepare_as
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
+from syncvar.engine.group import Request
+from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
-from syncvar.runtime.group import Request
-from syncvar.runtime.kernels import identity, reduction
-from syncvar.runtime.timeouts import is_seconds
+from syncvar.execution.kernels import identity, reduction
 from syncvar.variables import DistributedValues, Variable
 from syncvar.variables.policy import as_member
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Stage
 
 __all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
 
@@ -107,8 +107,8 @@ def reduce_values(
         form = form_of(value)
     if form is not None:
         key = key_of("strategy.reduce", reduce_op, form, reproducible)
-        shortcut = communicator.shortcuts.get(key)
-        result = None if shortcut is None else shortcut(form, None, None, timeout)
+        ready = communicator.prepared_calls.get(key)
+        result = None if ready is None else ready(form, None, None, timeout)
         if result is not None:
             return result
     told: list[Request] = []
@@ -195,7 +195,7 @@ def _structured(request: Request, finish: Any, structure: Any, name: str, parts:
 
 def hash_of(structure: Any) -> int:
     """Return a digest of a structure that is the same in every process."""
-    from syncvar.runtime.group import fingerprint
+    from syncvar.engine.group import fingerprint
 
     return fingerprint("structure", structure)
 

@@ -9,7 +9,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.objects import gather_objects
 from syncvar.collectives.uneven import LEFT, Enrolled, OneHasLeft
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.strategies.base import strategies_of
 from syncvar.variables.catching_up import catch_up
 from syncvar.variables.places import current_place
@@ -17,8 +17,8 @@ from syncvar.variables.policy import Context as Where
 
 if TYPE_CHECKING:
     from syncvar.collectives import Group
-    from syncvar.runtime.context import Context
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
+    from syncvar.joining.context import Context
     from syncvar.variables.roster import Roster
 
 __all__ = ["Uneven", "uneven"]

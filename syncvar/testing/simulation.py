@@ -18,9 +18,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives import Group
-from syncvar.runtime.executor import LinkOperation
-from syncvar.runtime.group import Communicator, Request
-from syncvar.runtime.operation import Operation, State
+from syncvar.engine.executor import LinkOperation
+from syncvar.engine.group import Communicator, Request
+from syncvar.engine.operation import Operation, State
 from syncvar.transports import Frame
 from syncvar.wire import HEADER_NBYTES, parse_header
 

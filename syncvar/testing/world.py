@@ -16,8 +16,8 @@ from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import ArenaUnavailable
-from syncvar.runtime.context import Context, use
-from syncvar.runtime.crowd import crowd
+from syncvar.execution.gil import crowd
+from syncvar.joining.context import Context, use
 from syncvar.topology import HostMap, divided
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator

@@ -12,8 +12,8 @@ import numpy as np
 
 from syncvar.collectives._headers import exchange_bytes
 from syncvar.collectives.agreeing import largest
+from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import MismatchError
-from syncvar.runtime.group import Request, fingerprint
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Stage
     from syncvar.variables.places import Owner
     from syncvar.variables.roster import Entry
     from syncvar.variables.variable import Variable

@@ -15,15 +15,15 @@ import numpy as np
 
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import tree_combined
+from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError, UsageError
-from syncvar.runtime.group import fingerprint
 from syncvar.variables.policy import Travel
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Request
+    from syncvar.engine.group import Request
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 

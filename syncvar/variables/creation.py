@@ -12,9 +12,9 @@ import numpy as np
 from syncvar.collectives._headers import BYTES, Record, exchange
 from syncvar.collectives.all_gather import gather_flat
 from syncvar.collectives.broadcast import broadcast_flat
+from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, InternalError, MismatchError
-from syncvar.runtime.context import current
-from syncvar.runtime.group import Request, fingerprint
+from syncvar.joining.context import current
 from syncvar.variables.by_shards import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.casting import checked_dtype, digest_of, initial_array
 from syncvar.variables.names import Names
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.operation import Stage
 
 __all__ = ["Made", "Wish", "checked_name", "checked_trainable", "checked_value", "make_on_replicas"]
 

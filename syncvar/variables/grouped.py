@@ -16,7 +16,7 @@ from syncvar.variables.variable import UFUNCS, Variable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncvar.runtime.group import Request
+    from syncvar.engine.group import Request
     from syncvar.variables.places import Owner
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]

@@ -10,8 +10,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.errors import UsageError
-from syncvar.runtime.context import current
-from syncvar.runtime.context import joined as joined_context
+from syncvar.joining.context import current
+from syncvar.joining.context import joined as joined_context
 from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.context import Context as Joined
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
+    from syncvar.joining.context import Context as Joined
     from syncvar.variables.policy import VariableSynchronization
     from syncvar.variables.queue import WriteQueue
     from syncvar.variables.roster import Roster

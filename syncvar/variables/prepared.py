@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.engine.prepared_reductions import PreparedCall
     from syncvar.kernel import Tally
-    from syncvar.runtime.shortcut import Shortcut
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 
@@ -42,7 +42,7 @@ def unprepared(_x: Any, *, is_seen: bool = False) -> int:
     return UNDONE
 
 
-def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: Shortcut, *, counts: bool) -> Write:
+def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool) -> Write:
     """Return a prepared write: a function of (x).
 
     It returns UNDONE where nothing has been done, and the write has to be made by the table; DONE; or DECIDE, where it has
@@ -102,7 +102,7 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: Shortcut,
     return made
 
 
-def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: Shortcut) -> Read:
+def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: PreparedCall) -> Read:
     """Return a prepared read that combines the copies: a function whose result is None where nothing has been done.
 
     Args:

@@ -21,10 +21,10 @@ import numpy as np
 
 from syncvar.collectives._headers import exchange_bytes
 from syncvar.collectives.all_reduce import reduce_together
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.queued import send_queued
 from syncvar.errors import GroupBroken, MismatchError, SyncvarError
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import quiet, reduction
-from syncvar.runtime.queued import send_queued
+from syncvar.execution.kernels import quiet, reduction
 from syncvar.variables.prefix import Told, chained, common_prefix, first_difference, pack_told, unpack_told
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Work
-    from syncvar.runtime.operation import Stage
+    from syncvar.engine.group import Work
+    from syncvar.engine.operation import Stage
     from syncvar.variables.places import Owner
     from syncvar.variables.policy import Operation
     from syncvar.variables.variable import Variable

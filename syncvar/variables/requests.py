@@ -11,10 +11,10 @@ from syncvar.collectives._headers import array_record, exchange
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request, reduce_together
 from syncvar.collectives.broadcast import broadcast_request
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
 from syncvar.errors import InternalError, MismatchError
-from syncvar.runtime.group import Request, fingerprint
-from syncvar.runtime.kernels import reduction
-from syncvar.runtime.operation import Stage
+from syncvar.execution.kernels import reduction
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
 from syncvar.variables.rows import Rows
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.group import Communicator
+    from syncvar.engine.group import Communicator
 
 __all__ = ["request_of", "rows_request", "together_request"]
 

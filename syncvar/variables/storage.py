@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.context import Context
+    from syncvar.joining.context import Context
 
 __all__ = ["Storage", "being_written", "say_arena_is_full"]
 
@@ -70,7 +70,7 @@ class Storage(Copied):
         value: What it holds at first; copied.
 
     Example:
-        >>> from syncvar.runtime.context import current
+        >>> from syncvar.joining.context import current
         >>> storage = Storage(current(), np.zeros(3))
         >>> before = storage.expose()
         >>> with storage:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from syncvar.collectives._preparing import reduction_shortcut
+from syncvar.collectives._preparing import prepared_reduction
 from syncvar.collectives.barrier import meet
+from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
+from syncvar.execution.kernels import quiet, reduction
+from syncvar.joining import finite
 from syncvar.kernel import Tally
 from syncvar.loading import Taught
-from syncvar.runtime import finite
-from syncvar.runtime.group import fingerprint
-from syncvar.runtime.kernels import quiet, reduction
 from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas
@@ -504,7 +504,7 @@ class Variable(Taught, ArrayProtocol):
             return self._storage.expose()
         if travel in (Travel.SUM, Travel.MEAN):
             op = "sum" if travel is Travel.SUM else "mean"
-            call = reduction_shortcut(communicator, array, op, what, owner.reproducible)
+            call = prepared_reduction(communicator, array, op, what, owner.reproducible)
             if call is not None:
                 self._reading[where] = prepared_read(owner, self._storage, self._tally, call)
         return sealed(value)
@@ -641,7 +641,7 @@ class Variable(Taught, ArrayProtocol):
             is_counted = self._is_counted and operation is not _ASSIGN
             if prepared is unprepared and not self._storage.is_shared:
                 op = "sum" if action.travel is Travel.SUM else "mean"
-                call = reduction_shortcut(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
+                call = prepared_reduction(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
                 if call is not None:
                     made = prepared_write(owner, self._storage, self._tally, call, counts=is_counted)
                     self._prepared = {**self._prepared, operation: made}

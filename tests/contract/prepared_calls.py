@@ -23,7 +23,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.errors import ArenaFull
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 
 TURNS = 6
 DTYPES = ["f4", "f8", "f2", "bf16", "i4", "i8", "u1", "c8", "?"]
@@ -42,7 +42,10 @@ def dtype_of(name):
 def limits(size):
     """Return the lengths in bytes at which a call goes another way, as the code has them."""
     from syncvar.arena import channels
-    from syncvar.runtime import crowd, fused, shared_moves, shared_reduce
+    from syncvar.execution import gil as crowd
+    from syncvar.execution import moves as shared_moves
+    from syncvar.execution import reductions as shared_reduce
+    from syncvar.execution import structures as fused
 
     segment, small = shared_reduce.SEGMENT_BYTES, channels.SMALL_BYTES
     direct = bisect_left(range(small + 1), True, key=lambda nbytes: not shared_reduce.is_direct(nbytes, size)) - 1

@@ -14,7 +14,7 @@ import syncvar as sv
 from syncvar.collectives import _reducing
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, GroupBroken, MismatchError, PeerLost
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 
 PATHS = {"arena": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}

@@ -12,8 +12,8 @@ from syncvar.arena.creating import create
 from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.errors import InternalError
-from syncvar.runtime import shared_reduce
-from syncvar.runtime.context import current
+from syncvar.execution import reductions as shared_reduce
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 
 MIB = 1 << 20

@@ -14,9 +14,9 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.engine.engine import Engine
+from syncvar.joining.context import current, use
 from syncvar.kernel import Begun, why_not_native
-from syncvar.runtime.context import current, use
-from syncvar.runtime.engine import Engine
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)

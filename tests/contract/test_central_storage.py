@@ -8,7 +8,7 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ArenaFull, MismatchError, UsageError
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 from syncvar.variables.shared_copy import SharedCopy
 

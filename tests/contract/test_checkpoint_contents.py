@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 

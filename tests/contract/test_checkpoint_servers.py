@@ -9,7 +9,7 @@ import syncvar as sv
 from syncvar.checkpoint.files import Folder
 from syncvar.checkpoint.reading import read_manifest
 from syncvar.config import RuntimeConfig
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.servers.local import LocalServers
 from syncvar.serving.tally import Tally, put_tallies, take_tallies, tally_path
 from syncvar.strategies.parameter_server import ServersHere

@@ -15,8 +15,8 @@ from zmq.utils import z85
 import syncvar.transports.zeromq as zeromq_module
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, HandshakeError
-from syncvar.runtime.secret import job_secret
-from syncvar.runtime.store import Store
+from syncvar.joining.secret import job_secret
+from syncvar.joining.store import Store
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.strangers import WAITING_MAX
 from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport

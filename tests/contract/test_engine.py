@@ -12,6 +12,9 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.engine.engine import Engine
+from syncvar.engine.executor import LinkOperation
+from syncvar.engine.operation import Stage
 from syncvar.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -20,10 +23,7 @@ from syncvar.errors import (
     PeerLost,
     UsageError,
 )
-from syncvar.runtime.context import current
-from syncvar.runtime.engine import Engine
-from syncvar.runtime.executor import LinkOperation
-from syncvar.runtime.operation import Stage
+from syncvar.joining.context import current
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
@@ -59,8 +59,8 @@ class Pair:
 
 
 def barrier_operation(rank, call):
+    from syncvar.engine.executor import prepare
     from syncvar.plans import build
-    from syncvar.runtime.executor import prepare
 
     def body():
         yield Stage(prepare(build("barrier", "dissemination", rank, 2), (0, 1)), np.empty(0, np.uint8))
@@ -104,7 +104,7 @@ TINY = RuntimeConfig(window_bytes=8192, segment_bytes=1024, collective_timeout_s
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_large_arrays_pass_a_tiny_window_which_is_never_exceeded(world_size, monkeypatch):
-    from syncvar.runtime.flow import Flow
+    from syncvar.engine.flow import Flow
 
     most = []
     send = Flow._send
@@ -432,7 +432,7 @@ import signal, sys, threading, time
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
-from syncvar.runtime.context import Context, use
+from syncvar.joining.context import Context, use
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
 
@@ -605,7 +605,7 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
 
 def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
     from syncvar.env import RankEnvironment
-    from syncvar.runtime.context import Context, use
+    from syncvar.joining.context import Context, use
 
     network = MemoryNetwork(3, coordinator=Coordinator(3, "j", SOON))
     seen = [[] for _ in range(3)]
@@ -632,7 +632,7 @@ def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
 
 def test_two_threads_of_a_rank_use_two_groups_at_the_same_time():
     def fn():
-        from syncvar.runtime.context import use
+        from syncvar.joining.context import use
 
         context = current()
         groups = [sv.new_group([0, 1, 2]) for _ in range(2)]
@@ -656,7 +656,7 @@ def test_two_threads_of_a_rank_use_two_groups_at_the_same_time():
 
 def test_a_second_thread_on_the_same_group_is_refused_and_disturbs_nothing():
     def fn():
-        from syncvar.runtime.context import use
+        from syncvar.joining.context import use
 
         context = current()
         sv.barrier()

@@ -7,9 +7,9 @@ import pytest
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.engine.hierarchical import HierarchicalOperation
 from syncvar.errors import ArenaFull, ConfigError, MismatchError, PeerLost
-from syncvar.runtime.context import current
-from syncvar.runtime.hierarchical import HierarchicalOperation
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 from syncvar.transports.memory import Faults
 

@@ -12,9 +12,9 @@ from contract.harness import everywhere
 import syncvar as sv
 from syncvar.arena.boxes import ATTENDED, FILLED, NEWS, RING, USED, Boxes, Form, Inbox, Outbox, what_of
 from syncvar.config import RuntimeConfig
+from syncvar.engine.messages import methods
+from syncvar.joining.context import current
 from syncvar.kernel import Count, message_end
-from syncvar.runtime.context import current
-from syncvar.runtime.messages import methods
 
 pytestmark = pytest.mark.needs_kernel
 

@@ -9,8 +9,8 @@ import pytest
 import syncvar as sv
 from syncvar.collectives.groups import Group, communicator_of
 from syncvar.config import RuntimeConfig
-from syncvar.runtime.context import current
-from syncvar.runtime.kernels import identity, reduction
+from syncvar.execution.kernels import identity, reduction
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)

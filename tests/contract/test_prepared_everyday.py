@@ -11,10 +11,11 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.engine import prepared_moves, prepared_reductions
+from syncvar.engine.group import Communicator
+from syncvar.joining import finite
+from syncvar.joining.context import current
 from syncvar.kernel import why_not_native
-from syncvar.runtime import finite, move_shortcut, shortcut
-from syncvar.runtime.context import current
-from syncvar.runtime.group import Communicator
 from syncvar.testing import run_ranks
 from syncvar.variables import Variable, pace
 from syncvar.variables.roster import Roster
@@ -97,8 +98,8 @@ def counted(monkeypatch):
         monkeypatch.setattr(place, name, counting)
 
     count(Communicator, "perform", "long way")
-    count(shortcut, "ground_of", "prepared")
-    count(move_shortcut, "ground_of", "prepared")
+    count(prepared_reductions, "preparation_of", "prepared")
+    count(prepared_moves, "preparation_of", "prepared")
     return found
 
 
@@ -128,8 +129,8 @@ def test_a_call_is_prepared_once_and_then_never_goes_the_long_way(counted, calls
 def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
     made = []
     monkeypatch.setattr(finite, "is_on", finite.is_on)  # a context turns it on for the process
-    for module in (shortcut, move_shortcut):
-        monkeypatch.setattr(module, "ground_of", lambda *_: made.append(1))
+    for module in (prepared_reductions, prepared_moves):
+        monkeypatch.setattr(module, "preparation_of", lambda *_: made.append(1))
 
     def fn():
         for call in [*writes().values(), *values().values()]:

@@ -11,7 +11,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.runtime.group import Communicator
+from syncvar.engine.group import Communicator
 from syncvar.variables.policy import Operation
 from syncvar.variables.prepared import DECIDE, DONE, UNDONE
 

@@ -14,10 +14,11 @@ import pytest
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.execution import reductions as shared_reduce
+from syncvar.execution import running
+from syncvar.execution.reductions import is_direct
+from syncvar.joining.context import current
 from syncvar.kernel import run as native_run
-from syncvar.runtime import running, shared_reduce
-from syncvar.runtime.context import current
-from syncvar.runtime.shared_reduce import is_direct
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)

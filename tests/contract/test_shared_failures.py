@@ -12,8 +12,8 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ArenaFull, SyncvarError
-from syncvar.runtime.context import current, use
-from syncvar.runtime.crowd import Crowd
+from syncvar.execution.gil import Crowd
+from syncvar.joining.context import current, use
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=4.0, report_after_s=0.05, shutdown_timeout_s=1.0)
@@ -142,7 +142,7 @@ def test_a_structure_of_very_many_leaves():
     assert ranks(2, fn) == [(True, 2)] * 2
 
 
-def test_a_shortcut_looks_at_the_queue_when_it_has_the_group():
+def test_a_prepared_call_looks_at_the_queue_when_it_has_the_group():
     """Another thread may start a call between the first look and taking the group."""
 
     class Busy:

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.engine.executor import prepare
+from syncvar.engine.group import Request
+from syncvar.engine.operation import Stage
 from syncvar.plans import (
     ALGORITHMS,
     Buffer,
@@ -16,9 +19,6 @@ from syncvar.plans import (
     contract_of,
     sums_by_the_tree,
 )
-from syncvar.runtime.executor import prepare
-from syncvar.runtime.group import Request
-from syncvar.runtime.operation import Stage
 from syncvar.testing import Simulation
 
 SIMULATED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")

@@ -8,7 +8,7 @@ import syncvar as sv
 from syncvar.arena.channels import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ArenaFull
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
 PLAIN = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, kernel="python")

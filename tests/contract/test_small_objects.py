@@ -8,8 +8,8 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.engine.group import Communicator
 from syncvar.kernel import why_not_native
-from syncvar.runtime.group import Communicator
 from syncvar.wire import pack_object, unpack_object
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from syncvar.cli import main
-from syncvar.runtime.state import (
+from syncvar.joining.state import (
     JOBS_KEPT,
     find_job,
     job_folders,

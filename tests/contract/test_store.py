@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from syncvar.config import RuntimeConfig
-from syncvar.runtime.store import Store
+from syncvar.joining.store import Store
 from syncvar.transports.zeromq import control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, pack_message, parse_message
 

@@ -14,7 +14,7 @@ from harness import caught, covering, everywhere
 
 import syncvar as sv
 from syncvar.collectives.objects import gather_objects
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 
 WORLDS = {"arena": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}

@@ -8,7 +8,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.errors import ConfigError, MismatchError
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 
 

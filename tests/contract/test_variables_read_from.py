@@ -8,9 +8,9 @@ import pytest
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.engine import engine as engine_module
 from syncvar.errors import ConfigError, DeadlineExceeded, PeerLost, UsageError
-from syncvar.runtime import engine as engine_module
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 from syncvar.testing import run_ranks
 from syncvar.transports.memory import Faults
 
@@ -249,7 +249,7 @@ def test_many_threads_ask_at_once():
         sv.barrier()
 
         def ask():
-            from syncvar.runtime.context import use
+            from syncvar.joining.context import use
 
             with use(context):
                 seen.extend(float(v.read_from(1 - sv.rank())) for _ in range(20))

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 import syncvar as sv
-from syncvar.runtime.context import current
-from syncvar.runtime.kernels import reduction
+from syncvar.execution.kernels import reduction
+from syncvar.joining.context import current
 
 DTYPES = [np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float16, ml_dtypes.bfloat16,
           np.float32, np.float64, np.complex64, np.complex128]  # fmt: skip
@@ -55,7 +55,7 @@ def main():
         nonlocal calls, native
         calls += 1
         if calls % 100 == 0:  # the table is emptied when it is full
-            native = max(native, sum(type(one).__name__ == "SlotCall" for one in current().world.shortcuts.values()))
+            native = max(native, sum(type(one).__name__ == "SlotCall" for one in current().world.prepared_calls.values()))
         digest.update(np.ascontiguousarray(result).tobytes())
 
     for dtype in DTYPES:

@@ -89,12 +89,12 @@ def contents(places, arena):
 
 def both(draw):
     """Run a random program by both runners; the bytes of all memories are the same afterwards."""
+    from syncvar.execution.addresses import ADDRESS
+    from syncvar.execution.interpreter import interpret
     from syncvar.execution.program import COPY, FOLD, STORE, Code, Kind, Memory
+    from syncvar.execution.reductions import Vector, folder
+    from syncvar.execution.running import Arithmetic
     from syncvar.kernel import program, run
-    from syncvar.runtime.interpreter import interpret
-    from syncvar.runtime.running import Arithmetic
-    from syncvar.runtime.shared_reduce import Vector, folder
-    from syncvar.runtime.whereabouts import ADDRESS
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype

@@ -154,7 +154,7 @@ def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
     script = """
     import sys
     from syncvar.cli.selftest_worker import parsed, work
-    from syncvar.runtime import shared_reduce
+    from syncvar.execution import reductions as shared_reduce
     shared_reduce._all_known = lambda places: [place or 0 for place in places]
     sys.exit(work(parsed()))
     """

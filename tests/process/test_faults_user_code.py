@@ -279,7 +279,7 @@ ALARM = """
 import ctypes, functools, operator, signal, sys
 import numpy as np
 import probe, syncvar as sv
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 
 class Alarm(BaseException): pass
 def ring(*_): raise Alarm

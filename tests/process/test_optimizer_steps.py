@@ -5,7 +5,7 @@ import pytest
 STEPS = """
 import numpy as np
 import syncvar as sv
-from syncvar.runtime.context import current
+from syncvar.joining.context import current
 
 def trained(count, timeout, weighted):
     strategy = sv.MirroredStrategy(timeout=timeout)  # with a timeout every call goes the long way
@@ -20,8 +20,8 @@ def trained(count, timeout, weighted):
         optimizer.apply_gradients(pairs, weight=1.0 + sv.rank() if weighted else None)
     for _ in range(6):
         strategy.run(step)
-    shortcuts = [key for key in strategy.communicator.shortcuts if key[0] == "apply_gradients"]
-    return w.numpy().tobytes() + b.numpy().tobytes(), shortcuts
+    prepared_calls = [key for key in strategy.communicator.prepared_calls if key[0] == "apply_gradients"]
+    return w.numpy().tobytes() + b.numpy().tobytes(), prepared_calls
 
 for count in (5, 5000, 300_000):
     for weighted in (False, True):

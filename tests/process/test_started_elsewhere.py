@@ -22,8 +22,8 @@ SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 import syncvar as sv
-from syncvar.runtime.context import current
-from syncvar.runtime.crowd import crowd
+from syncvar.joining.context import current
+from syncvar.execution.gil import crowd
 try:
     sv.init()
     total = sv.all_reduce(np.arange(3.0))

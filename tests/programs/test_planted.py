@@ -7,12 +7,12 @@ import pytest
 from strategies import seeded_program
 from worlds import Worlds
 
-import syncvar.runtime.kernels as kernels_module
+import syncvar.execution.kernels as kernels_module
 import syncvar.variables.creation as creation_module
 import syncvar.variables.requests as requests_module
 import syncvar.variables.variable as variable_module
+from syncvar.engine.group import Request
 from syncvar.errors import MismatchError
-from syncvar.runtime.group import Request
 from syncvar.variables.policy import Effect, Operation, Travel
 
 PROGRAMS_MAX = 500

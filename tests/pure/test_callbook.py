@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from syncvar.runtime.callbook import CallBook
+from syncvar.engine.call_ledger import CallLedger
 
 GROUP, BLOCK = 7, 100
 
@@ -21,7 +21,7 @@ def often():
 
 
 def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
-    book, wrong, over = CallBook({}), [], threading.Event()
+    book, wrong, over = CallLedger({}), [], threading.Event()
 
     def look():
         try:
@@ -42,7 +42,7 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
 
 def test_the_garbage_collector_may_note_a_number_while_the_numbers_are_told():
     """A group's finalizer notes where it stood, whenever the collector runs."""
-    book, ended = CallBook({}), []
+    book, ended = CallLedger({}), []
     for group in range(2_000):
         book.note(group, 1)
 

@@ -7,7 +7,7 @@ import pytest
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
-from syncvar.runtime.cards import host_of_each
+from syncvar.joining.cards import host_of_each
 from syncvar.topology import (
     ADDRESS,
     FOLDER,

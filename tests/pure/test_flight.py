@@ -11,9 +11,9 @@ from syncvar.cli.explain import divergences, explained
 from syncvar.cli.main import main
 from syncvar.cli.records import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
+from syncvar.engine.recorder import FORMAT, Event, record_name
 from syncvar.errors import ConfigError
 from syncvar.roles import SERVER_0
-from syncvar.runtime.recorder import FORMAT, Event, record_name
 
 PACKAGE = str(Path(syncvar.__file__).parent)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

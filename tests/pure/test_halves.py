@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
-from syncvar.runtime.shared_reduce import _combine_widened, combine
+from syncvar.execution.float16 import are_scalable, round_scaled, widen, widen_scaled
+from syncvar.execution.reductions import _combine_widened, combine
 
 ALL = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 FINITE = ALL[np.isfinite(ALL)]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from syncvar.errors import ConfigError
-from syncvar.runtime.kernels import OPS as ALL_OPS
-from syncvar.runtime.kernels import finish, reduction
+from syncvar.execution.kernels import OPS as ALL_OPS
+from syncvar.execution.kernels import finish, reduction
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 
 OPS = ALL_OPS[:5]  # those that every number has; the others are tested with the messages and groups

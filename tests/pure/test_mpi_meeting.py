@@ -9,7 +9,7 @@ import pytest
 
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
-from syncvar.runtime import context, mpi_meeting
+from syncvar.joining import context, mpi_meeting
 from syncvar.transports import Control, Transport
 from syncvar.wire import pack_message, parse_message
 from syncvar_launcher.options import parse

@@ -22,7 +22,7 @@ def user(*lines, file="/job/train.py"):
     return [Frame(file, line, "f") for line in lines]
 
 
-def ours(*lines, file="runtime/engine.py"):
+def ours(*lines, file="engine/engine.py"):
     return [Frame(f"{PACKAGE}/{file}", line, "wait") for line in lines]
 
 
@@ -60,7 +60,7 @@ def test_dumps_are_read_with_their_names():
         (user(9, 9, 9, 9, 49), "in user code, train.py:9 < train.py:49"),
         (user(3, file="/elsewhere/job/x.py"), "in user code, /elsewhere/job/x.py:3"),
         (user(0), "in user code, train.py:?"),
-        (ours(7, 8) + user(49), "in syncvar/runtime/engine.py:7, called at train.py:49"),
+        (ours(7, 8) + user(49), "in syncvar/engine/engine.py:7, called at train.py:49"),
         (ours(5, file="examples/digits.py"), "in user code, syncvar/examples/digits.py:5"),
         (user(7, file="/v/lib/python3/dist-packages/numpy/linalg.py") + user(49), "in numpy/linalg.py:7, called at train.py:49"),
         (user(7, file=f"{STANDARD}/subprocess.py") + user(49), "in subprocess.py:7, called at train.py:49"),
@@ -99,7 +99,7 @@ def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
     assert stacks_text({"job": JOB, "ranks": ranks}) == (
         "job 1a2b3c4d: 5 ranks, launcher 7, since 12 s: syncvar-launch -n 5 train.py\n"
         f"ranks 0, 1, 3: {waits}\n"
-        f"  {PACKAGE}/runtime/engine.py:7 in wait\n"
+        f"  {PACKAGE}/engine/engine.py:7 in wait\n"
         "  /job/train.py:49 in f\n"
         "rank 2: in user code, train.py:9 < train.py:49\n"
         "  /job/train.py:9 in f\n"

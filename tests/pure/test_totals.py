@@ -5,8 +5,8 @@ import json
 import pytest
 
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
-from syncvar.runtime.recorder import RING, Recorder, Told
-from syncvar.runtime.totals import Totals, size_class, size_of
+from syncvar.engine.recorder import RING, Recorder, Told
+from syncvar.engine.totals import Totals, size_class, size_of
 from syncvar.topology.rates import bus_factor
 from syncvar_launcher.totals import merged, read_totals, table
 

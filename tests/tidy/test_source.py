@@ -214,7 +214,7 @@ SHOWN_TIMES = {
     "launcher/events.py": {"time.time"},
     "launcher/output.py": {"datetime"},
     "launcher/running.py": {"time.time"},
-    "syncvar/runtime/recorder.py": {"time.time_ns"},
+    "syncvar/engine/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/lock.py": {"time.strftime", "time.gmtime"},
     "syncvar/wire/moments.py": {"datetime"},
 }
@@ -306,7 +306,7 @@ SLOW = {"argparse", "asyncio", "difflib", "email", "hashlib", "hmac", "multiproc
         ("import syncvar_launcher.run", {"syncvar", "subprocess", "socket"}),  # Ctrl-C is answered from here on
         (  # not before a fork server has been started
             "import syncvar_launcher.job",
-            {"zmq", "syncvar.runtime.store", "syncvar_launcher.running", "dataclasses", "inspect", "shutil"},
+            {"zmq", "syncvar.joining.store", "syncvar_launcher.running", "dataclasses", "inspect", "shutil"},
         ),
     ],
 )

@@ -19,15 +19,15 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.engine.call_sites import call_site, main_stack
 from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
 from syncvar.roles import process_name
-from syncvar.runtime.sites import call_site, main_stack
 from syncvar.stacks import where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from syncvar.runtime.totals import Totals
+    from syncvar.engine.totals import Totals
     from syncvar.stacks import Frame
 
 __all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "record_name", "write_record"]
@@ -164,7 +164,7 @@ class Recorder:
         self._stats = stats
         self._totals: Totals | None = None
         if stats:
-            from syncvar.runtime.totals import Totals
+            from syncvar.engine.totals import Totals
 
             self._totals = Totals(self._ring.append)
             self.add = self._totals.add
@@ -312,7 +312,7 @@ def write_record(folder: str, name: str, text: str) -> None:
 
     Records hold paths, command lines and texts of exceptions. Nothing that another user has put there is followed.
     """
-    from syncvar.runtime.foreign import refuse_foreign_links  # only a record that is written needs it
+    from syncvar.engine.foreign import refuse_foreign_links  # only a record that is written needs it
 
     refuse_foreign_links(folder)
     _make_private(folder)

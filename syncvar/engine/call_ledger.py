@@ -17,13 +17,13 @@ from syncvar.wire import Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Operation
     from syncvar.kernel import Count
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.operation import Operation
     from syncvar.transports import Frame
     from syncvar.wire import Message
 
-__all__ = ["CallBook", "Overtaken"]
+__all__ = ["CallLedger", "Overtaken"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
@@ -56,7 +56,7 @@ class Overtaken(NamedTuple):
     following: int
 
 
-class CallBook:
+class CallLedger:
     """The calls of all groups of a process.
 
     Args:

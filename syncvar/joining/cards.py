@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from syncvar.errors import ConfigError, RendezvousError
-from syncvar.runtime.directory import check_private
+from syncvar.joining.directory import check_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

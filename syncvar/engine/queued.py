@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from syncvar.runtime.engine import Engine
-    from syncvar.runtime.work import Work
+    from syncvar.engine.engine import Engine
+    from syncvar.engine.work import Work
 
 __all__ = ["Queued", "send_queued"]
 

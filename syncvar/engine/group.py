@@ -7,18 +7,18 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from syncvar.engine.call_sites import own_site
+from syncvar.engine.executor import LinkOperation, Prepared, prepare
+from syncvar.engine.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
+from syncvar.engine.queued import send_queued
+from syncvar.engine.recorder import Recorder, Told
+from syncvar.engine.shared_operation import SharedOperation, staged
+from syncvar.engine.timeouts import checked_timeout
+from syncvar.engine.work import Work
 from syncvar.errors import ConfigError, InternalError, MismatchError, UsageError
+from syncvar.execution.kernels import quiet
+from syncvar.execution.rounds import Published, prepare_published
 from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
-from syncvar.runtime.executor import LinkOperation, Prepared, prepare
-from syncvar.runtime.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
-from syncvar.runtime.kernels import quiet
-from syncvar.runtime.queued import send_queued
-from syncvar.runtime.recorder import Recorder, Told
-from syncvar.runtime.rounds import Published, prepare_published
-from syncvar.runtime.shared_operation import SharedOperation, staged
-from syncvar.runtime.sites import own_site
-from syncvar.runtime.timeouts import checked_timeout
-from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     import numpy as np
 
     from syncvar.arena.channels import Channel
+    from syncvar.engine.at_once import Line
+    from syncvar.engine.engine import Engine
+    from syncvar.engine.operation import Operation, Stage
+    from syncvar.engine.prepared_reductions import PreparedCall
+    from syncvar.execution.kernels import Reduction
     from syncvar.kernel import Count
-    from syncvar.runtime.at_once import Line
-    from syncvar.runtime.engine import Engine
-    from syncvar.runtime.kernels import Reduction
-    from syncvar.runtime.operation import Operation, Stage
-    from syncvar.runtime.shortcut import Shortcut
 
 __all__ = ["Communicator", "Request", "Uneven", "Work", "fingerprint"]
 
 _PLANS_MAX = 512
-_SHORTCUTS_MAX = 512
+_PREPARED_MAX = 512
 _EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
 
 
@@ -147,7 +147,7 @@ class Communicator:
         self.streams: dict[tuple[int, int, int], Line] = {}  # messages: by (source, dest, tag)
         self.own_messages: dict[int, Any] = {}  # by tag: what this rank sends itself, see collectives._mailbox
         self.prepares = True
-        self.shortcuts: dict[Any, Shortcut] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
+        self.prepared_calls: dict[Any, PreparedCall] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
         self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
@@ -216,23 +216,23 @@ class Communicator:
             self._plans[key] = found
         return found
 
-    def reduce_shortcut(
+    def prepare_reduction(
         self, how: Reduction, shape: tuple[int, ...], digest: int, what: str, apply: np.ufunc | None = None
-    ) -> Shortcut | None:
-        """Make the short way of an all-reduce, if there is one; see `shortcut.reduce_shortcut`."""
+    ) -> PreparedCall | None:
+        """Make the short way of an all-reduce, if there is one; see `prepare_reduction`."""
         if not self.prepares:
             return None
-        from syncvar.runtime.shortcut import reduce_shortcut
+        from syncvar.engine.prepared_reductions import prepare_reduction
 
-        return reduce_shortcut(self, how, shape, digest, what, apply)
+        return prepare_reduction(self, how, shape, digest, what, apply)
 
-    def keep_shortcut(self, key: Any, made: Shortcut | None) -> Shortcut | None:
+    def keep_prepared(self, key: Any, made: PreparedCall | None) -> PreparedCall | None:
         """Remember the short way of calls, if there is one and calls of this group may be prepared."""
         if made is None or not self.prepares:
             return None
-        if len(self.shortcuts) >= _SHORTCUTS_MAX:
-            self.shortcuts.clear()
-        self.shortcuts[key] = made
+        if len(self.prepared_calls) >= _PREPARED_MAX:
+            self.prepared_calls.clear()
+        self.prepared_calls[key] = made
         return made
 
     @property
@@ -496,7 +496,7 @@ class Communicator:
         if self.engine is not None and self.is_shared:
             self.engine.count(self.identity, self.next_call)
         self.channel = self.hosts = None
-        self.shortcuts.clear()
+        self.prepared_calls.clear()
         self._plans.clear()
         self.streams.clear()
 

@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.kernels import Combiner
+    from syncvar.execution.kernels import Combiner
 
 __all__ = ["PIECE", "Crowd", "copy_holding", "crowd", "ufunc_holding"]
 

@@ -27,9 +27,9 @@ from syncvar.arena.handing import Handing, arena_path
 from syncvar.arena.room import core_quota
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
-from syncvar.runtime.cards import Folder, ProcessManager, host_of_each, own_address_towards
-from syncvar.runtime.directory import JobDirectory
-from syncvar.runtime.store import Store
+from syncvar.joining.cards import Folder, ProcessManager, host_of_each, own_address_towards
+from syncvar.joining.directory import JobDirectory
+from syncvar.joining.store import Store
 from syncvar.topology import ADDRESS, PMI
 from syncvar.transports.zeromq import tcp_endpoint, why_closed
 from syncvar.wire import KEY_BYTES
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncvar.config import RuntimeConfig
-    from syncvar.runtime.cards import Cards
+    from syncvar.joining.cards import Cards
     from syncvar.topology import Told
 
 __all__ = ["Met", "leave", "meet"]

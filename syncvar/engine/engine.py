@@ -18,6 +18,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.waiting import pause_after
+from syncvar.engine.call_ledger import CallLedger, Overtaken
+from syncvar.engine.call_sites import call_site
+from syncvar.engine.flow import Flow
+from syncvar.engine.hierarchical import HierarchicalOperation
+from syncvar.engine.messages import Receiving, Sending
+from syncvar.engine.one_sided import Answer, Question, Questions
+from syncvar.engine.operation import Operation, State
+from syncvar.engine.recorder import Recorder, Told
+from syncvar.engine.shared_operation import SharedOperation
 from syncvar.errors import (
     DeadlineExceeded,
     GroupBroken,
@@ -28,16 +37,7 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
-from syncvar.runtime.asking import Answer, Question, Questions
-from syncvar.runtime.callbook import CallBook, Overtaken
-from syncvar.runtime.crowd import crowd
-from syncvar.runtime.flow import Flow
-from syncvar.runtime.hierarchical import HierarchicalOperation
-from syncvar.runtime.messages import Receiving, Sending
-from syncvar.runtime.operation import Operation, State
-from syncvar.runtime.recorder import Recorder, Told
-from syncvar.runtime.shared_operation import SharedOperation
-from syncvar.runtime.sites import call_site
+from syncvar.execution.gil import crowd
 from syncvar.topology import rank_list
 from syncvar.transports import Frame, Lost
 from syncvar.wire import Kind, Message, pack_header, pack_message
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.queued import Queued
     from syncvar.kernel import Begun, Count
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.queued import Queued
     from syncvar.transports import Control, Transport
 
 __all__ = ["Engine"]
@@ -112,7 +112,7 @@ class Engine:
         self._arena = arena
         self._lock = threading.Lock()
         self._active: dict[tuple[int, int], Operation] = {}
-        self._book = CallBook(hosts)
+        self._book = CallLedger(hosts)
         self._flow = Flow(rank, generation, transport, config.window_bytes, self._is_oldest)
         self._words: collections.deque[bytes] = collections.deque()  # to the launcher, of threads that do not drive
         self._questions = Questions(rank, generation, transport, config.segment_bytes)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.kernels import Combiner
+    from syncvar.execution.kernels import Combiner
 
 __all__ = ["are_scalable", "round_scaled", "widen", "widen_scaled"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from syncvar.engine.operation import BodyError, Operation, State
 from syncvar.errors import InternalError, SyncvarError
+from syncvar.execution.kernels import quiet
 from syncvar.plans import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send
-from syncvar.runtime.kernels import quiet
-from syncvar.runtime.operation import BodyError, Operation, State
 from syncvar.wire import Kind, pack_header
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.kernels import Combiner
-    from syncvar.runtime.operation import Outlet, Stage
+    from syncvar.engine.operation import Outlet, Stage
+    from syncvar.execution.kernels import Combiner
     from syncvar.transports import Frame
 
 __all__ = ["LinkOperation", "Prepared", "prepare"]

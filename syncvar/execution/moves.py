@@ -24,12 +24,12 @@ import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
 from syncvar.errors import InternalError
+from syncvar.execution.addresses import ADDRESS, Gone, place_of
 from syncvar.execution.lower_moves import Move, Way, move_code
+from syncvar.execution.phases import DISAGREE, NEVER
 from syncvar.execution.program import Kind
-from syncvar.runtime.phases import DISAGREE, NEVER
-from syncvar.runtime.running import Arithmetic, Lying, Reached, found_in, native_of, open_code, run_code
-from syncvar.runtime.shared_reduce import combine, copier
-from syncvar.runtime.whereabouts import ADDRESS, Gone, place_of
+from syncvar.execution.reductions import combine, copier
+from syncvar.execution.running import Arithmetic, Lying, Reached, found_in, native_of, open_code, run_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
-    from syncvar.runtime.kernels import Combiner
 
 __all__ = [
     "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folder", "move_shared", "put_blocks", "said_of",

@@ -21,7 +21,7 @@ from syncvar.wire import HEADER_NBYTES, Kind, pack_header
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.operation import Operation
+    from syncvar.engine.operation import Operation
     from syncvar.transports import Transport
 
 __all__ = ["Flow"]

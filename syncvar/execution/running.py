@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.errors import InternalError
+from syncvar.execution.addresses import ADDRESS, read
+from syncvar.execution.gil import crowd
+from syncvar.execution.interpreter import interpret, opened
 from syncvar.execution.program import Kind
 from syncvar.kernel import UNREAD, open_program, run
 from syncvar.kernel import program as native_program
-from syncvar.runtime.crowd import crowd
-from syncvar.runtime.interpreter import interpret, opened
-from syncvar.runtime.whereabouts import ADDRESS, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.execution.interpreter import Copier
+    from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
-    from syncvar.runtime.interpreter import Copier
-    from syncvar.runtime.kernels import Combiner
 
     Found: TypeAlias = "NDArray[Any] | Lying | Reached | None"
 

@@ -9,11 +9,11 @@ import numpy as np
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
 from syncvar.errors import InternalError
 from syncvar.execution.lower_rounds import lower_rounds
+from syncvar.execution.phases import agreed
 from syncvar.execution.program import Kind, assemble
+from syncvar.execution.reductions import copier
+from syncvar.execution.running import Arithmetic, found_in, native_of, open_code, run_code
 from syncvar.plans import Publication, publications
-from syncvar.runtime.phases import agreed
-from syncvar.runtime.running import Arithmetic, found_in, native_of, open_code, run_code
-from syncvar.runtime.shared_reduce import copier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
     from syncvar.plans import Plan
-    from syncvar.runtime.kernels import Combiner
 
 __all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from syncvar.engine.recorder import UNRECORDED
 from syncvar.errors import DeadlineExceeded
-from syncvar.runtime.recorder import UNRECORDED
 from syncvar.wire import Kind, pack_header
 
 if TYPE_CHECKING:

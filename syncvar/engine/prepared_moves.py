@@ -1,4 +1,4 @@
-"""The short way of a blocking call that moves blocks in shared memory, as `shortcut` has it of an all-reduce."""
+"""The short way of a blocking call that moves blocks in shared memory, as `prepared_reductions` has it of an all-reduce."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.channels import CHECK, MASK, SPREAD
+from syncvar.engine.prepared_reductions import Preparation, as_far_as_others_come, preparation_of
+from syncvar.engine.shared_operation import staged
 from syncvar.errors import InternalError, SyncvarError
-from syncvar.runtime.kernels import quiet
-from syncvar.runtime.shared_moves import Movement, folder, move_shared, said_of, take_blocks
-from syncvar.runtime.shared_operation import staged
-from syncvar.runtime.shortcut import Ground, as_far_as_others_come, ground_of
+from syncvar.execution.kernels import quiet
+from syncvar.execution.moves import Movement, folder, move_shared, said_of, take_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
-    from syncvar.runtime.group import Communicator, Request
-    from syncvar.runtime.operation import Stage
-    from syncvar.runtime.shared_moves import Blocks, Layout
-    from syncvar.runtime.shortcut import Shortcut
+    from syncvar.engine.group import Communicator, Request
+    from syncvar.engine.operation import Stage
+    from syncvar.engine.prepared_reductions import PreparedCall
+    from syncvar.execution.moves import Blocks, Layout
 
     Front = Callable[[NDArray[Any], Any], Blocks | None]
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
 
-__all__ = ["Front", "General", "move_shortcut"]
+__all__ = ["Front", "General", "prepare_move"]
 
 
-def move_shortcut(
+def prepare_move(
     communicator: Communicator, request: Request, layout: Layout, front: Front, general: General | None, brought: NDArray[Any]
-) -> Shortcut | None:
-    """Return the shortcut of calls that move blocks side by side, or None where there is none.
+) -> PreparedCall | None:
+    """Return the prepared call of calls that move blocks side by side, or None where there is none.
 
     Args:
         communicator: The group.
@@ -47,7 +47,7 @@ def move_shortcut(
         brought: What this rank brings to such a call.
     """
     nbytes = layout.elements * layout.blocks * layout.dtype.itemsize
-    ground = ground_of(communicator, request.what, request.digest, nbytes, "arena")
+    ground = preparation_of(communicator, request.what, request.digest, nbytes, "arena")
     if ground is None:
         return None
     _, channel, engine, told = ground
@@ -100,7 +100,7 @@ def move_shortcut(
     return native or call
 
 
-def _natively(ground: Ground, call: Shortcut, later: Any, layout: Layout, front: Front, like: NDArray[Any]) -> Shortcut | None:
+def _natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layout, front: Front, like: NDArray[Any]) -> PreparedCall | None:
     """Return what runs calls with small blocks in C, or None: where a block goes is seen from the arrays of such a call."""
     x = np.empty(like.shape, like.dtype)
     blocks = front(x, None)

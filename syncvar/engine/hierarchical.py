@@ -13,18 +13,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from syncvar.arena.channels import check_of
+from syncvar.engine.executor import LinkOperation, Prepared, prepare
+from syncvar.engine.operation import Stage, State
 from syncvar.errors import InternalError
-from syncvar.runtime.executor import LinkOperation, Prepared, prepare
-from syncvar.runtime.operation import Stage, State
-from syncvar.runtime.phases import DISAGREE, agreed, settled
-from syncvar.runtime.rounds import Published, prepare_published, run_rounds
+from syncvar.execution.phases import DISAGREE, agreed, settled
+from syncvar.execution.rounds import Published, prepare_published, run_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from syncvar.arena.channels import Channel
+    from syncvar.engine.operation import Outlet
     from syncvar.plans import Part
-    from syncvar.runtime.operation import Outlet
 
 __all__ = ["HierarchicalOperation", "Hosts", "PreparedStages", "prepare_stages"]
 

@@ -44,7 +44,7 @@ def look(value: Any, what: str) -> None:
     """
     if not is_on:
         return
-    from syncvar.runtime.context import current
+    from syncvar.joining.context import current
 
     context = current()
     mode = context.config.check_finite

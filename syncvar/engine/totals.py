@@ -15,7 +15,7 @@ from syncvar.topology import rank_spans
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.recorder import Told
+    from syncvar.engine.recorder import Told
 
 __all__ = ["Totals", "size_class", "size_of"]
 
@@ -44,7 +44,7 @@ def size_of(told: Told, nbytes: int) -> int:
         nbytes: What was recorded.
 
     Example:
-        >>> from syncvar.runtime.recorder import Told
+        >>> from syncvar.engine.recorder import Told
         >>> size_of(Told("all_reduce(sum, float32[10, 10])", 0, (0, 1), 0, 0, "arena"), 1200)
         400
     """

@@ -2,7 +2,7 @@
 
 A small all-reduce of two ranks takes about two microseconds, so the path of a call has no object to make, no name to
 look up and no lock to wait for. What is unusual (a known refusal, queued calls, an odd `out`) is left to the long way, and so
-is a wait that takes long: the engine goes on from where the shortcut stands, and looks at the deadline.
+is a wait that takes long: the engine goes on from where the prepared call stands, and looks at the deadline.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
+from syncvar.engine.call_sites import site_of
+from syncvar.engine.recorder import Told
+from syncvar.engine.shared_operation import SharedOperation
+from syncvar.engine.timeouts import checked_timeout
+from syncvar.engine.work import Work
+from syncvar.execution.gil import crowd
+from syncvar.execution.kernels import quiet, quiet_caller, reduction
 from syncvar.execution.lower_reduce import Places
+from syncvar.execution.phases import DISAGREE, agreed
+from syncvar.execution.reductions import Vector, is_direct, reduce_published, reduce_shared, teach
 from syncvar.plans import tree_order
-from syncvar.runtime.crowd import crowd
-from syncvar.runtime.kernels import quiet, quiet_caller, reduction
-from syncvar.runtime.phases import DISAGREE, agreed
-from syncvar.runtime.recorder import Told
-from syncvar.runtime.shared_operation import SharedOperation
-from syncvar.runtime.shared_reduce import Vector, is_direct, reduce_published, reduce_shared, teach
-from syncvar.runtime.sites import site_of
-from syncvar.runtime.timeouts import checked_timeout
-from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
-    from syncvar.runtime.engine import Engine
-    from syncvar.runtime.group import Communicator
-    from syncvar.runtime.kernels import Reduction
+    from syncvar.engine.engine import Engine
+    from syncvar.engine.group import Communicator
+    from syncvar.execution.kernels import Reduction
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
-    Shortcut = Callable[..., NDArray[Any] | None]
+    PreparedCall = Callable[..., NDArray[Any] | None]
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["Ground", "Shortcut", "as_far_as_others_come", "ground_of", "meet_shortcut", "reduce_shortcut"]
+__all__ = ["Preparation", "PreparedCall", "as_far_as_others_come", "preparation_of", "prepare_barrier", "prepare_reduction"]
 
 
-def reduce_shortcut(
+def prepare_reduction(
     communicator: Communicator,
     how: Reduction,
     shape: tuple[int, ...],
     digest: int,
     what: str,
     apply: np.ufunc | None = None,
-) -> Shortcut | None:
-    """Return the shortcut of an all-reduce, or None where there is none.
+) -> PreparedCall | None:
+    """Return the prepared call of an all-reduce, or None where there is none.
 
     Args:
         communicator: The group.
@@ -73,32 +73,32 @@ def reduce_shortcut(
     """
     nbytes = prod(shape) * how.accumulate.itemsize
     make, way = (_small, "arena small") if is_direct(nbytes, communicator.size) else (_long, "arena")
-    ground = ground_of(communicator, what, digest, nbytes, way)
+    ground = preparation_of(communicator, what, digest, nbytes, way)
     return None if ground is None else make(ground, how, shape, apply)
 
 
-def meet_shortcut(communicator: Communicator, digest: int, what: str) -> Shortcut | None:
-    """Return the shortcut of a barrier, or None where there is none: it reduces arrays without elements.
+def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
+    """Return the prepared call of a barrier, or None where there is none: it reduces arrays without elements.
 
     Args:
         communicator: The group.
         digest: Fingerprint of the call, as the long way makes it.
         what: The call in words.
     """
-    ground = ground_of(communicator, what, digest, 0, "arena")
+    ground = preparation_of(communicator, what, digest, 0, "arena")
     return None if ground is None else _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None)
 
 
-def ground_of(communicator: Communicator, what: str, digest: int, nbytes: int, way: str) -> Ground | None:
+def preparation_of(communicator: Communicator, what: str, digest: int, nbytes: int, way: str) -> Preparation | None:
     """Return what a prepared call stands on; None where there is no channel to others."""
     channel, engine = communicator.channel, communicator.engine
     if channel is None or engine is None or not channel.is_open or channel.size == 1:
         return None
     told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
-    return Ground(communicator, channel, engine, told)
+    return Preparation(communicator, channel, engine, told)
 
 
-class Ground(NamedTuple):
+class Preparation(NamedTuple):
     """What a prepared call stands on, and how the engine takes over from it."""
 
     communicator: Communicator
@@ -106,7 +106,7 @@ class Ground(NamedTuple):
     engine: Engine
     told: Told
 
-    def saying(self, said: Said | None) -> Ground:
+    def saying(self, said: Said | None) -> Preparation:
         """Return the same for a call with words and a fingerprint of its own."""
         return self if said is None else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
 
@@ -127,7 +127,7 @@ class Ground(NamedTuple):
         operation.held = held
         return self.engine.take_over(operation, None if timeout is None else checked_timeout(timeout))
 
-    def plainly(self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False) -> Shortcut:
+    def plainly(self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False) -> PreparedCall:
         """Return what makes such calls in Python: it guards, numbers, records and hands over, whatever the call does.
 
         Args:
@@ -168,9 +168,9 @@ class Ground(NamedTuple):
         return call
 
     def natively(
-        self, plain: Shortcut, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
+        self, plain: PreparedCall, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
         tells: bool = False, steps: Callable[[int, Any], Any] | None = None, **copies: Any,
-    ) -> Shortcut | None:
+    ) -> PreparedCall | None:
         """Return what runs a call through small slots in C, or None where Python has to.
 
         Args:
@@ -205,7 +205,7 @@ class Ground(NamedTuple):
             self.engine.start(operation, None if timeout is None else checked_timeout(timeout), begin / 1e9)
             return operation
 
-        made: Shortcut | None = self.channel.slot_call(
+        made: PreparedCall | None = self.channel.slot_call(
             engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             digest=self.told.fingerprint, detail=detail, tells=tells, fold=fold,
             divide=None if divisor is None else np.divide, divisor=b"" if divisor is None else divisor.tobytes(), apply=apply,
@@ -222,7 +222,7 @@ class Ground(NamedTuple):
         self.engine.interrupted(operation, error)
 
 
-def _small(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
+def _small(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> PreparedCall:
     _, channel, engine, told = ground
     words, entry, others, wait = channel.words, channel.entry, channel.others, channel.wait
     size, rank = channel.size, channel.rank
@@ -366,7 +366,7 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     return steps
 
 
-def _long(ground: Ground, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> Shortcut:
+def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None) -> PreparedCall:
     _, channel, _, told = ground
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
     digest = told.fingerprint

@@ -21,13 +21,12 @@ import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.errors import InternalError
+from syncvar.execution.float16 import are_scalable, round_scaled, widen, widen_scaled
+from syncvar.execution.gil import PIECE, copy_holding, crowd, ufunc_holding
 from syncvar.execution.lower_reduce import Cells, Places, reduce_code
+from syncvar.execution.phases import agreed
 from syncvar.execution.program import Kind
-from syncvar.plans import choose, tree_order
-from syncvar.runtime.crowd import PIECE, copy_holding, crowd, ufunc_holding
-from syncvar.runtime.halves import are_scalable, round_scaled, widen, widen_scaled
-from syncvar.runtime.phases import agreed
-from syncvar.runtime.running import (
+from syncvar.execution.running import (
     Arithmetic,
     Lying,
     found_in,
@@ -36,6 +35,7 @@ from syncvar.runtime.running import (
     run_code,
     suits_native,
 )
+from syncvar.plans import choose, tree_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channels import Channel
+    from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
-    from syncvar.runtime.kernels import Combiner
 
 __all__ = [
     "Placed", "Vector", "bring_first", "cells_of", "combine", "copier", "folder", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.boxes import Form
+from syncvar.engine.executor import LinkOperation
+from syncvar.engine.operation import State
 from syncvar.errors import SyncvarError
-from syncvar.runtime.executor import LinkOperation
-from syncvar.runtime.operation import State
 from syncvar.wire import dtype_from_index
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.boxes import Boxes, Entry, Inbox, Outbox
-    from syncvar.runtime.engine import Engine
-    from syncvar.runtime.operation import Outlet, Stage
+    from syncvar.engine.engine import Engine
+    from syncvar.engine.operation import Outlet, Stage
     from syncvar.transports import Frame
 
     Key = tuple[int, int]  # identity of the pair's calls, number

@@ -12,22 +12,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.channels import check_of
+from syncvar.engine.operation import BodyError, Operation, State
+from syncvar.engine.recorder import UNRECORDED
 from syncvar.errors import InternalError, MismatchError, SyncvarError
-from syncvar.runtime.fused import reduce_fused
-from syncvar.runtime.kernels import quiet
-from syncvar.runtime.operation import BodyError, Operation, State
-from syncvar.runtime.phases import DISAGREE, agreed, settled
-from syncvar.runtime.recorder import UNRECORDED
-from syncvar.runtime.rounds import Published, run_rounds
-from syncvar.runtime.shared_moves import move_shared
-from syncvar.runtime.shared_reduce import Vector, reduce_shared
+from syncvar.execution.kernels import quiet
+from syncvar.execution.moves import move_shared
+from syncvar.execution.phases import DISAGREE, agreed, settled
+from syncvar.execution.reductions import Vector, reduce_shared
+from syncvar.execution.rounds import Published, run_rounds
+from syncvar.execution.structures import reduce_fused
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from syncvar.arena.channels import Channel
-    from syncvar.runtime.operation import Outlet, Stage
-    from syncvar.runtime.recorder import Entry
+    from syncvar.engine.operation import Outlet, Stage
+    from syncvar.engine.recorder import Entry
 
 __all__ = ["SharedOperation", "staged"]
 

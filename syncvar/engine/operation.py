@@ -5,17 +5,17 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from syncvar.runtime.recorder import UNRECORDED
+from syncvar.engine.recorder import UNRECORDED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.executor import Prepared
-    from syncvar.runtime.hierarchical import PreparedStages
-    from syncvar.runtime.kernels import Combiner
-    from syncvar.runtime.rounds import Published
-    from syncvar.runtime.shared_moves import Movement
-    from syncvar.runtime.shared_reduce import Vector
+    from syncvar.engine.executor import Prepared
+    from syncvar.engine.hierarchical import PreparedStages
+    from syncvar.execution.kernels import Combiner
+    from syncvar.execution.moves import Movement
+    from syncvar.execution.reductions import Vector
+    from syncvar.execution.rounds import Published
     from syncvar.transports import Frame
 
 __all__ = ["BodyError", "Operation", "Outlet", "Stage", "State"]

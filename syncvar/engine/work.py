@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncvar.engine.queued import send_queued
+from syncvar.engine.timeouts import checked_timeout
 from syncvar.errors import SyncvarError
 from syncvar.kernel import Begun
 from syncvar.loading import Taught
-from syncvar.runtime.queued import send_queued
-from syncvar.runtime.timeouts import checked_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.engine import Engine
-    from syncvar.runtime.operation import Operation
+    from syncvar.engine.engine import Engine
+    from syncvar.engine.operation import Operation
 
 __all__ = ["Work"]
 

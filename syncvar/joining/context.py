@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING, Any
 from syncvar.arena.boxes import Boxes
 from syncvar.arena.channels import Channels
 from syncvar.arena.mapping import Arena
+from syncvar.engine.engine import Engine
+from syncvar.engine.group import Communicator
+from syncvar.engine.hierarchical import Hosts
+from syncvar.engine.messages import Post
+from syncvar.engine.queued import send_queued
+from syncvar.engine.recorder import Recorder
 from syncvar.env import RankEnvironment
 from syncvar.errors import (
     ArenaUnavailable,
@@ -30,17 +36,11 @@ from syncvar.errors import (
     TransportError,
     UsageError,
 )
+from syncvar.joining.likeness import likeness
+from syncvar.joining.secret import job_secret
 from syncvar.kernel import entrance, message_door, told, which
 from syncvar.logs import log_at
 from syncvar.plans import parse_forced
-from syncvar.runtime.engine import Engine
-from syncvar.runtime.group import Communicator
-from syncvar.runtime.hierarchical import Hosts
-from syncvar.runtime.likeness import likeness
-from syncvar.runtime.messages import Post
-from syncvar.runtime.queued import send_queued
-from syncvar.runtime.recorder import Recorder
-from syncvar.runtime.secret import job_secret
 from syncvar.topology import HostMap, is_meant_alone, rank_list, told_elsewhere, why_not_alone
 from syncvar.wire import Message, pack_message
 
@@ -101,7 +101,7 @@ class Context:
         self._zeromq: zmq.Context[Any] | None = None
         self._next_group = _WORLD + 1
         if config.check_finite != "off":
-            from syncvar.runtime import finite
+            from syncvar.joining import finite
 
             finite.turn_on()
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
@@ -484,7 +484,7 @@ def _connect(environ: MutableMapping[str, str], *, alone: bool) -> Context:
     elif environment is not None or not (alone or is_meant_alone(environ)):
         told = told_elsewhere(environ, environment)
         if environment is None and told is not None and told.world_size > 1:
-            from syncvar.runtime.meeting import meet
+            from syncvar.joining.meeting import meet
 
             environment, secret = meet(told, config, environ, job_secret(environ))
         elif environment is None and told is None and (reason := why_not_alone(environ)):
@@ -551,12 +551,12 @@ def _met_by_mpi(
         )
     if alone or is_meant_alone(environ):
         return None, None, None
-    from syncvar.runtime.mpi_meeting import join
+    from syncvar.joining.mpi_meeting import join
 
     joined = join(config, environ)
     if joined is None:
         return None, None, None
-    from syncvar.runtime.meeting import meet
+    from syncvar.joining.meeting import meet
 
     return *meet(joined.told, config, environ, job_secret(environ), joined.cards), joined.cards.fabric
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from syncvar.arena.boxes import what_of
+from syncvar.engine.messages import WAY, Inward, Outward, Sending, methods
+from syncvar.engine.recorder import Told
 from syncvar.errors import SyncvarError
-from syncvar.runtime.messages import WAY, Inward, Outward, Sending, methods
-from syncvar.runtime.recorder import Told
 from syncvar.wire import dtype_index
 
 if TYPE_CHECKING:
@@ -25,15 +25,23 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.context import Context
-    from syncvar.runtime.group import Communicator, Request
-    from syncvar.runtime.messages import Landing
+    from syncvar.config import RuntimeConfig
+    from syncvar.engine.group import Communicator, Request
+    from syncvar.engine.messages import Landing
 
 __all__ = ["NOT_YET", "Line"]
 
 NOT_YET = object()
 _SORTS_MAX = 64  # of a pair and tag
 _EXPORTED = "biufc"  # kinds of dtypes whose arrays are buffers
+
+
+class Job(Protocol):
+    """What a rank is in, and what holds in it."""
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The settings."""
 
 
 class Sort(NamedTuple):
@@ -68,7 +76,7 @@ class Line:
     __slots__ = ("_array", "_context", "_request", "_sorts", "end", "is_remembered", "native", "stream")
 
     def __init__(
-        self, context: Context, stream: Communicator, end: Inward | Outward | None, array: int,
+        self, context: Job, stream: Communicator, end: Inward | Outward | None, array: int,
         request: Callable[[Line, NDArray[Any]], Request],
     ) -> None:  # fmt: skip
         self.stream = stream

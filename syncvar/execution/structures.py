@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES
-from syncvar.runtime.phases import agreed
-from syncvar.runtime.shared_reduce import Placed, bring_first, is_direct, reduce_owned, reduce_shared
+from syncvar.execution.phases import agreed
+from syncvar.execution.reductions import Placed, bring_first, is_direct, reduce_owned, reduce_shared
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from syncvar.arena.channels import Channel
-    from syncvar.runtime.shared_reduce import Vector
+    from syncvar.execution.reductions import Vector
 
 _ALONE_BYTES = 256 << 10  # of an array that is reduced by itself: below, its own phases cost more than copying it
 _WORD = np.dtype(np.uint64)
