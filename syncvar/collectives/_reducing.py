@@ -59,7 +59,7 @@ def described_together(
 ) -> tuple[int, str]:
     """Return the fingerprint of a call that reduces a structure, and the call in words; see `described`."""
     op, shape = (hows[0].name, hows[0].element_shape) if hows else (op, ())
-    kinds = tuple([(array.dtype.name, array.shape) for array in arrays])
+    kinds = tuple([(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])  # a dtype takes long to say its name
     digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *shape)
     nbytes = sum([array.nbytes for array in arrays])
     return digest, f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"

@@ -235,6 +235,7 @@ def _small(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: n
     ]
     mine = slots[rank]
     checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
+    puts = [tuple(other + TARGET + side for other in (entry, *others)) for side in (0, 1)]  # where a rank has put a wide vector
     quietly, copy, divide = quiet_caller(), np.copyto, np.divide
     combine: Callable[..., Any] = ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)  # integers have no states
     is_cast = kind != accumulate
@@ -277,7 +278,7 @@ def _small(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: n
         for place in checks[side]:
             if words[place] != check:
                 return None
-        if is_wide:
+        if is_wide and max(map(words.__getitem__, puts[side])):
             return combined(_one_by_one(terms_now(), shape, accumulate), out)
         pair = pairs[side]
         if pair is None:
