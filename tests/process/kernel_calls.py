@@ -30,8 +30,9 @@ def ops(dtype):
 def values(draw, dtype, shape):
     """Return random bits, and for floating point odd values among them.
 
-    In long arrays there is one kind of NaN: which of two NumPy's loops keep depends on whether they are in its last, odd elements,
-    and the two runners cut long arrays into other pieces.
+    Two ranks bring NaN of all kinds, where their arrays are not longer than a block of 8 KiB. Else there is one kind: which of two NumPy's loops
+    keep depends on whether they are in the last, odd elements and on whether the result lies where an operand does. The two runners cut long arrays
+    into other pieces, and keep what some of several ranks have brought in other places.
     """
     made = np.frombuffer(draw.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape).copy()
     if dtype is np.bool_:
@@ -40,7 +41,7 @@ def values(draw, dtype, shape):
         if made.dtype.kind in "fVc" and made.size:
             places = draw.integers(0, made.size, 1 + made.size // 3)
             made.reshape(-1)[places] = draw.choice(ODD, places.size).astype(made.real.dtype)
-            if made.size > 10_000:
+            if made.nbytes > 8192 or sv.world_size() > 2:
                 for part in (made.real, made.imag) if made.dtype.kind == "c" else (made,):
                     part[np.isnan(part)] = -np.nan  # as the processor makes it
     return made

@@ -83,11 +83,10 @@ class Stranger:
         if keys is not None:
             keys(one)
         one.connect(f"tcp://{target}")
-        if is_meeting:
-            about = {"protocol": 1, "byte_order": "little"}
-            one.send(pack_message("join", rank=rank, job=job, generation=generation, address="a", pid=1, host="h", about=about), zmq.NOBLOCK)
-        else:
-            one.send(pack_header(Kind.DATA, rank, generation, 0, 3, nbytes=8) + bytes(8), zmq.NOBLOCK)
+        about = {"protocol": 1, "byte_order": "little"}
+        join = pack_message("join", rank=rank, job=job, generation=generation, address="a", pid=1, host="h", about=about)
+        with contextlib.suppress(zmq.Again):  # who is refused at once has nowhere to put it any more
+            one.send(join if is_meeting else pack_header(Kind.DATA, rank, generation, 0, 3, nbytes=8) + bytes(8), zmq.NOBLOCK)
         return one
 
     def recorded(self, target):
