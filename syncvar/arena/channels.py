@@ -388,6 +388,10 @@ class Channel(ChannelState):
         side = word & 1
         return side if word < self.last + 2 else side ^ 1
 
+    def own_side(self, side: int) -> tuple[int, ...]:
+        """Return sides by rank of which only this rank's is known; -1 for the others."""
+        return (*(-1,) * self.rank, side, *(-1,) * (self.size - self.rank - 1))
+
     def sides(self) -> tuple[int, ...]:
         """Return on which side each rank has published phase 0 of this call."""
         return tuple([self.side_of(rank) for rank in range(self.size)])

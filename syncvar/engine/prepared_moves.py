@@ -14,7 +14,8 @@ from syncvar.engine.prepared_reductions import Preparation, as_far_as_others_com
 from syncvar.engine.shared_operation import staged
 from syncvar.errors import InternalError, SyncvarError
 from syncvar.execution.kernels import quiet
-from syncvar.execution.moves import Movement, folder, move_shared, said_of, take_blocks
+from syncvar.execution.moves import Movement, move_shared, said_of, take_blocks
+from syncvar.execution.reductions import folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -197,7 +198,7 @@ class _SmallBlocks:
         terms.insert(self._channel.rank, own if own.dtype == dtype else own.astype(dtype))
         made = target if target.dtype == dtype else np.empty(target.shape, dtype)
         with quiet():
-            folder(self._layout)(terms, made)
+            folder(self._layout.arithmetic)(terms, made)
             if made is not target:
                 target[...] = made
 

@@ -180,7 +180,7 @@ class Preparation(NamedTuple):
             divisor: What a mean is divided by, as an array of no dimensions.
             fold: The ufunc by which terms are combined; None where nothing is.
             apply: The result becomes apply(out, combination).
-            detail: What may differ between ranks, see `shared_moves`.
+            detail: What may differ between ranks, see `Layout` of `moves`.
             tells: The call's own check is published beside the one with the detail.
             steps: Of (number, where the result goes): what is left of a call that has been published; None where calls cannot be begun and
                 waited for later.

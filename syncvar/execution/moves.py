@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
-from syncvar.errors import InternalError
 from syncvar.execution.addresses import ADDRESS, Gone, place_of
 from syncvar.execution.lower_moves import Move, Way, move_code
 from syncvar.execution.phases import DISAGREE, NEVER
 from syncvar.execution.program import Kind
-from syncvar.execution.reductions import combine, copier
+from syncvar.execution.reductions import copier, folder, storer
 from syncvar.execution.running import Arithmetic, Lying, Reached, found_in, native_of, open_code, run_code
 
 if TYPE_CHECKING:
@@ -40,10 +39,7 @@ if TYPE_CHECKING:
     from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
 
-__all__ = [
-    "Blocks", "Fold", "Layout", "Movement", "Said", "are_taken_in_place", "folder", "move_shared", "put_blocks", "said_of",
-    "take_blocks", "tell", "window_of",
-]  # fmt: skip
+__all__ = ["Blocks", "Fold", "Layout", "Movement", "Said", "move_shared", "said_of", "take_blocks", "window_of"]
 
 _WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
@@ -199,7 +195,7 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         What the others have to reach.
     """
     call, check = opening
-    said = put_blocks(channel, check, movement)
+    said = _put_blocks(channel, check, movement)
     try:
         yield channel.begin(call, said.full, check, said.mark)
         yield from take_blocks(channel, said, movement)
@@ -210,7 +206,7 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         raise
 
 
-def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
+def _put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     """Put what goes with phase 0; returns what is published with it."""
     layout, rank = movement.layout, channel.rank
     if layout.is_small:
@@ -221,7 +217,7 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     flat = movement.outgoing
     if flat:
         channel.reserve_segments()
-    offer = tell(channel, layout, flat)
+    offer = _tell(channel, layout, flat)
     if flat and not offer:
         code = layout.code(rank, movement.blocks, Way.WINDOWS)
         _open(channel, movement, code, side)
@@ -229,7 +225,7 @@ def put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     return said_of(layout, check, side, offer)
 
 
-def tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> int:
+def _tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> int:
     """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by windows."""
     offer = RESIDENT | TOLD if channel.reach is None or layout.fold is not None else READS | RESIDENT | TOLD
     places = []
@@ -263,7 +259,7 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
     if layout.is_small:
         code = layout.code(rank, movement.blocks, Way.SLOTS)
         sides = channel.sides()
-    elif are_taken_in_place(reduce(and_, offers)):
+    elif reduce(and_, offers) > TOLD:  # all can take them where they lie, in one way or another
         code = layout.code(rank, movement.blocks, Way.LYING)
     else:
         has_told = said.offer != 0 and len(movement.outgoing) > 0
@@ -273,21 +269,16 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
     found = _found(channel, movement, code, sides)
     native, copy = _native(channel, layout, code, found), copier()
     try:
-        yield from run_code(channel, code, found, native, copy, _storer(layout, copy), folder(layout))
+        how = layout.arithmetic
+        yield from run_code(channel, code, found, native, copy, storer(how, copy), folder(how))
     except Gone:
         yield NEVER
     movement.is_done = True
 
 
-def are_taken_in_place(common: int) -> bool:
-    """Return whether blocks are taken where they lie, from what all ranks offer alike."""
-    return common > TOLD
-
-
 def _open(channel: Channel, movement: Movement, code: Code, side: int) -> None:
     """Make the copies that come before phase 0, into cells or the slot of this side."""
-    sides = (*(-1,) * channel.rank, side, *(-1,) * (channel.size - channel.rank - 1))
-    found = _found(channel, movement, code, sides)
+    found = _found(channel, movement, code, channel.own_side(side))
     open_code(channel, code, found, _native(channel, movement.layout, code, found), copier())
 
 
@@ -321,27 +312,3 @@ def _native(channel: Channel, layout: Layout, code: Code, found: Sequence[Any]) 
         if isinstance(array, np.ndarray) and not (array.dtype == layout.dtype and array.flags.carray):
             return None
     return native_of(code, layout.arithmetic)
-
-
-def _storer(layout: Layout, copy: Any) -> Any:
-    if layout.fold is None:
-        return copy
-
-    def store(target: NDArray[Any], made: NDArray[Any]) -> None:
-        target[...] = made
-
-    return store
-
-
-def folder(layout: Layout) -> Any:
-    """Return what combines blocks into an array, of (blocks in the order of ranks, array)."""
-    fold = layout.fold
-
-    def folded(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
-        if fold is None:
-            raise InternalError("blocks that are moved are not combined")
-        combine(terms, fold.ufunc, made)
-        if fold.divisor:
-            np.divide(made, fold.divisor, out=made)
-
-    return folded

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from syncvar.execution.program import Code
 
 __all__ = [
-    "Placed", "Vector", "bring_first", "cells_of", "combine", "copier", "folder", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "teach",
+    "Placed", "Vector", "bring_first", "cells_of", "combine", "copier", "folder", "is_direct", "reduce_owned", "reduce_published", "reduce_shared", "storer", "teach",
 ]  # fmt: skip
 
 _WIDENED = 32 << 10  # elements that are widened at once
@@ -284,9 +284,8 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
 
 def _open(channel: Channel, vector: Vector, code: Code, how: Arithmetic, side: int) -> None:
     """Make the copies that come before phase 0, into cells or the slot of this side."""
-    sides = (*(-1,) * channel.rank, side, *(-1,) * (channel.size - channel.rank - 1))
     native = native_of(code, how) if channel.is_native and vector.suits_native(how) else None
-    open_code(channel, code, _found(channel, vector, code, how.wire, sides, None), native, copier())
+    open_code(channel, code, _found(channel, vector, code, how.wire, channel.own_side(side), None), native, copier())
 
 
 def _run(
@@ -295,14 +294,14 @@ def _run(
     native = native_of(code, how) if channel.is_native and vector.suits_native(how) else None
     found = _found(channel, vector, code, how.wire, sides, placed)
     copy = copier()
-    yield from run_code(channel, code, found, native, copy, _storer(how, copy), folder(how))
+    yield from run_code(channel, code, found, native, copy, storer(how, copy), folder(how))
 
 
 def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
     """Return what combines terms into an array, and divides."""
     ufunc, divisor, hold = how.ufunc, how.divisor, crowd.holds()
     if ufunc is None:
-        raise InternalError("a reduction was given no op")
+        return _nothing
     if how.wire != how.accumulate:
         return lambda terms, made: _combine_widened(terms, ufunc, made, how.accumulate, divisor, hold=hold)
 
@@ -314,7 +313,11 @@ def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None
     return fold
 
 
-def _storer(how: Arithmetic, copy: Any) -> Callable[[NDArray[Any], NDArray[Any]], None]:
+def _nothing(*_: Any) -> None:
+    raise InternalError("what is only moved was to be combined: no op was given")
+
+
+def storer(how: Arithmetic, copy: Any) -> Callable[[NDArray[Any], NDArray[Any]], None]:
     """Return what stores a combination in a target."""
     apply = how.apply
 

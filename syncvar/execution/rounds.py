@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
-from syncvar.errors import InternalError
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.phases import agreed
 from syncvar.execution.program import Kind, assemble
-from syncvar.execution.reductions import copier
+from syncvar.execution.reductions import copier, folder
 from syncvar.execution.running import Arithmetic, found_in, native_of, open_code, run_code
 from syncvar.plans import Publication, publications
 
@@ -88,8 +87,9 @@ def run_rounds(
     if code.uses_cells:
         channel.reserve_segments()
     scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
-    native = native_of(code, Arithmetic(ufunc, work.dtype, work.dtype)) if channel.is_native and work.flags.carray else None
-    copy, rank, size = copier(), channel.rank, channel.size
+    how = Arithmetic(ufunc, work.dtype, work.dtype)
+    native = native_of(code, how) if channel.is_native and work.flags.carray else None
+    copy = copier()
 
     def found(sides: tuple[int, ...], slots: tuple[int, ...] | None = None) -> list[Any]:
         made = found_in(channel, code, sides, work.dtype, slots)
@@ -98,13 +98,7 @@ def run_rounds(
         return made
 
     def bring(side: int) -> None:
-        sides = (*(-1,) * rank, side, *(-1,) * (size - rank - 1))
-        open_code(channel, code, found(sides), native, copy)
-
-    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
-        if ufunc is None:
-            raise InternalError("the plan reduces but no op was given")
-        ufunc(terms[0], terms[1], out=made)
+        open_code(channel, code, found(channel.own_side(side)), native, copy)
 
     slots = None
     if opening is not None:
@@ -119,4 +113,4 @@ def run_rounds(
         yield channel.publish()
     if code.last_side is not None:
         channel.tail = first ^ code.last_side
-    yield from run_code(channel, code, found((first,) * size, slots), native, copy, copy, fold)
+    yield from run_code(channel, code, found((first,) * channel.size, slots), native, copy, copy, folder(how))

@@ -4,12 +4,12 @@ import itertools
 import random
 
 import pytest
-from test_lowered_programs import World, tree
+from test_lowered_programs import World, perform, tree
 
 from syncvar.execution.lower_moves import Move, Way, lower_move
 from syncvar.execution.lower_reduce import Cells, Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
-from syncvar.execution.program import Await, Copy, Fold, Kind, Publish
+from syncvar.execution.program import Await, Copy, Kind
 from syncvar.plans import ALGORITHMS, Buffer, Recv, RecvReduce, Send, build_all, publications, unsuited
 from syncvar.plans import Copy as CopyStep
 
@@ -66,17 +66,7 @@ def steps_of(world, rank, number, one):
         world.tails[rank] = first ^ program.last_side
     for owner in range(world.size):
         sides[owner] = world.memory["side", owner, number]
-    for step in program.steps:
-        if isinstance(step, Copy):
-            write(step.target, read(step.source))
-        elif isinstance(step, Fold):
-            write(step.target, [tree(values) for values in zip(*map(read, step.terms), strict=True)])
-        elif isinstance(step, Publish):
-            published += 1
-            world.at[rank] = (number, published)
-        else:
-            assert isinstance(step, Await)
-            yield (number, published - step.back)
+    yield from perform(program, world, rank, number, published, read, write)
     for name, values in one.wanted.items():
         made = own.get(name, {})
         assert [made.get(place) for place in range(len(values))] == list(values), f"rank {rank}, call {number}, {name}"

@@ -33,6 +33,21 @@ def tree(values):
     return values[0]
 
 
+def perform(program, world, rank, number, published, read, write):
+    """Take the steps of a program, when so many phases after phase 0 have been published; yields where it waits."""
+    for step in program.steps:
+        if isinstance(step, Copy):
+            write(step.target, read(step.source))
+        elif isinstance(step, Fold):
+            write(step.target, [tree(values) for values in zip(*map(read, step.terms), strict=True)])
+        elif isinstance(step, Publish):
+            published += 1
+            world.at[rank] = (number, published)
+        else:
+            assert isinstance(step, Await)
+            yield (number, published - step.back)
+
+
 def call(world, rank, number, count, cells, places, in_place):
     """Make a call as a rank; yields where it waits."""
     program = lower_reduce(rank, world.size, count, cells, places, BLOCK)
@@ -71,18 +86,7 @@ def call(world, rank, number, count, cells, places, in_place):
     sides.update((other, world.memory["side", other, number]) for other in range(world.size))
     if program.last_side is not None:
         world.tails[rank] = first ^ program.last_side
-    published = 0
-    for step in program.steps:
-        if isinstance(step, Copy):
-            write(step.target, read(step.source))
-        elif isinstance(step, Fold):
-            write(step.target, [tree(values) for values in zip(*map(read, step.terms), strict=True)])
-        elif isinstance(step, Publish):
-            published += 1
-            world.at[rank] = (number, published)
-        else:
-            assert isinstance(step, Await)
-            yield (number, published - step.back)
+    yield from perform(program, world, rank, number, 0, read, write)
     brought = ("TARGET" if in_place else "SOURCE", rank, number)
     if places.sources:  # the program that called may write there now
         world.memory.setdefault(brought, {}).update({place: "overwritten" for place in range(count) if not in_place})
