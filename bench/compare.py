@@ -30,6 +30,7 @@ from comparison.hosts import hosts
 from comparison.joined import joined
 from comparison.libraries import NAMES, Library, library
 from comparison.model import resnet50
+from comparison.page import page
 from comparison.part import Part, Setting
 from comparison.rounds import Effort, Plan, Work, measure
 from comparison.setup import set_up
@@ -101,6 +102,8 @@ def main() -> int:
         print("", *bounds.lines(verdicts), sep="\n", flush=True)
         report["bounds"] = [{**one._asdict(), "bound": one.bound._asdict(), "verdict": one.word} for one in verdicts]
         _write(chosen.json, report)
+    if chosen.markdown:
+        Path(chosen.markdown).write_text("\n".join([*page(report), ""]), encoding="utf-8")
     return int(failed or (chosen.strict and any(one.word == "MISSED" for one in verdicts)))
 
 
@@ -209,6 +212,7 @@ def _arguments() -> argparse.Namespace:
     add("--timeout", type=float, default=300.0, help="longest time of one turn in seconds [300]")
     add("--json", metavar="FILE", help="write everything that was measured")
     add("--png", metavar="FILE", help="draw time and ratio against size")
+    add("--markdown", metavar="FILE", help="write the tables as they stand in docs/numbers.md")
     add("--strict", action="store_true", help="end with 1 when a bound is missed")
     chosen = parser.parse_args()
     if chosen.all:

@@ -26,7 +26,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.engine.recorder import Recorder, Told
 from syncvar.execution.kernels import reduction
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.variables.places import places
 
 if TYPE_CHECKING:

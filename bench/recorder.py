@@ -21,7 +21,7 @@ import numpy as np
 import syncvar as sv
 from syncvar.engine import prepared_reductions
 from syncvar.engine.recorder import Recorder, Told
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 _TOLD = Told("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
 

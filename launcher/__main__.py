@@ -9,6 +9,6 @@ import sys
 if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
     del sys.path[0]
 
-from syncvar_launcher.run import main
+from syncvar_launcher.run import program
 
-sys.exit(main())
+program()

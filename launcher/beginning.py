@@ -21,7 +21,7 @@ ON_HOSTS = {
 """What is known before the hosts have been asked."""
 
 _SCRIPT_MAX = 4 << 20
-_SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
+SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
 
 
 class Beginning(NamedTuple):
@@ -70,7 +70,7 @@ def plan_beginning(method: str, kind: str, target: str, workers: int, cwd: str, 
         return Beginning(is_forked=False, reason=f"{target} is a program of its own")
     if workers == 1:
         return Beginning(is_forked=False, reason="one worker shares what it imports with nobody")
-    for name in _SHOW_IMPORTS:
+    for name in SHOW_IMPORTS:
         if environ.get(name):
             return Beginning(is_forked=False, reason=f"{name} shows what each worker imports")
     found = _named_in(kind, target, cwd)

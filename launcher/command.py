@@ -9,7 +9,7 @@ from syncvar.begin import command_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["server_command", "worker_command"]
+__all__ = ["server_command", "worker_arguments", "worker_command"]
 
 
 def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bool) -> list[str]:
@@ -29,8 +29,12 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
     """
     if kind == "command":
         return [target, *args]
-    how = ["-m", target] if kind == "module" else [target]
-    return [*command_of("syncvar.forkserver" if is_forked else "syncvar.bootstrap"), *how, *args]
+    return [*command_of("syncvar.forkserver" if is_forked else "syncvar.bootstrap"), *worker_arguments(kind, target, args)]
+
+
+def worker_arguments(kind: str, target: str, args: Sequence[str]) -> list[str]:
+    """Return what `syncvar.bootstrap` and `syncvar.forkserver` are given: a script or module, and its arguments."""
+    return ["-m", target, *args] if kind == "module" else [target, *args]
 
 
 def server_command(kind: str, target: str, server: int) -> list[str]:

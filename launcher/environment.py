@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from syncvar.config import RuntimeConfig
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
+from syncvar_launcher.secret import WITHHELD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,11 +23,6 @@ __all__ = ["carried", "check_assignment", "inherited", "variables"]
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
-
-_NEVER_PASSED = frozenset(
-    PREFIX + name for name in ("KEY_FD", "KEY", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE")
-)  # fmt: skip
-"""Of the launcher itself, and of whoever started it."""
 
 _ALLOWED = frozenset((
     "PATH", "HOME", "LANG", "LANGUAGE", "TERM", "TZ", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "NO_COLOR", "FORCE_COLOR",
@@ -54,7 +50,7 @@ def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
         >>> inherited({"PATH": "/bin", "LC_ALL": "C", "API_TOKEN": "x", "SYNCVAR_KEY": "y"}, is_clear=True)
         {'PATH': '/bin', 'LC_ALL': 'C'}
     """
-    return {name: value for name, value in environ.items() if name not in _NEVER_PASSED and (not is_clear or _is_allowed(name))}
+    return {name: value for name, value in environ.items() if name not in WITHHELD and (not is_clear or _is_allowed(name))}
 
 
 def carried(environ: Mapping[str, str]) -> dict[str, str]:
@@ -126,4 +122,4 @@ def _is_allowed(name: str) -> bool:
 
 def _may_be_copied(name: str) -> bool:
     """Say whether a rule about many names may bring a variable."""
-    return bool(_NAME.fullmatch(name)) and name not in _BY_NAME_ONLY and name not in _CONTRACT | _KNOBS | _NEVER_PASSED
+    return bool(_NAME.fullmatch(name)) and name not in _BY_NAME_ONLY and name not in _CONTRACT | _KNOBS | WITHHELD

@@ -1,4 +1,9 @@
-"""The launcher's side of `syncvar.forkserver`: one process is started, and workers are forked from it."""
+"""The launcher's side of `syncvar.forkserver`: one process is started, and workers are forked from it.
+
+An interpreter takes as long to begin as the launcher to read its options. So the server may be started ahead, before
+anything is known, and is told what it is for when that is known; where it was not needed it has imported nothing yet.
+What starts it must not wait for an import: what is needed later is imported later.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,28 @@ import socket
 import subprocess
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import msgpack
-
-from syncvar.exits import describe_exit
+from syncvar.begin import command_of
+from syncvar_launcher.beginning import SHOW_IMPORTS
 from syncvar_launcher.children import adopt_orphans, child_of
+from syncvar_launcher.secret import WITHHELD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForkServer", "Forked", "Refusal", "ServerEnded"]
+__all__ = ["ForkServer", "Forked", "Refusal", "ServerEnded", "started_ahead"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
+_LENGTH_BYTES = 8
+_PART = 1 << 16  # command lines may be longer than what a socket takes at once
 _SERVER = "the process that workers are forked from"
+
+_NOT_AHEAD = ("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python", "--join", "--listen", "-H", "--host", "--env-clear", "--cwd")
+"""Beginnings of words with which nothing is forked here, or not from a process that has this one's variables and folder."""
+
+_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ", "HOME", "COV", "ASAN_", "LSAN_", "UBSAN_")
+"""Beginnings of variables that an interpreter and its libraries read when they begin, and not again."""
 
 
 class ServerEnded(Exception):
@@ -33,7 +46,7 @@ class ServerEnded(Exception):
 
     def __init__(self, status: int) -> None:
         self.status = status
-        self.sentence = f"{_SERVER} {describe_exit(status)} before all were forked"
+        self.sentence = f"{_SERVER} {_ended(status)} before all were forked"
         super().__init__(self.sentence)
 
 
@@ -79,11 +92,11 @@ class Forked:
 
 
 class ForkServer:
-    """A process that imports what workers need while the launcher goes on; started at once.
+    """A process that imports what workers need while the launcher goes on; started at once, and ordered to when `order` is called.
 
     Args:
-        argv: Its command line.
-        environ: Its environment: what all workers have in theirs.
+        argv: Its command line, of which only the beginning counts: what the workers run is told by `order`.
+        environ: Its environment.
         cwd: Where it starts, and with it the workers.
         pass_fds: Descriptors that all workers inherit.
 
@@ -91,8 +104,9 @@ class ForkServer:
         OSError: It cannot be started.
     """
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path, pass_fds: Sequence[int] = ()) -> None:
         self._environ = environ
+        self._cwd = str(cwd)
         self._has_forked = False
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -111,6 +125,29 @@ class ForkServer:
         finally:
             theirs.close()
 
+    def suits(self, environ: Mapping[str, str], cwd: Path) -> bool:
+        """Return whether it can become what would be started with these: `order` brings variables, but not those that were read already."""
+        is_whole = self._environ.keys() <= environ.keys() and not any(name.startswith(_AT_START) for name in self._beyond(environ))
+        return is_whole and self._cwd == str(cwd)
+
+    def order(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Tell it to import what workers need, as they would.
+
+        Args:
+            arguments: What the workers run, as `syncvar.bootstrap` takes it.
+            environ: What all workers have in their environment.
+        """
+        order = _packed({"arguments": list(arguments), "environ": self._beyond(environ)})
+        self._environ = environ
+        told = len(order).to_bytes(_LENGTH_BYTES, "little") + order
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, as `refusal` will find
+            for start in range(0, len(told), _PART):
+                self._end.send(told[start : start + _PART])
+
+    def _beyond(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that it has not, or has with another value."""
+        return {name: value for name, value in environ.items() if self._environ.get(name) != value}
+
     def __enter__(self) -> Self:
         return self
 
@@ -123,11 +160,13 @@ class ForkServer:
 
     def refusal(self) -> Refusal | None:
         """Return, after its descriptor could be read, why workers are better not forked; None where nothing speaks against it."""
-        data = self._end.recv(_ANSWER_MAX)
+        data = b""
+        with contextlib.suppress(ConnectionResetError):  # it has not even read its order
+            data = self._end.recv(_ANSWER_MAX)
         if not data:
             status = self._process.wait()
-            return Refusal(f"{_SERVER} {describe_exit(status)} before it was ready", is_certain=True, status=status)
-        answer = msgpack.unpackb(data)
+            return Refusal(f"{_SERVER} {_ended(status)} before it was ready", is_certain=True, status=status)
+        answer = _unpacked(data)
         why = answer["cannot"] or answer["doubt"]
         return Refusal(why, is_certain=bool(answer["cannot"])) if why else None
 
@@ -149,7 +188,7 @@ class ForkServer:
         self._has_forked = True
         adopt_orphans(is_on=True)
         request: dict[str, Any] = {
-            "environ": {name: value for name, value in environ.items() if self._environ.get(name) != value},
+            "environ": self._beyond(environ),
             "cores": None if cores is None else list(cores),
             "names": list(descriptors),
             "server": self._process.pid,
@@ -157,11 +196,11 @@ class ForkServer:
         }
         data = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._end, [msgpack.packb(request, unicode_errors="surrogateescape")], list(descriptors.values()))
+            socket.send_fds(self._end, [_packed(request)], list(descriptors.values()))
             data = self._end.recv(_ANSWER_MAX)
         if not data:
             raise ServerEnded(self._process.wait())
-        answer = msgpack.unpackb(data)
+        answer = _unpacked(data)
         if "pid" not in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
         return Forked(answer["pid"])
@@ -171,9 +210,45 @@ class ForkServer:
         if self._has_forked:
             self._has_forked = False
             with contextlib.suppress(OSError):
-                self._end.send(msgpack.packb({}))
+                self._end.send(_packed({}))
                 self._end.recv(_ANSWER_MAX)
         self._process.kill()
         self._process.wait()
         self._end.close()
         adopt_orphans(is_on=False)
+
+
+def started_ahead(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkServer | None:
+    """Start a server before the options have been read; None where they look as if none were needed, or another one.
+
+    Args:
+        arguments: The command line of the launcher, which the server shows as its own.
+        environ: The environment of the launcher.
+    """
+    if not arguments or any(one.startswith(_NOT_AHEAD) for one in arguments) or not WITHHELD.isdisjoint(environ):
+        return None
+    if any(environ.get(name) for name in SHOW_IMPORTS):  # its words would stand among the workers'
+        return None
+    try:
+        return ForkServer([*command_of("syncvar.forkserver"), *arguments], dict(environ), os.getcwd())  # noqa: PTH109
+    except OSError:  # whoever needs it tries once more, and says why it cannot be
+        return None
+
+
+def _packed(told: Mapping[str, Any]) -> bytes:
+    import msgpack
+
+    packed: bytes = msgpack.packb(told, unicode_errors="surrogateescape")
+    return packed
+
+
+def _unpacked(data: bytes) -> Any:
+    import msgpack
+
+    return msgpack.unpackb(data)
+
+
+def _ended(status: int) -> str:
+    from syncvar.exits import describe_exit
+
+    return describe_exit(status)

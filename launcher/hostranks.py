@@ -16,7 +16,7 @@ from syncvar.roles import SERVER_0, is_server
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning
-from syncvar_launcher.command import server_command, worker_command
+from syncvar_launcher.command import server_command, worker_arguments, worker_command
 from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.forking import ForkServer, Refusal, ServerEnded
@@ -68,8 +68,9 @@ class HostRanks:
             put_tallies(tallies, directory.path)
             self._server: ForkServer | None = None
             if self._beginning.is_forked:
-                self._server = ForkServer(self._command(), base, Path(order.cwd))
+                self._server = ForkServer(self._command(), base, order.cwd)
                 self._stack.callback(self._server.close)
+                self._server.order(worker_arguments(order.kind_of_target, order.target, order.args), base)
             self.agent = Agent(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
             with _private():

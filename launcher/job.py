@@ -16,7 +16,7 @@ from syncvar.topology import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding
-from syncvar_launcher.command import server_command, worker_command
+from syncvar_launcher.command import server_command, worker_arguments, worker_command
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
@@ -241,23 +241,38 @@ class Job:
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        """Start the workers, again where that is asked for and may help; return the exit code."""
+    def run(self, ahead: ForkServer | None = None) -> int:
+        """Start the workers, again where that is asked for and may help; return the exit code.
+
+        Args:
+            ahead: A fork server that was started before the options had been read, and may serve.
+        """
         with contextlib.ExitStack() as stack:
-            server = self.fork_server()
+            server = self.fork_server(ahead)
             if server is not None:
                 stack.enter_context(server)
             from syncvar_launcher import running  # meanwhile the fork server imports NumPy
 
             return running.run(self, server)
 
-    def fork_server(self) -> ForkServer | None:
-        """Start what workers of this machine are forked from; None where each is a fresh process, or hosts have agents."""
-        if self.fleet is not None or not self.beginning.is_forked:
+    def fork_server(self, ahead: ForkServer | None = None) -> ForkServer | None:
+        """Start what workers of this machine are forked from; None where each is a fresh process, or hosts have agents.
+
+        Args:
+            ahead: As for `run`; ended where it does not suit.
+        """
+        chosen = self.options
+        is_needed = self.fleet is None and self.beginning.is_forked
+        environ = {**self.base_environment(), **self._settings(), **chosen.env} if is_needed else {}
+        if ahead is not None and not (is_needed and ahead.suits(environ, chosen.cwd)):  # it has no descriptors to pass on, as there are none
+            ahead.close()
+            ahead = None
+        if not is_needed:
             return None
         argv = self.command()
-        environ = {**self.base_environment(), **self._settings(), **self.options.env}
         try:
-            return ForkServer(argv, environ, self.options.cwd, self.pass_fds())
+            server = ahead or ForkServer(argv, environ, chosen.cwd, self.pass_fds())
         except OSError as error:
             raise cannot_start(argv[0], error) from error
+        server.order(worker_arguments(chosen.kind, chosen.target, chosen.args), environ)
+        return server

@@ -8,11 +8,31 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from syncvar_launcher.forking import ForkServer
+
+__all__ = ["main", "program"]
 
 
 _EARLY = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks where nothing else is said, and deadly to who has no handler
+
+
+def program() -> NoReturn:
+    """Run `syncvar-launch`, and end the process with its exit code.
+
+    The interpreter's own end takes longer than all that is left to do for a job, and would only take modules apart.
+    """
+    code = main()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # nobody reads it, which the interpreter says at its own end
+        sys.exit(code)
+    os._exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,14 +44,16 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, _drop)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some daemons leave it, no end of a rank could be told
     _open_streams()
-    import gc
+    from syncvar_launcher.forking import started_ahead
 
+    arguments = sys.argv[1:] if argv is None else argv
+    ahead = started_ahead(arguments, os.environ)
     from syncvar import exits
     from syncvar.errors import ConfigError, HostUnreachable, SyncvarError
     from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
 
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(arguments, ahead)
     except ConfigError as error:
         sys.stderr.write(f"syncvar-launch: {error}\n")
         return exits.LIMITS if isinstance(error, LimitTooLow) else exits.CONFIGURATION
@@ -47,10 +69,11 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"syncvar-launch: {error}\n")
         return exits.INTERNAL
     finally:
-        gc.freeze()  # the interpreter's end need not look for cycles in what the process leaves to the system
+        if ahead is not None:
+            ahead.close()
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
     from syncvar.config import doubtful_variables
@@ -65,6 +88,8 @@ def _run(arguments: list[str]) -> int:
     except FileNotFoundError:  # somebody has removed the folder; with --cwd nothing needs it
         here = Path(os.environ.get("PWD", "/"))
     chosen = options.parse(arguments, os.environ, here)
+    if ahead is not None and (chosen.join is not None or chosen.has_hosts or chosen.dry_run):
+        ahead.close()
     if chosen.join is not None:
         from syncvar_launcher.joining import join
 
@@ -92,7 +117,7 @@ def _run(arguments: list[str]) -> int:
         return several.launch(chosen, arguments)
     job = Job(chosen, arguments, os.environ)
     check_limits(chosen)
-    return job.run()
+    return job.run(ahead)
 
 
 def _end(number: int, _frame: object) -> None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["KEY_FD", "secret_descriptor"]
+__all__ = ["KEY_FD", "WITHHELD", "secret_descriptor"]
 
 KEY_FD = "SYNCVAR_KEY_FD"
 """The variable in which a worker finds the number of the descriptor."""
+
+WITHHELD = frozenset((KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE"))
+"""Variables of the launcher itself, and of whoever started it: no worker gets them."""
 
 
 def secret_descriptor(secret: bytes, directory: Path) -> int:

@@ -51,13 +51,23 @@ def members(sessions: dict[int, int]) -> list[int]:
     """
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit():
+        if name.isdigit() and _may_be_of(sessions, int(name)):
             fields = _fields(int(name))
             if fields and fields[0] != "Z":
                 started = sessions.get(int(fields[3]))
                 if started is not None and int(fields[19]) >= started:
                     found.append(int(name))
     return found
+
+
+def _may_be_of(sessions: dict[int, int], pid: int) -> bool:
+    """Return whether a process is worth a look: to ask for its session takes a twentieth of the time of reading its state."""
+    try:
+        return os.getsid(pid) in sessions
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody's rules forbid to ask; what /proc shows is shown to all
+        return True
 
 
 def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:

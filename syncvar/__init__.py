@@ -78,7 +78,7 @@ if TYPE_CHECKING:
         restart_count,
         world_size,
     )
-    from syncvar.joining.context import init, is_initialized, shutdown
+    from syncvar.joining.process import init, is_initialized, shutdown
     from syncvar.launching import run
     from syncvar.resident import empty, zeros
     from syncvar.strategies import (
@@ -133,7 +133,7 @@ _HOMES = {
         "UsageError",
     ),
     "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"),
-    "syncvar.joining.context": ("init", "is_initialized", "shutdown"),
+    "syncvar.joining.process": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
     "syncvar.resident": ("empty", "zeros"),
     "syncvar.engine.work": ("Work",),

@@ -168,10 +168,10 @@ def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _let_go(reason: str, error: BaseException) -> None:
-    context = sys.modules.get("syncvar.joining.context")
-    if context is not None:
+    joining = sys.modules.get("syncvar.joining.process")
+    if joining is not None:
         try:
-            context.abandon(reason, stacks.frames_before(error.__traceback__))
+            joining.abandon(reason, stacks.frames_before(error.__traceback__))
         except Exception as another:  # noqa: BLE001  (the script's own failure is what matters now)
             sys.stderr.write(f"syncvar: leaving the job failed: {another}\n")
 

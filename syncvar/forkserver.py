@@ -1,9 +1,10 @@
 """What workers are forked from: `syncvar.forkserver script.py …` or `… -m module …`, as for `syncvar.bootstrap`.
 
-Where workers are forked the launcher starts one such process, which imports NumPy and syncvar once (`preloaded`). It says
-whether it can fork workers that are as fresh ones. Then the launcher asks for one worker after the other, over the
-socket SYNCVAR_FORK_FD: environment, cores and descriptors in, the number of a process out. A forked process becomes the worker: it unwinds to the top of this module and runs the bootstrap
-there, so that exit codes, tracebacks and handlers at the end are the interpreter's own.
+Where workers are forked the launcher starts one such process, perhaps before it knows what for: its first message tells.
+Then the process imports NumPy and syncvar once (`preloaded`), and says whether it can fork workers that are as fresh
+ones. Then the launcher asks for one worker after the other, over the socket SYNCVAR_FORK_FD: environment, cores and
+descriptors in, the number of a process out. A forked process becomes the worker: it unwinds to the top of this module
+and runs the bootstrap there, so that exit codes, tracebacks and handlers at the end are the interpreter's own.
 
 When the launcher has all its workers it ends the server. It is a subreaper then, so that the system makes the workers
 its own children, as those that it starts itself. A worker runs nothing of the script before that.
@@ -33,11 +34,12 @@ __all__ = ["main"]
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
     "numpy", "syncvar.transports.zeromq", "syncvar.arena.handing", "syncvar.collectives", "syncvar.identity", "syncvar.config",
-    "hashlib",
+    "syncvar.joining.connecting", "hashlib",
 )  # fmt: skip
 """What a worker needs up to its first collective."""
 
 _REQUEST_MAX = 1 << 20
+_LENGTH_BYTES = 8  # before an order
 _DESCRIPTORS_MAX = 16
 _TEXT_MAX = 500
 _EMPTIED = ("__main__", "builtins", "sys")  # these end as ever
@@ -47,6 +49,7 @@ _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 def main() -> None:
     """Serve until the launcher ends this process; returns in each worker, when that has run its script."""
     end = socket.socket(fileno=int(os.environ.pop(_FORK_FD)))
+    _await_order(end)
     shared: dict[str, Any] = {}
     atexit.register(_leave_whole, shared)  # registered first, so it runs last
     bootstrap.add_folder(sys.argv[1:])  # what is imported here is what the script would import
@@ -75,6 +78,20 @@ def main() -> None:
         os._exit(1)  # the server was killed before it had forked all
     os.close(begin)
     bootstrap.work()
+
+
+def _await_order(end: socket.socket) -> None:
+    """Wait until it is known what the workers are to run, and with which variables: this process may have been started ahead."""
+    data = end.recv(_REQUEST_MAX)
+    length = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    while data and len(data) < length:
+        more = end.recv(_REQUEST_MAX)
+        data = data + more if more else b""
+    if not data:  # nothing is to be forked
+        os._exit(0)
+    order = msgpack.unpackb(data[_LENGTH_BYTES:], unicode_errors="surrogateescape")
+    os.environ.update(order["environ"])
+    sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] = sys.argv[1:] = order["arguments"]
 
 
 def _foreign_threads() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 __all__ = ["host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from syncvar.arena.layout import bytes_in_words
 from syncvar.errors import ArenaFull, ConfigError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

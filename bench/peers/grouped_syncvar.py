@@ -21,7 +21,7 @@ from peer_syncvar import syncvar_team
 from timing import Case, arguments, finish, measure
 
 import syncvar as sv
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 VARIABLES = 1000
 COUNT = 100

@@ -11,8 +11,8 @@ before are ever touched: a full machine is an error in words, never a signal.
 * `handing`: hands its descriptor to the workers of this job, and to nobody else.
 * `room`: what the container and the machine still have.
 * `mapping`: a worker's view of it; arrays that live in it.
-* `channels`: how the ranks of a group tell each other how far they are, and where their data lie.
-* `boxes`: where the messages of one rank to another lie until they are taken.
+* `channels`: how the ranks of a group tell each other how far they are, and where their data lie; `channel` is one rank's end.
+* `box`: where the messages of one rank to another lie until they are taken; `boxes` makes and finds them.
 * `waiting`: how a rank waits for a word of another.
 
 The launcher imports `creating` and `handing`, so these load no NumPy; this file loads nothing for the same reason.

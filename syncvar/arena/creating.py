@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import struct
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncvar.arena import layout
@@ -27,7 +26,6 @@ _MFD_NOEXEC_SEAL = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-@dataclass(slots=True)
 class CreatedArena:
     """An arena as its maker holds it.
 
@@ -38,11 +36,14 @@ class CreatedArena:
         generation: Which membership it is for.
     """
 
-    fd: int
-    how: str
-    said: str
-    generation: int
-    is_aborted: bool = field(default=False, init=False)
+    __slots__ = ("fd", "generation", "how", "is_aborted", "said")
+
+    def __init__(self, fd: int, how: str, said: str, generation: int) -> None:
+        self.fd = fd
+        self.how = how
+        self.said = said
+        self.generation = generation
+        self.is_aborted = False
 
     def abort(self) -> None:
         """Set the word that everybody who waits looks at. Costs a microsecond and never raises."""

@@ -7,8 +7,6 @@ it is for arrays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from syncvar.errors import ConfigError
 
 __all__ = [
@@ -46,7 +44,6 @@ MAGIC_VALUE = int.from_bytes(b"SYNCVAR\x01", "little")
 LAYOUT_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """The offsets of one arena, all in bytes from its beginning.
 
@@ -64,18 +61,18 @@ class Layout:
         (6, [2, 8])
     """
 
-    arena_bytes: int
-    local_world_size: int
+    __slots__ = ("arena_bytes", "local_world_size")
 
-    def __post_init__(self) -> None:
-        least = HUGE_BYTES * (1 + self.local_world_size)
-        if self.local_world_size < 1 or self.arena_bytes < least:
+    def __init__(self, arena_bytes: int, local_world_size: int) -> None:
+        least = HUGE_BYTES * (1 + local_world_size)
+        if local_world_size < 1 or arena_bytes < least:
             raise ConfigError(
-                f"arena_bytes ({self.arena_bytes}) is too small for {self.local_world_size} ranks on a host: "
-                f"they need at least {least}"
+                f"arena_bytes ({arena_bytes}) is too small for {local_world_size} ranks on a host: they need at least {least}"
             )
-        if self.arena_bytes > _MOST_BYTES:
-            raise ConfigError(f"arena_bytes ({self.arena_bytes}) is more than a process can map: at most {_MOST_BYTES}")
+        if arena_bytes > _MOST_BYTES:
+            raise ConfigError(f"arena_bytes ({arena_bytes}) is more than a process can map: at most {_MOST_BYTES}")
+        self.arena_bytes = arena_bytes
+        self.local_world_size = local_world_size
 
     @property
     def region_bytes(self) -> int:

@@ -23,7 +23,6 @@ BUDGET_S = 0.001
 HOLD_BUDGET_S = 0.02  # several turns of the threads that compute
 PAUSE_MAX_S = 0.01
 _LOOKS = 400  # about 20 us
-_YIELDS_ALONE = 20
 _LOOKS_PER_YIELD = 4
 _LOOKS_SHARED = 10
 _TURNS_PER_CLOCK = 4

@@ -21,7 +21,7 @@ from syncvar.checkpoint.saving import checked_metric
 from syncvar.checkpoint.together import Alone, gathered
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import CheckpointError, ConfigError, MismatchError
-from syncvar.joining.context import joined, shutdown
+from syncvar.joining.process import joined, shutdown
 from syncvar.loading import Taught, unexpected
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from syncvar.checkpoint.agreement import Brought
 from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import CheckpointError, ConfigError, WireError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.variables import Variable, VariableSynchronization
 from syncvar.variables.places import places
 from syncvar.variables.policy import Context, Effect, Operation, Travel, decide

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import UsageError
-from syncvar.joining.context import current, is_initialized
+from syncvar.joining.process import current, is_initialized
 from syncvar.word import tell
 
 if TYPE_CHECKING:

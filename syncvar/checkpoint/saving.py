@@ -33,7 +33,7 @@ from syncvar.checkpoint.reading import bytes_of, read_manifest
 from syncvar.checkpoint.tensors import header_bytes, itemsize_of
 from syncvar.checkpoint.together import Alone, gathered
 from syncvar.errors import CheckpointError, ConfigError, MismatchError, NotFound, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

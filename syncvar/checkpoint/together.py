@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives.objects import gather_objects
+from syncvar.collectives.sync_points import gather_objects
 from syncvar.engine.group import Communicator
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncvar.execution.kernels import reduction
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.plans import ALGORITHMS, build_all, choose
 from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
 from syncvar.wire import DTYPE_NAMES, dtype_from_index

@@ -23,7 +23,7 @@ from syncvar.cli.bench_table import header, line, summary
 from syncvar.cli.contributions import Case, count_wrong, spoiled
 from syncvar.cli.registry import BUS_FACTORS, has_result_like_input
 from syncvar.errors import ConfigError, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     import argparse

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
 from syncvar.execution.lower_moves import Move, Way, lower_move
-from syncvar.execution.lower_reduce import Places, lower_reduce, lower_small
+from syncvar.execution.lower_reduce import Ends, Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
-from syncvar.execution.moves import window_of
+from syncvar.execution.moves import cells_of_blocks, fits_slots, is_worth_reading
 from syncvar.execution.reductions import cells_of, is_direct
 from syncvar.execution.show import program_text
 from syncvar.plans import build_all, publications
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["program_lines"]
 
+_REDUCED = ("all_reduce", "reduce", "scan", "exscan")
 _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
@@ -45,11 +46,12 @@ def program_lines(
 def _program(
     collective: str, algorithm: str, rank: int, size: int, count: int, itemsize: int, root: int, is_demanded: bool
 ) -> tuple[str, Program]:
-    if collective == "all_reduce" and algorithm in ("direct", "owners"):
+    if collective in _REDUCED and algorithm in ("direct", "owners"):
+        ends = Ends(collective, root)
         if is_direct(count * itemsize, size) or not count:
-            return "", lower_small(rank, size, count)
+            return "", lower_small(rank, size, count, ends=ends)
         cells, block = cells_of(size, itemsize, are_native=True)
-        return ", of ordinary arrays, with the C kernel", lower_reduce(rank, size, count, cells, Places(), block)
+        return ", of ordinary arrays, with the C kernel", lower_reduce(rank, size, count, cells, Places(), block, ends)
     if collective in _MOVED and not is_demanded:
         return _move(collective, rank, size, count, itemsize, root)
     rounds = publications(build_all(collective, algorithm, size, count=count, root=root), rank)
@@ -66,8 +68,10 @@ def _move(collective: str, rank: int, size: int, count: int, itemsize: int, root
     puts = size - 1 if is_apart else int(is_root or collective == "all_gather")
     most = size - 1 if is_apart else 1
     move = Move(
-        rank, count, window_of(count, itemsize, most), puts, takes, keeps=is_root or collective != "broadcast", folds=collective == "reduce_scatter"
+        rank, count, *cells_of_blocks(count, itemsize, most, size, are_native=True), most, puts, takes, keeps=is_root or collective != "broadcast", folds=collective == "reduce_scatter"
     )
-    if count * itemsize * most <= SMALL_BYTES:
+    if fits_slots(count * itemsize * most, are_native=True):
         return ", side by side", lower_move(move, Way.SLOTS)
-    return ", of blocks that are read where they lie", lower_move(move, Way.LYING)
+    if not move.folds and is_worth_reading(count * itemsize, are_native=True):
+        return ", of blocks that are read where they lie", lower_move(move, Way.LYING)
+    return ", of ordinary arrays, with the C kernel", lower_move(move, Way.CELLS)

@@ -21,7 +21,7 @@ from syncvar.cli.registry import available, dtypes, has_result_like_input, ops_o
 from syncvar.cli.selftest import Outcome, outcome_lines, parsed
 from syncvar.config import nearest
 from syncvar.errors import ConfigError, SyncvarError, TransportError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     import argparse

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
 
 __all__ = [
-    "Structure", "arrays_of", "as_array", "checked_output", "checked_root", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass",
-    "is_structure", "parts_of",
-    "plain_structure", "rebuilt", "restored_structure", "told", "unflatten",
+    "Structure", "arrays_in", "arrays_of", "as_array", "checked_integer", "checked_output", "checked_root", "deliver", "describe", "flatten", "fresh",
+    "holds_dataclass", "is_dataclass", "is_structure", "parts_of", "plain_structure", "rebuilt", "restored_structure", "told", "unflatten",
 ]  # fmt: skip
 
 _PLAIN_LEAVES = (bool, int, float, complex, np.generic)
@@ -116,18 +115,17 @@ def checked_root(root: Any, communicator: Communicator) -> int:
         UsageError: It has left the block of sv.uneven that this rank is in.
     """
     size = len(communicator.whole)
-    if isinstance(root, bool) or not isinstance(root, int | np.integer):
-        raise ConfigError(f"root must be an integer, not {root!r}")
-    if not 0 <= root < size:
-        raise ConfigError(f"root {root} is not in the group: its ranks are 0 to {size - 1}")
+    rank = checked_integer("root", root)
+    if not 0 <= rank < size:
+        raise ConfigError(f"root {rank} is not in the group: its ranks are 0 to {size - 1}")
     if communicator.uneven is None:
-        return int(root)
-    if communicator.whole[root] not in communicator.members:
+        return rank
+    if communicator.whole[rank] not in communicator.members:
         raise UsageError(
-            f"rank {root} is the root of this call and has left its loop in sv.uneven: name one that still works "
+            f"rank {rank} is the root of this call and has left its loop in sv.uneven: name one that still works "
             f"({', '.join(map(str, communicator.present))}), for instance block.working[0]"
         )
-    return communicator.members.index(communicator.whole[root])
+    return communicator.members.index(communicator.whole[rank])
 
 
 def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -147,6 +145,30 @@ def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ND
     if not out.flags.writeable:
         raise ConfigError("out is read-only: pass a writable array")
     return out
+
+
+def deliver(made: NDArray[Any], out: Any) -> NDArray[Any]:
+    """Return a result in `out`, if there is one.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    if out is None or made is out:
+        return made
+    target = checked_output(out, made.shape, made.dtype)
+    target[...] = made
+    return target
+
+
+def checked_integer(name: str, value: Any) -> int:
+    """Return an argument that must be an integer.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} must be an integer, not {value!r}")
+    return int(value)
 
 
 class Structure(NamedTuple):
@@ -295,6 +317,20 @@ def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[An
         return [as_array(leaf) for leaf in leaves]
     except ConfigError:
         return [as_array(leaf, place) for leaf, place in zip(leaves, _places(value, what), strict=True)]
+
+
+def arrays_in(value: Any, out: Any = None) -> tuple[Structure | None, list[NDArray[Any]]]:
+    """Return the structure of a value, None of a single array, and its arrays.
+
+    Raises:
+        ConfigError: One cannot be an array, or there is an `out` beside a structure.
+    """
+    if not is_structure(value):
+        return None, [as_array(value)]
+    if out is not None:
+        raise ConfigError("out cannot be given with a structure")
+    structure, leaves = flatten(value)
+    return structure, arrays_of(value, leaves)
 
 
 def _places(value: Any, place: str) -> Iterator[str]:

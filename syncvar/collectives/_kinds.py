@@ -18,7 +18,33 @@ from syncvar.wire import Untaken, library_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["given_back", "in_kind", "is_foreign"]
+    from syncvar.engine.group import Communicator, Request
+
+__all__ = ["call_generally", "given_back", "in_kind", "is_foreign"]
+
+
+def call_generally(
+    function: Callable[..., Any], communicator: Communicator, request: Callable[..., Request], x: Any, out: Any, *, group: Any,
+    timeout: float | None, async_op: bool, **how: Any,
+) -> Any:  # fmt: skip
+    """Make a call that is not prepared: by its request, or, with arrays of other libraries, by itself with NumPy arrays.
+
+    Args:
+        function: The public call: of (x, out=, group=, timeout=, async_op=, **how).
+        communicator: The group's.
+        request: Checks the arguments: of (communicator, x, out=, keep=, **how), with `keep` where it takes copies of what the
+            caller may change before the call ends.
+        x: As the caller gave it; so are the others.
+        out: Where the result goes; None for nowhere, and then a function without such an argument is called without it.
+        group: None for the world.
+        timeout: In seconds.
+        async_op: Return a `Work`.
+        how: What else the call is made with.
+    """
+    if is_foreign(x, out):
+        return in_kind(partial(function, group=group, timeout=timeout, async_op=async_op, **how), x, out)
+    check = partial(request, communicator, x, out=out, keep=async_op, **how)
+    return communicator.perform(function.__name__, check, timeout, async_op=async_op)
 
 
 def is_foreign(x: Any, out: Any = None) -> bool:

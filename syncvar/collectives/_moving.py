@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import checked_output
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.engine.prepared_moves import prepare_move
 from syncvar.errors import SyncvarError
-from syncvar.execution.moves import Blocks, Layout, Movement
+from syncvar.execution.moves import NOTHING, Blocks, Layout, Movement
 from syncvar.execution.rounds import SIDE_BY_SIDE
 from syncvar.kernel import remember
 
@@ -25,9 +24,7 @@ if TYPE_CHECKING:
 
     Prepare = Callable[..., tuple[Request, Layout, Front, General | None] | None]
 
-__all__ = ["UNMOVED", "call_prepared", "detail_of", "fitting", "landed", "landing", "moved", "moves", "place_of"]
-
-_NOTHING = np.empty(0, np.uint8)
+__all__ = ["UNMOVED", "call_prepared", "detail_of", "fits_out", "moved", "moves", "place_of", "result_buffer"]
 
 
 def moves(communicator: Communicator, collective: str, algorithm: str | None) -> bool:
@@ -38,11 +35,11 @@ def moves(communicator: Communicator, collective: str, algorithm: str | None) ->
 def moved(layout: Layout, blocks: Blocks) -> Generator[Stage, None, bool]:
     """Move, as the first stage of a call; returns False where the ranks do not bring the same."""
     movement = Movement(layout, blocks)
-    yield Stage(SIDE_BY_SIDE, _NOTHING, movement=movement)
+    yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
     return movement.is_done
 
 
-UNMOVED = Layout(0, _NOTHING.dtype), Blocks(_NOTHING)
+UNMOVED = Layout(0, NOTHING.dtype), Blocks(NOTHING)
 """What a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
 
 
@@ -60,7 +57,7 @@ def call_prepared(
         prepare: Of (communicator, x, *how): returns (request of such a call, layout, front, general), see
             `prepare_move`, or None; used once.
         how: What else the call is made with.
-        public: The public function, where it is called for the world with `how` beside `x`; None elsewhere.
+        public: The public function, where it is called with `how` beside `x`; None elsewhere.
     """
     ready = communicator.prepared_calls.get(key)
     if ready is None:
@@ -85,7 +82,7 @@ def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
     return fingerprint("detail", dtype.name, shape, *more) or 1
 
 
-def landing(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]) -> NDArray[Any]:
+def result_buffer(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]) -> NDArray[Any]:
     """Return where a result goes: `out` if it can be written piece by piece while `sources` are read, else a new array."""
     is_fit = type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray
     if is_fit and not any(np.may_share_memory(out, source) for source in sources):
@@ -93,27 +90,9 @@ def landing(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: ND
     return np.empty(shape, dtype)
 
 
-def _fits(out: Any, made: Any) -> bool:
-    """Return whether the result lies where the caller wants it."""
-    return out is None or made is out
-
-
-def fitting(blocks: Blocks, out: Any) -> Blocks | None:
+def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
     """Return the arrays of a call if the result lies where the caller wants it."""
-    return blocks if _fits(out, blocks.made) else None
-
-
-def landed(made: NDArray[Any], out: Any) -> NDArray[Any]:
-    """Return the result in `out`, if there is one.
-
-    Raises:
-        ConfigError: It does not fit.
-    """
-    if _fits(out, made):
-        return made
-    target = checked_output(out, made.shape, made.dtype)
-    target[...] = made
-    return target
+    return blocks if out is None or blocks.made is out else None
 
 
 def place_of(source: int, dest: int) -> int:

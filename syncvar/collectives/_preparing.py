@@ -11,21 +11,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives._arguments import flatten
-from syncvar.collectives._reducing import described_reduction, described_together, reduction_of
+from syncvar.collectives._reducing import described, described_reduction, described_together, reduction_of
 from syncvar.engine.call_sites import own_site
-from syncvar.execution.kernels import OPS
+from syncvar.engine.prepared_reductions import prepare_reduction
+from syncvar.engine.timeouts import is_seconds
+from syncvar.errors import SyncvarError
+from syncvar.execution.kernels import OPS, identity
 from syncvar.execution.reductions import is_direct
+from syncvar.kernel import remember
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.prepared_reductions import PreparedCall, Said
+    from syncvar.engine.group import Communicator, PreparedCall
+    from syncvar.engine.preparation import Said
     from syncvar.engine.work import Work
+    from syncvar.execution.lower_reduce import Ends
 
-__all__ = ["Leaves", "begun", "form_of", "key_of", "plain_array", "prepare", "prepare_array", "prepare_as", "prepared_reduction"]
+__all__ = ["Leaves", "begun", "call_reduction", "form_of", "key_of", "plain_array", "prepare", "prepare_array", "prepare_as", "prepared_reduction"]
 
 _NUMBERS = frozenset((float, int, bool, complex))
 _NUMBERS_MAX = 64  # of a list: finding out that it holds numbers takes longer than the call, from some length on
@@ -83,10 +88,10 @@ def form_of(x: Any) -> NDArray[Any] | Leaves | None:
     return _leaves(kind, x) if is_sequence and np.ndarray in map(type, x) else None
 
 
-def _is_prepared(communicator: Communicator, name: str, *arrays: NDArray[Any]) -> bool:
+def _is_prepared(communicator: Communicator, op: str, *arrays: NDArray[Any], name: str = "all_reduce") -> bool:
     """Return whether an op on arrays has a short way; a registered op may be replaced, and has none."""
-    is_forced = communicator.forced("all_reduce") is not None
-    return name in OPS and name not in _LOCATING and not is_forced and all(array.dtype.isnative for array in arrays)
+    is_forced = communicator.forced(name) is not None
+    return op in OPS and op not in _LOCATING and not is_forced and all(array.dtype.isnative for array in arrays)
 
 
 def _leaves(names: Any, x: Any) -> Leaves | None:
@@ -107,17 +112,7 @@ def key_of(name: str, op: str, form: NDArray[Any] | Leaves, reproducible: bool) 
 
 
 def prepare(communicator: Communicator, key: Hashable, x: Any, form: NDArray[Any] | Leaves, op: str, name: str, reproducible: bool) -> None:
-    """Prepare the short way of the all-reduce that has just gone the long way, unless it is there.
-
-    Args:
-        communicator: The group.
-        key: Of such calls.
-        x: What this rank has brought.
-        form: What `form_of` makes of it.
-        op: The op.
-        name: The call's.
-        reproducible: Sum by the tree.
-    """
+    """Prepare the short way of the all-reduce of `x`, in its `form_of`, that has just gone the long way, unless it is there."""
     if key in communicator.prepared_calls:
         return
     if isinstance(form, Leaves):
@@ -140,10 +135,10 @@ def prepare_as(communicator: Communicator, key: Hashable, form: NDArray[Any] | L
     elif isinstance(form, Leaves):
         shape = (sum(array.size for array in arrays),)
         is_small = is_direct(shape[0] * how.accumulate.itemsize, communicator.size)
-        inner = communicator.prepare_reduction(how, shape, digest, what) if is_small else _never
+        inner = prepare_reduction(communicator, how, shape, digest, what) if is_small else _never
         made = None if inner is None else _of_leaves(inner)
     else:
-        made = communicator.prepare_reduction(how, shape, digest, what)
+        made = prepare_reduction(communicator, how, shape, digest, what)
     communicator.keep_prepared(key, made)
 
 
@@ -167,6 +162,49 @@ def begun(ready: PreparedCall, x: Any, out: Any, timeout: float | None) -> Work 
     return None if begin is None else begin(x, out, timeout, own_site())
 
 
+def call_reduction(
+    communicator: Communicator, ends: Ends, x: Any, op: Any, out: Any, timeout: float | None, *options: Any, public: Any, shown: str = ""
+) -> Any:
+    """Make a plain reduce or scan by its prepared way; None where nothing has been done.
+
+    Args:
+        communicator: The group.
+        ends: Which ranks end with what; those that end with nothing get an array without elements.
+        x: As the caller gave it; so are `op`, `out` and `timeout`.
+        op: The op.
+        out: Where the result goes.
+        timeout: In seconds.
+        options: What else is compared, as `described` takes it.
+        public: The public function, where it is called with `op` beside `x`; None elsewhere.
+        shown: The options in words.
+    """
+    array = plain_array(x) if isinstance(op, str) and (timeout is None or is_seconds(timeout)) else None
+    if array is None:
+        return None
+    name = ends.collective
+    key = (name, op, ends.root, array.dtype, array.shape)
+    ready = communicator.prepared_calls.get(key)
+    if ready is None:
+        if not communicator.prepares or not communicator.is_shared:
+            return None
+        try:
+            how, digest, what = described(array, op, name, *options, shown=shown)
+            neutral = identity(how) if name == "exscan" else None
+        except SyncvarError:  # the long way tells the others what is wrong
+            return None
+        is_widened = array.dtype != how.accumulate  # the general way brings what it combines
+        if not _is_prepared(communicator, how.name, array, name=name) or (
+            is_widened and not is_direct(array.size * how.accumulate.itemsize, communicator.size)
+        ):
+            made: PreparedCall | None = _never
+        else:
+            made = prepare_reduction(communicator, how, array.shape, digest, what, None, ends, neutral)
+        ready = communicator.keep_prepared(key, made)
+        if public is not None:
+            remember(public, op, ready, communicator.prepared_calls)
+    return None if ready is None else ready(array, out, None, timeout)
+
+
 def prepare_array(communicator: Communicator, x: NDArray[Any], op: str, name: str, *, reproducible: bool) -> None:
     """Prepare the short way of the all-reduce of an array that has just gone the long way, unless it is there."""
     prepare(communicator, key_of(name, op, x, reproducible), x, x, op, name, reproducible)
@@ -181,4 +219,4 @@ def prepared_reduction(
     how, digest, what = described_reduction(x, op, name, reproducible)
     if not _is_prepared(communicator, how.name, x):
         return None
-    return communicator.prepare_reduction(how, x.shape, digest, what, apply)
+    return prepare_reduction(communicator, how, x.shape, digest, what, apply)

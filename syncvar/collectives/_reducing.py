@@ -11,6 +11,8 @@ from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError
 from syncvar.execution.kernels import Reduction, finish, reduction
+from syncvar.execution.reductions import Vector
+from syncvar.execution.rounds import Published
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -29,12 +31,7 @@ def described(
 ) -> tuple[Reduction, int, str]:
     """Return how an array is reduced, the fingerprint of the call, and the call in words.
 
-    Args:
-        array: What this rank brings.
-        op: The op.
-        name: The collective.
-        options: What else must be the same on all ranks.
-        shown: Options in words.
+    `options` must be the same on all ranks too; `shown` are those that are told.
     """
     how = reduction_of(array, op)
     digest = fingerprint(name, how.name, how.source, array.shape, *options, *how.element_shape)
@@ -145,14 +142,23 @@ def outcome(
 
 
 def run_plan(
-    communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction | None, **options: Any
-) -> Generator[Stage, None, None]:
-    """Run the plan of a collective on a flat array."""
+    communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction, **options: Any
+) -> Generator[Stage, None, Reduction]:
+    """Run the plan of a collective on a flat array; returns what is left to do, for `outcome`.
+
+    In shared memory each rank divides a mean where it combines, as in the prepared call that another rank may be making.
+    """
     counts = options.pop("counts", work.size)
-    if how is not None and not how.commutes and collective not in ("scan", "exscan"):
+    if not how.commutes and collective not in ("scan", "exscan"):
         options["reproducible"] = True  # by the tree, which keeps the ranks in order
     plan = communicator.plan(collective, counts, work.itemsize, **options)
-    yield Stage(plan, work, None if how is None else how.ufunc)
+    vector = None
+    if how.is_mean and isinstance(plan, Published) and plan.reduces:
+        divisor = plan.ends.divisor(communicator.member_rank, communicator.size)
+        vector = Vector([work], [work], how.ufunc, work.dtype, divisor, ends=plan.ends)
+        how = how._replace(is_mean=False)
+    yield Stage(plan, work, how.ufunc, vector)
+    return how
 
 
 def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[Stage, None, None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Never
 
@@ -11,25 +9,25 @@ import numpy as np
 
 from syncvar.collectives._arguments import (
     Structure,
-    arrays_of,
-    as_array,
+    arrays_in,
+    checked_integer,
+    checked_root,
+    deliver,
     describe,
-    flatten,
     fresh,
-    is_structure,
     unflatten,
 )
 from syncvar.collectives._headers import array_record, exchange, require_same
-from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._moving import call_prepared, detail_of, fitting, landed, landing, moved, moves
+from syncvar.collectives._kinds import call_generally
+from syncvar.collectives._moving import call_prepared, detail_of, fits_out, moved, moves, result_buffer
 from syncvar.collectives._preparing import plain_array
+from syncvar.collectives.flat import gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.operation import Stage
 from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
-from syncvar.execution.moves import Blocks, Layout
-from syncvar.joining.context import entered_natively
+from syncvar.execution.moves import NOTHING, Blocks, Layout
+from syncvar.joining.process import entered_natively
 from syncvar.loading import unexpected
 
 if TYPE_CHECKING:
@@ -39,8 +37,9 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Stage
 
-__all__ = ["all_gather", "along_axis", "gather_flat", "gather_request", "gathered"]
+__all__ = ["all_gather", "gather_prepared", "gather_request", "gathered_blocks"]
 
 
 def all_gather(
@@ -76,7 +75,7 @@ def all_gather(
         DeadlineExceeded: The call did not finish in time.
 
     Cost: where the ranks share memory and bring one shape, one copy of each block where it lies (small
-        blocks: one in, one out); without leave to read the other ranks' memory one in and one out, in windows. Else a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
+        blocks: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
     Order: nothing is combined; the bytes are equal on every rank.
 
     Example:
@@ -89,26 +88,12 @@ def all_gather(
     if _foreign:
         raise unexpected(all_gather, _foreign)
     communicator = communicator_of(group)
-    is_plain = type(axis) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
-    array = plain_array(x) if is_plain else None
-    if array is not None and not array.ndim:
-        array = array.reshape(1)
-    if array is not None and axis in (0, -array.ndim):
-        public = all_gather if group is None else None
-        key = ("all_gather", axis, array.dtype, array.shape)
-        result = call_prepared(communicator, key, array, out, timeout, _prepare, axis, public=public)
+    if algorithm is None and not async_op:
+        result = gather_prepared(communicator, x, out, timeout, axis, public=all_gather)
         if result is not None:
             return result
-    if is_foreign(x, out):
-        call = partial(
-            all_gather, axis=axis, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
-        )
-        return in_kind(call, x, out)
-    return communicator.perform(
-        "all_gather",
-        partial(gather_request, communicator, x, axis, out, algorithm=algorithm, keep=async_op),
-        timeout,
-        async_op=async_op,
+    return call_generally(
+        all_gather, communicator, gather_request, x, out, group=group, timeout=timeout, async_op=async_op, axis=axis, algorithm=algorithm
     )
 
 
@@ -116,13 +101,48 @@ if not TYPE_CHECKING:
     all_gather = entered_natively(all_gather, second="axis", usual=0)
 
 
-def _prepare(communicator: Communicator, x: NDArray[Any], axis: int) -> Any:
-    size, rank = communicator.size, communicator.member_rank
+def gather_prepared(
+    communicator: Communicator, x: Any, out: Any, timeout: float | None, axis: int, root: int | None = None, *, public: Any = None
+) -> Any:
+    """Make a plain gather by its prepared way; None where nothing has been done.
+
+    Args:
+        communicator: The group.
+        x: What this rank brings.
+        out: As the caller gave it.
+        timeout: As the caller gave it.
+        axis: Where to concatenate.
+        root: Who gets the result, None for everybody; elsewhere the result is an array without elements.
+        public: The public function that is called with `root`, or with `axis` where there is no root, beside `x` for the world; or None.
+    """
+    if type(axis) is not int or not (root is None or type(root) is int) or not (timeout is None or is_seconds(timeout)):
+        return None
+    array = plain_array(x)
+    if array is not None and not array.ndim:
+        array = array.reshape(1)
+    if array is None or axis not in (0, -array.ndim):
+        return None
+    if root is None:
+        key = ("all_gather", axis, array.dtype, array.shape)
+        return call_prepared(communicator, key, array, out, timeout, _prepare, axis, public=public)
+    rooted = ("gather", axis, root, array.dtype, array.shape)
+    return call_prepared(communicator, rooted, array, out, timeout, _prepare, root, axis, public=None if axis else public)
+
+
+def _prepare(communicator: Communicator, x: NDArray[Any], *how: int) -> Any:
+    """Prepare gathers of (axis), or of (root, axis)."""
+    axis, root = how[-1], None if len(how) == 1 else how[0]
+    size, rank, name = communicator.size, communicator.member_rank, "all_gather" if root is None else "gather"
+
+    def front(x: NDArray[Any], out: Any) -> Blocks | None:
+        blocks = gathered_blocks(x, out, size, rank, root)
+        return fits_out(blocks, out) if root in (None, rank) else blocks
+
     return (
-        gather_request(communicator, x, axis),
-        _layout(x, 0, size, rank),
-        lambda x, out: fitting(_blocks(x, out, size, rank), out),
-        lambda x, out: gather_request(communicator, x, axis, out, is_moved=False).body,
+        gather_request(communicator, x, axis, name=name, root=root),
+        _layout(x, 0, size, rank, root),
+        front,
+        lambda x, out: gather_request(communicator, x, axis, out, name, root=root, is_moved=False).body,
     )
 
 
@@ -133,68 +153,62 @@ def gather_request(
     out: Any = None,
     name: str = "all_gather",
     algorithm: str | None = None,
+    root: int | None = None,
     is_moved: bool | None = None,
     keep: bool = False,
 ) -> Request:
-    """Check the arguments of an all-gather and return the request.
+    """Check the arguments of an all-gather, or of a gather to a root, and return the request.
 
-    Args:
-        communicator: The group.
-        x: What this rank brings.
-        axis: Where to concatenate.
-        out: As the caller gave it.
-        name: What is compared, and told.
-        algorithm: Forced, or None.
-        is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
-        keep: Take copies of the arrays now: the caller may change them before the call ends.
+    `is_moved` is False where the ranks have found that they do not bring the same; None lets the group decide.
     """
-    structure, arrays, axes, kinds = along_axis(x, axis, out)
-    like = x
+    target = None if root is None else checked_root(root, communicator)
+    structure, arrays, axes, kinds = _along_axis(x, axis, out)
+    size, rank, like = communicator.size, communicator.member_rank, x
+    gets = target in (None, rank)
     if keep:
         arrays, like = [array.copy() for array in arrays], fresh(structure, x)
     if is_moved is None:
-        is_moved = structure is None and moves(communicator, "all_gather", algorithm)
+        is_moved = structure is None and moves(communicator, "all_gather" if target is None else "gather", algorithm)
 
     def body() -> Generator[Stage, None, Any]:
         if is_moved:
-            size, rank, array, place = communicator.size, communicator.member_rank, arrays[0], axes[0]
-            blocks = _blocks(np.moveaxis(array, place, 0), out if place == 0 else None, size, rank)
-            if (yield from moved(_layout(array, place, size, rank), blocks)):
-                return landed(blocks.made if place == 0 else _turned(blocks.made, place), out)
+            array, place = arrays[0], axes[0]
+            blocks = gathered_blocks(np.moveaxis(array, place, 0), out if place == 0 else None, size, rank, target)
+            if (yield from moved(_layout(array, place, size, rank, target), blocks)):
+                return deliver(blocks.made if place == 0 else _turned(blocks.made, place), out) if gets else None
         results = []
         for array, place in zip(arrays, axes, strict=True):
-            results.append((yield from gathered(communicator, array, place, name, None, algorithm)))
+            results.append((yield from _gathered(communicator, array, place, name, target, algorithm)))
+        if not gets:
+            return None
         if structure is not None:
             return unflatten(structure, results, like)
-        return landed(results[0], out)
+        return deliver(results[0], out)
 
-    return Request(f"{name}({kinds}, axis {axis})", fingerprint(name, int(axis), structure, algorithm), body())
+    shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
+    return Request(f"{name}({kinds}, axis {axis}{shown})", fingerprint(name, int(axis), *rooted, structure, algorithm), body())
 
 
-def along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
+def _along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
     """Check what is to be concatenated.
 
     Returns:
         (structure or None, its arrays, the axis of each, the arrays in words).
     """
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
-        raise ConfigError(f"axis must be an integer, not {axis!r}")
-    structure, leaves = flatten(x) if is_structure(x) else (None, [x])
-    if structure is not None and out is not None:
-        raise ConfigError("out cannot be given with a structure")
-    found = [as_array(x)] if structure is None else arrays_of(x, leaves)
+    axis = checked_integer("axis", axis)
+    structure, found = arrays_in(x, out)
     arrays = [np.atleast_1d(array) for array in found]
     axes = []
     for array in arrays:
         if not -array.ndim <= axis < array.ndim:
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
         array_record(array)  # refuses too many dimensions, also where no record travels
-        axes.append(int(axis) % array.ndim)
+        axes.append(axis % array.ndim)
     kinds = (arrays[0].dtype.name if arrays else "") + ("" if structure is None else f" in {describe(structure)}")
     return structure, arrays, axes, kinds
 
 
-def gathered(
+def _gathered(
     communicator: Communicator, array: NDArray[Any], axis: int, name: str, root: int | None, algorithm: str | None = None
 ) -> Generator[Stage, None, NDArray[Any]]:
     """Concatenate arrays of all ranks on the root, or on every rank (None)."""
@@ -216,33 +230,19 @@ def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
     return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
 
-def _layout(array: NDArray[Any], axis: int, size: int, rank: int) -> Layout:
+def _layout(array: NDArray[Any], axis: int, size: int, rank: int, root: int | None) -> Layout:
     """Return how arrays are moved where all ranks bring one of this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
-    takes = tuple(((rank + distance) % size, 0) for distance in range(1, size))
+    takes = tuple(((rank + distance) % size, 0) for distance in range(1, size)) if root in (None, rank) else ()
     return Layout(detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes)
 
 
-def _blocks(array: NDArray[Any], out: Any, size: int, rank: int) -> Blocks:
+def gathered_blocks(array: NDArray[Any], out: Any, size: int, rank: int, root: int | None = None) -> Blocks:
+    """Return the arrays of a call in which all ranks bring such an array as this one; a root brings nothing for others, who get nothing."""
+    outgoing = () if rank == root else (array,)
+    if root not in (None, rank):
+        return Blocks(NOTHING, outgoing)
     rows = array.shape[0]
-    made = landing(out, (size * rows, *array.shape[1:]), array.dtype, array)
+    made = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
     parts = [made[start : start + rows] for start in range(0, size * rows, rows)] if rows else [made] * size
-    return Blocks(made, (array,), (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
-
-
-def gather_flat(
-    communicator: Communicator,
-    mine: NDArray[Any],
-    counts: tuple[int, ...],
-    root: int | None = None,
-    algorithm: str | None = None,
-) -> Generator[Stage, None, NDArray[Any]]:
-    """Gather flat blocks whose counts are known on all ranks; returns the concatenation (on the root, if there is one)."""
-    work = np.empty(sum(counts), mine.dtype)
-    rank = communicator.member_rank
-    start = list(accumulate(counts, initial=0))[rank]
-    work[start : start + counts[rank]] = mine
-    collective = "all_gather" if root is None else "gather"
-    plan = communicator.plan(collective, counts, work.itemsize, root=root or 0, algorithm=algorithm)
-    yield Stage(plan, work)
-    return work
+    return Blocks(made, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])

@@ -28,10 +28,9 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._kinds import given_back
-from syncvar.collectives._tree import summed
-from syncvar.collectives.all_gather import gather_flat
+from syncvar.collectives.flat import gather_bytes, gather_flat
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.objects import gather_bytes
+from syncvar.collectives.tree_sum import summed
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError, MismatchError
@@ -142,15 +141,7 @@ class _Told(NamedTuple):
 def shards_request(
     communicator: Communicator, shards: Any, op: Any, *, name: str = "all_reduce_shards", digest: int = 0
 ) -> Request:
-    """Check the arguments of an all-reduce of shards and return the request.
-
-    Args:
-        communicator: The group.
-        shards: This rank's.
-        op: The op.
-        name: What the call is, in words.
-        digest: What else must be the same on all ranks.
-    """
+    """Check the arguments of an all-reduce of shards and return the request; `digest` must be the same on all ranks too."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
     op = op.lower() if isinstance(op, str) else op

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives._headers import BYTES, Record, exchange
-from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._moving import UNMOVED, call_prepared, detail_of, landed, moved, moves, place_of
-from syncvar.collectives.all_gather import gather_flat
-from syncvar.collectives.groups import communicator_of
+from syncvar.collectives._arguments import deliver
+from syncvar.collectives._kinds import call_generally
+from syncvar.collectives._moving import UNMOVED, call_prepared, detail_of, moved, moves, place_of
+from syncvar.collectives.flat import gather_bytes
+from syncvar.collectives.groups import by_rank, communicator_of
 from syncvar.collectives.scatter import cut
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.execution.moves import Blocks, Layout
+from syncvar.joining.process import entered_natively
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.wire import DTYPE_NAMES, Untaken, dtype_index, pack_object, unpack_object
@@ -68,7 +67,7 @@ def all_to_all(
         DeadlineExceeded: The call did not finish in time.
 
     Cost: where the ranks share memory and all parts have one shape, one copy of each part where it lies
-        (small parts: one in, one out); without leave to read the other ranks' memory one in and one out, in windows. Else an
+        (small parts: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else an
         exchange of the shapes, then n-1 rounds over links, one in shared memory.
 
     Example:
@@ -81,17 +80,17 @@ def all_to_all(
     communicator = communicator_of(group)
     is_plain = type(parts) is np.ndarray and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:
-        result = call_prepared(communicator, ("all_to_all", parts.dtype, parts.shape), parts, out, timeout, _prepare)
+        result = call_prepared(communicator, ("all_to_all", None, parts.dtype, parts.shape), parts, out, timeout, _prepare, None, public=all_to_all)
         if result is not None:
             return result
-    if is_foreign(parts, out):
-        call = partial(all_to_all, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
-        return in_kind(call, parts, out)
-    request = partial(_request, communicator, parts, out, algorithm, keep=async_op)
-    return communicator.perform("all_to_all", request, timeout, async_op=async_op)
+    return call_generally(all_to_all, communicator, _request, parts, out, group=group, timeout=timeout, async_op=async_op, algorithm=algorithm)
 
 
-def _prepare(communicator: Communicator, parts: NDArray[Any]) -> Any:
+if not TYPE_CHECKING:
+    all_to_all = entered_natively(all_to_all, takes_numbers=False)
+
+
+def _prepare(communicator: Communicator, parts: NDArray[Any], _how: None) -> Any:
     size, rank = communicator.size, communicator.member_rank
     rows = parts.shape[0] // size
     shape = (rows, *parts.shape[1:])
@@ -99,10 +98,11 @@ def _prepare(communicator: Communicator, parts: NDArray[Any]) -> Any:
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         mine = [x[cut] for cut in cuts]
-        is_like_x = type(out) is np.ndarray and out.shape == x.shape and out.dtype == x.dtype and out.flags.carray
-        if is_like_x and not np.may_share_memory(out, x):
-            return _sides(mine, [out[cut] for cut in cuts], rank)
-        return _blocks(mine, shape, None if out is None else _checked_outs(out, communicator, mine), rank)
+        made = np.empty(x.shape, x.dtype) if out is None else out
+        is_like_x = type(made) is np.ndarray and made.shape == x.shape and made.dtype == x.dtype and made.flags.carray
+        if is_like_x and not np.may_share_memory(made, x):
+            return _sides(mine, [made[cut] for cut in cuts], rank)._replace(made=made, parts=size)
+        return _blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
 
     return (
         _request(communicator, parts, None, None, keep=False),
@@ -140,31 +140,23 @@ def _request(
                 if found is not None:
                     layout, blocks = _layout(mine[0].dtype, shape, communicator.size, communicator.member_rank), found
             if (yield from moved(layout, blocks)):
-                return _placed(communicator, list(blocks.made))
-        records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
-        lengths = tuple(record.nbytes for record in records)
-        flat = (yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), lengths)).tobytes()
-        ends = list(accumulate(lengths))
-        told = [unpack_object(flat[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+                return _for_each(communicator, list(blocks.made))
+        told = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
         if any(index != told[0][0] for index, _ in told):
             table = {communicator.members[rank]: f"brings {DTYPE_NAMES[index]}" for rank, (index, _) in enumerate(told)}
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
         made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
         if out is not None:
-            made = [landed(one, target) for one, target in zip(made, out, strict=True)]
-        return _placed(communicator, made)
+            made = [deliver(one, target) for one, target in zip(made, out, strict=True)]
+        return _for_each(communicator, made)
 
     what = f"all_to_all({mine[0].dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
     return Request(what, fingerprint("all_to_all", algorithm), body())
 
 
-def _placed(communicator: Communicator, made: list[NDArray[Any]]) -> list[NDArray[Any]]:
+def _for_each(communicator: Communicator, made: list[NDArray[Any]]) -> list[NDArray[Any]]:
     """Return one array for each rank; from ranks that have left a block of sv.uneven one without elements."""
-    if len(made) == len(communicator.whole):
-        return made
-    nothing = np.empty((0, *made[0].shape[1:]), made[0].dtype)
-    found = dict(zip(communicator.present, made, strict=True))
-    return [found.get(rank, nothing) for rank in range(len(communicator.whole))]
+    return by_rank(communicator, made, np.empty((0, *made[0].shape[1:]), made[0].dtype))
 
 
 def _checked_outs(out: Any, communicator: Communicator, mine: list[NDArray[Any]]) -> list[NDArray[Any]]:

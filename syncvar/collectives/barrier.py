@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.engine.group import Communicator, Request, fingerprint
-from syncvar.engine.operation import Stage
+from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.sync_points import meet
+from syncvar.engine.group import fingerprint
 from syncvar.engine.timeouts import is_seconds
-from syncvar.joining.context import entered_natively
+from syncvar.joining.process import entered_natively
 from syncvar.kernel import remember
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable
-
     from syncvar.collectives.groups import Group
 
-__all__ = ["barrier", "meet"]
+__all__ = ["barrier"]
 
 _NOTHING = np.empty(0, np.uint8)
 _BARRIER = ("barrier",)
@@ -46,8 +45,6 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
         >>> import syncvar as sv
         >>> sv.barrier()
     """
-    from syncvar.collectives.groups import communicator_of
-
     communicator = communicator_of(group)
     is_plain = communicator.channel is not None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain:
@@ -59,33 +56,9 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
         from syncvar.engine.prepared_reductions import prepare_barrier
 
         made = communicator.keep_prepared(_BARRIER, prepare_barrier(communicator, fingerprint(*_BARRIER), "barrier"))
-        if group is None:
-            remember(barrier, None, made, communicator.prepared_calls)
+        remember(barrier, None, made, communicator.prepared_calls)
     return work
 
 
 if not TYPE_CHECKING:
     barrier = entered_natively(barrier, nothing=_NOTHING, positions=0)
-
-
-def meet(
-    communicator: Communicator,
-    what: str,
-    parts: tuple[Hashable, ...],
-    timeout: float | None,
-    check: Callable[[], None] | None = None,
-    *,
-    async_op: bool = False,
-) -> Any:
-    """Meet at a point that all ranks name alike; `parts` is compared."""
-
-    def request() -> Request:
-        if check is not None:
-            check()
-        return Request(what, fingerprint(*parts), _body(communicator))
-
-    return communicator.perform(what, request, timeout, async_op=async_op)
-
-
-def _body(communicator: Communicator) -> Generator[Stage, None, None]:
-    yield Stage(communicator.plan("barrier", 0), _NOTHING)

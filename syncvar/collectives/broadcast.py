@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Never
-
-import numpy as np
 
 from syncvar.collectives._arguments import (
     arrays_of,
     as_array,
     checked_root,
+    deliver,
     describe,
     flatten,
     fresh,
@@ -21,25 +19,24 @@ from syncvar.collectives._arguments import (
     unflatten,
 )
 from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_record, exchange, require_same
-from syncvar.collectives._kinds import in_kind, is_foreign
+from syncvar.collectives._kinds import call_generally
 from syncvar.collectives._moving import (
     UNMOVED,
     call_prepared,
     detail_of,
-    fitting,
-    landed,
-    landing,
+    fits_out,
     moved,
     moves,
+    result_buffer,
 )
 from syncvar.collectives._preparing import plain_array
+from syncvar.collectives.flat import broadcast_bytes, broadcast_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.operation import Stage
 from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.joining.context import entered_natively
+from syncvar.joining.process import entered_natively
 from syncvar.loading import unexpected
 from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
@@ -50,8 +47,9 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
+    from syncvar.engine.operation import Stage
 
-__all__ = ["broadcast", "broadcast_bytes", "broadcast_flat", "broadcast_request"]
+__all__ = ["broadcast", "broadcast_blocks", "broadcast_request"]
 
 
 def broadcast(
@@ -88,7 +86,7 @@ def broadcast(
         DeadlineExceeded: The call did not finish in time.
 
     Cost: where the ranks share memory and all bring the shape and dtype, one copy where the value lies (small
-        values: one in, one out); without leave to read the other ranks' memory one in and one out, in windows. Else a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
+        values: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
         rounds of the whole value.
     Order: nothing is combined; the bytes are equal on every rank.
 
@@ -103,21 +101,12 @@ def broadcast(
     is_plain = type(root) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     array = plain_array(x) if is_plain else None
     if array is not None:
-        public = broadcast if group is None else None
         key = ("broadcast", root, array.dtype, array.shape)
-        result = call_prepared(communicator, key, array, out, timeout, _prepare, root, public=public)
+        result = call_prepared(communicator, key, array, out, timeout, _prepare, root, public=broadcast)
         if result is not None:
             return result
-    if is_foreign(x, out):
-        call = partial(
-            broadcast, root=root, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
-        )
-        return in_kind(call, x, out)
-    return communicator.perform(
-        "broadcast",
-        partial(broadcast_request, communicator, x, root, out, algorithm=algorithm, keep=async_op),
-        timeout,
-        async_op=async_op,
+    return call_generally(
+        broadcast, communicator, broadcast_request, x, out, group=group, timeout=timeout, async_op=async_op, root=root, algorithm=algorithm
     )
 
 
@@ -130,7 +119,7 @@ def _prepare(communicator: Communicator, x: NDArray[Any], root: int) -> Any:
     return (
         broadcast_request(communicator, x, root),
         _layout(x, root, is_root=is_root),
-        lambda x, out: fitting(_blocks(x, out, is_root=is_root), out),
+        lambda x, out: fits_out(broadcast_blocks(x, out, is_root=is_root), out),
         lambda x, out: broadcast_request(communicator, x, root, out, is_moved=False).body,
     )
 
@@ -145,18 +134,7 @@ def broadcast_request(
     is_moved: bool | None = None,
     keep: bool = False,
 ) -> Request:
-    """Check the arguments of a broadcast and return the request.
-
-    Args:
-        communicator: The group.
-        x: What this rank brings.
-        root: Whose value is taken.
-        out: As the caller gave it.
-        name: What is compared, and told.
-        algorithm: Forced, or None.
-        is_moved: False where the ranks have found that they do not bring the same; None lets the group decide.
-        keep: Take copies of the arrays now: the caller may change them before the call ends.
-    """
+    """Check the arguments of a broadcast and return the request; `is_moved` is as for `gather_request`."""
     root = checked_root(root, communicator)
     is_root = communicator.member_rank == root
     if x is None and is_root:
@@ -184,9 +162,9 @@ def broadcast_request(
         if is_moved:
             layout, blocks = UNMOVED
             if record.kind == ARRAY:
-                layout, blocks = _layout(arrays[0], root, is_root=is_root), _blocks(arrays[0], out, is_root=is_root)
+                layout, blocks = _layout(arrays[0], root, is_root=is_root), broadcast_blocks(arrays[0], out, is_root=is_root)
             if (yield from moved(layout, blocks)):
-                return landed(blocks.made, out)
+                return deliver(blocks.made, out)
         records = yield from exchange(communicator, record)
         brought = [one for one in records if one.kind != NOTHING]
         if any(one != records[root] for one in brought):
@@ -199,7 +177,7 @@ def broadcast_request(
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
         dtype = dtype_from_index(theirs.dtype)
         result = (yield from broadcast_flat(communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm))
-        return landed(result, out)  # looked at when this rank's part is done: others may be waiting for what it passes on
+        return deliver(result, out)  # looked at when this rank's part is done: others may be waiting for what it passes on
 
     shown = "None" if x is None else "structure" if is_structure(x) else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
     return Request(f"{name}(root {root}, {shown})", fingerprint(name, root, algorithm), body())
@@ -210,37 +188,15 @@ def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> Layout:
     return Layout(detail_of(array.dtype, array.shape), array.dtype, array.shape, 1, () if is_root else ((root, 0),))
 
 
-def _blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
+def broadcast_blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
+    """Return the arrays of a call in which all ranks bring such an array as this one."""
     if not is_root:
-        made = landing(out, array.shape, array.dtype)
+        made = result_buffer(out, array.shape, array.dtype)
         return Blocks(made, targets=(made,))
     if array is out:
         return Blocks(array, (array,))
-    made = landing(out, array.shape, array.dtype, array)
+    made = result_buffer(out, array.shape, array.dtype, array)
     return Blocks(made, (array,), own=array, own_target=made)
-
-
-def broadcast_flat(
-    communicator: Communicator,
-    mine: NDArray[Any] | None,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    root: int,
-    algorithm: str | None = None,
-) -> Generator[Stage, None, NDArray[Any]]:
-    """Broadcast an array whose shape and dtype all ranks know; `mine` is the root's value."""
-    result: NDArray[Any] = np.empty(shape, dtype) if mine is None else np.array(mine, dtype=dtype, order="C", copy=True)
-    work = result.reshape(-1)
-    yield Stage(communicator.plan("broadcast", work.size, work.itemsize, root=root, algorithm=algorithm), work)
-    return result
-
-
-def broadcast_bytes(communicator: Communicator, mine: bytes, root: int) -> Generator[Stage, None, bytes]:
-    """Broadcast bytes whose length only the root knows."""
-    records = yield from exchange(communicator, Record(BYTES, nbytes=len(mine)))
-    data = np.frombuffer(mine, np.uint8) if communicator.member_rank == root else None
-    result = yield from broadcast_flat(communicator, data, (records[root].nbytes,), np.dtype(np.uint8), root)
-    return result.tobytes()
 
 
 def _structure_body(

@@ -5,18 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives._arguments import checked_output, checked_root, fresh, unflatten
-from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives.all_gather import along_axis, gathered
+from syncvar.collectives._kinds import call_generally
+from syncvar.collectives.all_gather import gather_prepared, gather_request
 from syncvar.collectives.groups import communicator_of
-from syncvar.engine.group import Request, fingerprint
+from syncvar.joining.process import entered_natively
 from syncvar.loading import unexpected
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from syncvar.collectives.groups import Group
-    from syncvar.engine.operation import Stage
 
 __all__ = ["gather"]
 
@@ -54,7 +50,8 @@ def gather(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: a header round of small frames, then the blocks once to the root.
+    Cost: where the ranks share memory and bring one shape, one copy of each block where it lies (small blocks: one in, one
+        out). Else a header round of small frames, then the blocks once to the root.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -64,35 +61,15 @@ def gather(
     if _foreign:
         raise unexpected(gather, _foreign)
     communicator = communicator_of(group)
-    if is_foreign(x, out):
-        call = partial(
-            gather, root=root, axis=axis, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
-        )
-        return in_kind(call, x, out)
+    if algorithm is None and not async_op:
+        result = gather_prepared(communicator, x, out, timeout, axis, root, public=gather)
+        if result is not None:
+            return result if communicator.member_rank == root else None
+    request = partial(gather_request, name="gather")
+    return call_generally(
+        gather, communicator, request, x, out, group=group, timeout=timeout, async_op=async_op, root=root, axis=axis, algorithm=algorithm
+    )
 
-    def check() -> Request:
-        target = checked_root(root, communicator)
-        structure, arrays, axes, kinds = along_axis(x, axis, out)
-        is_root = communicator.member_rank == target
-        like = x
-        if async_op:
-            arrays, like = [array.copy() for array in arrays], fresh(structure, x)
 
-        def body() -> Generator[Stage, None, Any]:
-            results = []
-            for array, place in zip(arrays, axes, strict=True):
-                results.append((yield from gathered(communicator, array, place, "gather", target, algorithm)))
-            if not is_root:
-                return None
-            if structure is not None:
-                return unflatten(structure, results, like)
-            if out is not None:
-                into = checked_output(out, results[0].shape, results[0].dtype)
-                into[...] = results[0]
-                return into
-            return results[0]
-
-        digest = fingerprint("gather", int(axis), target, structure, algorithm)
-        return Request(f"gather({kinds}, axis {axis}, root {target})", digest, body())
-
-    return communicator.perform("gather", check, timeout, async_op=async_op)
+if not TYPE_CHECKING:
+    gather = entered_natively(gather, second="root", usual=0)

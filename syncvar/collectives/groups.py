@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from syncvar.collectives.barrier import meet
+from syncvar.collectives._arguments import checked_integer
+from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.engine.group import Communicator, fingerprint
 from syncvar.errors import ConfigError, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.loading import Taught
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Group", "communicator_of", "new_group"]
+__all__ = ["Group", "by_rank", "communicator_of", "new_group"]
 
 
 class Group(Taught):
@@ -68,10 +67,8 @@ class Group(Taught):
         Raises:
             ConfigError: color or key is no integer.
         """
-        from syncvar.collectives.objects import gather_objects
-
         def mine() -> list[int | None]:
-            return [None if color is None else _integer("color", color), _integer("key", key)]
+            return [None if color is None else checked_integer("color", color), checked_integer("key", key)]
 
         parent = communicator_of(self)
         current().refuse_in_block("group.split")
@@ -136,7 +133,7 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
 def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     if isinstance(ranks, str | bytes) or not hasattr(ranks, "__iter__"):
         raise ConfigError(f"the ranks of a group must be a list of integers, not {ranks!r}")
-    members = tuple(_integer("a rank of a group", rank) for rank in ranks)
+    members = tuple(checked_integer("a rank of a group", rank) for rank in ranks)
     if not members:
         raise ConfigError("a group needs at least one rank")
     outside = [rank for rank in members if not 0 <= rank < world_size]
@@ -147,10 +144,18 @@ def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     return members
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ConfigError(f"{name} must be an integer, not {value!r}")
-    return int(value)
+def by_rank(communicator: Communicator, made: list[Any], nothing: Any) -> list[Any]:
+    """Return one item for each rank of a group, `nothing` for those that have left a block of sv.uneven.
+
+    Args:
+        communicator: The group.
+        made: One item for each rank that takes part.
+        nothing: What stands for the others.
+    """
+    if len(made) == len(communicator.whole):
+        return made
+    known = dict(zip(communicator.present, made, strict=True))
+    return [known.get(rank, nothing) for rank in range(len(communicator.whole))]
 
 
 def communicator_of(group: Any) -> Communicator:

@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.collectives.groups import Group
 from syncvar.errors import ConfigError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,19 +6,16 @@ OrderedDict, Counter) of these, of NumPy arrays, and of tensors of PyTorch and J
 
 from __future__ import annotations
 
-import struct
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar.collectives._arguments import checked_root
-from syncvar.collectives._headers import exchange_bytes
 from syncvar.collectives._moving import UNMOVED, call_prepared, detail_of, moved, moves
-from syncvar.collectives.all_gather import gather_flat
-from syncvar.collectives.broadcast import broadcast_bytes
-from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.scatter import scatter_flat
+from syncvar.collectives.all_gather import gathered_blocks
+from syncvar.collectives.broadcast import broadcast_blocks
+from syncvar.collectives.flat import AT_ONCE, HEAD, broadcast_bytes, gather_bytes, scatter_flat
+from syncvar.collectives.groups import by_rank, communicator_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
@@ -34,13 +31,11 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
 
-__all__ = ["all_gather_object", "broadcast_object", "gather_bytes", "gather_object", "scatter_object"]
+__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
-_AT_ONCE = 248  # bytes of an object that travel with its length; with it four cache lines
-_HEAD = struct.Struct(f"<Q{_AT_ONCE}s")
-_HEAD_BYTES = _HEAD.size
+_HEAD_BYTES = HEAD.size
 _BYTE = np.dtype(np.uint8)
-_EMPTY = np.frombuffer(_HEAD.pack(0, b""), np.uint8)
+_EMPTY = np.frombuffer(HEAD.pack(0, b""), np.uint8)
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -92,7 +87,7 @@ def _gather_request(communicator: Communicator, mine: bytes, root: int | None) -
             everything = yield from _moved(_heads([mine]), *_gathered_heads(communicator, root))
         if everything is None:
             everything = yield from gather_bytes(communicator, mine, root)
-        return _placed(communicator, everything) if root in (None, communicator.member_rank) else None
+        return by_rank(communicator, list(map(unpack_object, everything)), None) if root in (None, communicator.member_rank) else None
 
     what = name if root is None else f"{name}(root {root})"
     return Request(what, fingerprint(name) if root is None else fingerprint(name, root), body())
@@ -102,38 +97,8 @@ def _gathered_heads(communicator: Communicator, root: int | None) -> tuple[Layou
     size, rank = communicator.size, communicator.member_rank
     if root not in (None, rank):
         return _layout(), lambda head: Blocks(_NOTHING, (head,))
-
-    def blocks(head: NDArray[Any]) -> Blocks:
-        made = np.empty(size * _HEAD_BYTES, np.uint8)
-        parts = [made[start : start + _HEAD_BYTES] for start in range(0, made.size, _HEAD_BYTES)]
-        return Blocks(made, (head,), (*parts[rank + 1 :], *parts[:rank]), head, parts[rank])
-
-    return _layout(*(((rank + distance) % size, 0) for distance in range(1, size))), blocks
-
-
-def _placed(communicator: Communicator, data: list[bytes]) -> list[Any]:
-    """Return the objects of all ranks; None for ranks that have left a block of sv.uneven."""
-    found = [unpack_object(one) for one in data]
-    if len(found) == len(communicator.whole):
-        return found
-    known = dict(zip(communicator.present, found, strict=True))
-    return [known.get(rank) for rank in range(len(communicator.whole))]
-
-
-def gather_objects(
-    communicator: Communicator, name: str, make: Callable[[], Any], timeout: float | None, *, async_op: bool = False
-) -> Any:
-    """Gather what `make` returns; what it raises is the caller's error, of which the group is told."""
-
-    def check() -> Request:
-        mine = pack_object(make())
-
-        def body() -> Generator[Stage, None, list[Any]]:
-            return [unpack_object(data) for data in (yield from gather_bytes(communicator, mine))]
-
-        return Request(name, fingerprint(name), body())
-
-    return communicator.perform(name, check, timeout, async_op=async_op)
+    takes = (((rank + distance) % size, 0) for distance in range(1, size))
+    return _layout(*takes), lambda head: gathered_blocks(head, None, size, rank)
 
 
 def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
@@ -194,12 +159,7 @@ def _broadcast_request(communicator: Communicator, mine: bytes, root: int) -> Re
 
 def _broadcast_heads(communicator: Communicator, root: int) -> tuple[Layout, Callable[[NDArray[Any]], Blocks]]:
     is_root = communicator.member_rank == root
-
-    def blocks(head: NDArray[Any]) -> Blocks:
-        made = np.empty(_HEAD_BYTES, np.uint8)
-        return Blocks(made, (head,), own=head, own_target=made) if is_root else Blocks(made, targets=(made,))
-
-    return _layout(*(() if is_root else ((root, 0),))), blocks
+    return _layout(*(() if is_root else ((root, 0),))), lambda head: broadcast_blocks(head, None, is_root=is_root)
 
 
 def gather_object(
@@ -327,25 +287,6 @@ def _scattered_heads(communicator: Communicator, root: int) -> tuple[Layout, Cal
     return _layout(*(() if is_root else ((root, rank),)), blocks=size), blocks
 
 
-def gather_bytes(
-    communicator: Communicator, mine: bytes, root: int | None = None
-) -> Generator[Stage, None, list[bytes]]:
-    """Gather bytes, of any length from each rank: on the root, or on every rank (None).
-
-    Cost: one exchange of small frames; where somebody has more than these hold, another round for all.
-    """
-    heads = [_HEAD.unpack(head) for head in (yield from exchange_bytes(communicator, _HEAD.pack(len(mine), mine)))]
-    counts = tuple(count for count, _ in heads)
-    if max(counts) <= _AT_ONCE:
-        return [data[:count] for count, data in heads]
-    flat = yield from gather_flat(communicator, np.frombuffer(mine, np.uint8), counts, root)
-    if root is not None and communicator.member_rank != root:
-        return []
-    data = flat.tobytes()
-    ends = list(accumulate(counts))
-    return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
 # -- small objects in shared memory: one phase ------------------------------------------------------------------------
 
 
@@ -359,14 +300,14 @@ def _head_of(*objects: Any) -> NDArray[Any] | None:
 
 def _heads(packed: list[bytes]) -> NDArray[Any] | None:
     """Return what carries packed objects; None where one of them is too long."""
-    if max(map(len, packed)) > _AT_ONCE:
+    if max(map(len, packed)) > AT_ONCE:
         return None
-    return np.frombuffer(b"".join([_HEAD.pack(len(data), data) for data in packed]), np.uint8)
+    return np.frombuffer(b"".join([HEAD.pack(len(data), data) for data in packed]), np.uint8)
 
 
 def _in_heads(made: NDArray[Any] | list[bytes]) -> list[bytes]:
     """Return the objects in heads; what has gone the general way is there already."""
-    return made if isinstance(made, list) else [data[:count] for count, data in _HEAD.iter_unpack(made.tobytes())]
+    return made if isinstance(made, list) else [data[:count] for count, data in HEAD.iter_unpack(made.tobytes())]
 
 
 def _layout(*takes: tuple[int, int], blocks: int = 1) -> Layout:

@@ -1,7 +1,7 @@
 """Send and receive: one array, or one object, from one rank to another.
 
 Messages from one rank to another with the same tag arrive in the order sent; those of different tags do not disturb
-each other. On one host they go through the arena, see `engine/messages.py`. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
+each other. A message of up to `eager_bytes` is sent at once; a longer one waits until the receiver has come, so that a
 cycle of ranks that all send first gets the launcher's verdict instead of waiting for ever.
 """
 
@@ -14,45 +14,36 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.arena.boxes import what_of
-from syncvar.collectives._arguments import as_array, checked_output, is_structure
-from syncvar.collectives._headers import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
+from syncvar.collectives._arguments import as_array, deliver, is_structure
+from syncvar.collectives._headers import ARRAY, BYTES, array_record
 from syncvar.collectives._kinds import in_kind, is_foreign
 from syncvar.collectives._mailbox import Mailbox, done, failed
 from syncvar.collectives.groups import communicator_of
-from syncvar.engine.at_once import NOT_YET, Line
-from syncvar.engine.executor import LinkOperation, prepare
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.messages import Inward, Letter, Outward, Receiving, Sending
-from syncvar.engine.operation import Stage
+from syncvar.collectives.pairs import line_of, sending_words, to_receive, to_send
+from syncvar.engine.at_once import NOT_YET
 from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.joining.context import current, entered_by_door
-from syncvar.kernel import Count, remember_end
+from syncvar.joining.process import current, entered_by_door
+from syncvar.kernel import remember_end
 from syncvar.loading import unexpected
-from syncvar.plans import Chunk, Plan, Recv, Send
-from syncvar.wire import dtype_from_index, pack_object, unpack_object
+from syncvar.wire import pack_object, unpack_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.executor import Prepared
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.messages import Landing
-    from syncvar.plans import Step
+    from syncvar.engine.at_once import Line
+    from syncvar.engine.group import Communicator, Request
 
 __all__ = ["recv", "recv_object", "send", "send_object"]
 
-_SOURCE, _DEST = 0, 1  # ranks of the pair
 _TAG_MAX = (1 << 31) - 1
 _NO_MESSAGES = (
     "send and recv inside `with sv.uneven():` are refused: nobody would answer for a rank that has left its loop. Send before or "
     "after the block, or use a collective (scatter, all_to_all, broadcast)"
 )
-_STREAMS_MAX = 128  # of a group: beyond, pairs and tags that wait for nothing are let go
 
 
 def send(
@@ -151,15 +142,15 @@ def _sent(
     if dest == rank:
         _own(communicator, tag).put(kind, make().copy())
         return done() if async_op else None
-    line = _line(communicator, rank, dest, tag)
+    line = line_of(communicator, rank, dest, tag)
     eager_bytes = current().config.eager_bytes
 
     def words_of(array: NDArray[Any]) -> tuple[str, int]:
-        return _sending_words(name, line, array, kind, tag), array_record(array).dtype
+        return sending_words(name, line, array, kind, tag), array_record(array).dtype
 
     def check() -> Request:
         array = make()
-        return _to_send(name, line, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op)
+        return to_send(name, line, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op)
 
     if line.end is not None and (timeout is None or is_seconds(timeout)):
         with contextlib.suppress(ConfigError):  # it is raised again with the number of the call, which the receiver hears of
@@ -170,28 +161,6 @@ def _sent(
             elif not async_op and line.tell(mine, kind, partial(words_of, mine), check, timeout):
                 return None
     return line.perform(name, check, timeout, async_op=async_op)
-
-
-def _sending_words(name: str, line: Line, array: NDArray[Any], kind: int, tag: int) -> str:
-    shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
-    return f"{name}({shown} to rank {line.stream.members[_DEST]}, tag {tag})"
-
-
-def _to_send(name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool) -> Request:
-    """Return the call that sends an array, or an object as bytes; `waits` for a long one, which waits for its receiver."""
-    stream = line.stream
-    work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(-1)
-    told = array_record(array, int(waits))._replace(kind=kind)
-    record = np.frombuffer(pack_record(told), np.uint8)
-
-    def body() -> Generator[Stage, None, None]:
-        yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
-        rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
-        yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
-
-    letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
-    operation = partial(Sending, outward=line.end, letter=letter) if isinstance(line.end, Outward) else LinkOperation
-    return Request(_sending_words(name, line, array, kind, tag), fingerprint("message"), body(), operation)
 
 
 def recv(
@@ -294,13 +263,13 @@ def _received(
     if source == rank:
         own = _own(communicator, tag)
         return own.start(name, finish) if async_op else own.take(name, finish)
-    line = _line(communicator, source, rank, tag)
+    line = line_of(communicator, source, rank, tag)
 
     def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
 
     def check() -> Request:
-        return _to_receive(name, line, tag, landing, finish)
+        return to_receive(name, line, tag, landing, finish)
 
     if line.end is not None and (timeout is None or is_seconds(timeout)):
         try:
@@ -314,32 +283,6 @@ def _received(
     return line.perform(name, check, timeout, async_op=async_op)
 
 
-def _to_receive(name: str, line: Line, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]) -> Request:
-    """Return the call that receives a message."""
-    stream = line.stream
-
-    def body() -> Generator[Stage, None, Any]:
-        data = np.empty(RECORD_BYTES, np.uint8)
-        yield Stage(_plan(stream, Recv(_SOURCE, Chunk(0, data.size))), data)
-        record = unpack_record(data.tobytes())
-        made: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
-        work = made.reshape(-1)
-        rounds: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
-        yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
-        return finish(record.kind, made)
-
-    what = f"{name}(from rank {stream.members[_SOURCE]}, tag {tag})"
-    operation = partial(Receiving, inward=line.end, landing=landing, finish=finish) if isinstance(line.end, Inward) else LinkOperation
-    return Request(what, fingerprint("message"), body(), operation)
-
-
-def _begun(tag: int, line: Line, array: NDArray[Any]) -> Request:
-    """Return the call of a long array's message that the C runner has begun, with the array that goes, or where it comes to."""
-    if isinstance(line.end, Outward):
-        return _to_send("send", line, array, ARRAY, tag, waits=True, copies=False)
-    return _to_receive("recv", line, tag, lambda *_: None, lambda _kind, made: made)
-
-
 def _unpacked(kind: int, made: NDArray[Any]) -> Any:
     if kind != BYTES:
         raise ConfigError(f"the message is an array, {made.dtype.name}{list(made.shape)}, and no object: take it with sv.recv(source)")
@@ -349,24 +292,12 @@ def _unpacked(kind: int, made: NDArray[Any]) -> Any:
 def _delivered(kind: int, made: NDArray[Any], out: Any) -> NDArray[Any]:
     if kind == BYTES:
         raise ConfigError("the message is an object and no array: take it with sv.recv_object(source)")
-    if out is None:
-        return made
-    target = checked_output(out, made.shape, made.dtype)
-    if target is not made:
-        target[...] = made
-    return target
+    return deliver(made, out)
 
 
 def _is_alike(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
     """Return whether a message of this dtype and shape can be written to `out` as it is."""
     return type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
-
-
-def _plan(stream: Communicator, *steps: Step) -> Prepared:
-    """Return a plan of one step for each round, for this end of the pair."""
-    count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
-    rounds = tuple((step,) for step in steps)
-    return prepare(Plan("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members)
 
 
 if not TYPE_CHECKING:
@@ -379,38 +310,6 @@ def _remember(door: Any, line: Line, communicator: Communicator, peer: int, tag:
     if not line.is_remembered and communicator is current().world:
         line.is_remembered = True
         remember_end(door, line.native, peer, tag)
-
-
-def _line(communicator: Communicator, source: int, dest: int, tag: int) -> Line:
-    """Return the pair's own calls: message number k of the sender meets message number k of the receiver.
-
-    A tag may be a step's number. What is kept of one that is not used any more is the number of its next message.
-    """
-    streams = communicator.streams
-    found = streams.get((source, dest, tag))
-    if found is None:
-        if len(streams) >= _STREAMS_MAX:
-            _let_go(streams)
-        identity = fingerprint("message", communicator.identity, source, dest, tag)
-        pair = (communicator.members[source], communicator.members[dest])
-        context = current()
-        made = context.communicator(identity, pair, shares=False)
-        post, engine = context.post, context.engine
-        end: Inward | Outward | None = None
-        if post is not None and engine is not None and all(map(post.serves, pair)):
-            end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
-            made.count = Count(identity, made.next_call)
-            engine.count_by(made.count)
-        found = streams[source, dest, tag] = Line(context, made, end, ARRAY, partial(_begun, tag))
-    return found
-
-
-def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
-    for key, line in list(streams.items()):
-        stream, engine = line.stream, line.stream.engine
-        if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
-            del streams[key]
-            engine.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
 def _own(communicator: Communicator, tag: int) -> Mailbox:

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives._arguments import (
-    arrays_of,
-    as_array,
-    checked_output,
-    checked_root,
-    flatten,
-    fresh,
-    is_structure,
-    unflatten,
-)
-from syncvar.collectives._kinds import in_kind, is_foreign
+from syncvar.collectives._arguments import arrays_in, checked_output, checked_root, fresh, unflatten
+from syncvar.collectives._kinds import call_generally
+from syncvar.collectives._preparing import call_reduction
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ConfigError
+from syncvar.execution.lower_reduce import Ends
 from syncvar.joining import finite
+from syncvar.joining.process import entered_natively
 from syncvar.loading import unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from numpy.typing import NDArray
-
     from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
-    from syncvar.execution.kernels import Reduction
 
 __all__ = ["reduce"]
 
@@ -69,7 +58,7 @@ def reduce(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: over links ceil(log2 n) rounds by a binomial tree, and as many empty frames back: no rank returns before all
+    Cost: in shared memory each rank brings its value once, and the root, or of long values each rank for its part, combines. Over links ceil(log2 n) rounds by a binomial tree, and as many empty frames back: no rank returns before all
         have come, as in shared memory, where it is one round.
     Order: lower ranks are left operands; fixed by the number of ranks.
 
@@ -81,56 +70,46 @@ def reduce(
     if _foreign:
         raise unexpected(reduce, _foreign)
     communicator = communicator_of(group)
-    if is_foreign(x, out):
-        call = partial(
-            reduce, op=op, root=root, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
-        )
-        return in_kind(call, x, out)
-
-    def check() -> Request:
-        target = checked_root(root, communicator)
-        is_root = communicator.member_rank == target
-        if is_structure(x):
-            if out is not None:
-                raise ConfigError("out cannot be given with a structure")
-            structure, leaves = flatten(x)
-        else:
-            structure, leaves = None, [x]
-        arrays = arrays_of(x, leaves) if structure is not None else [as_array(x)]
-        for array in arrays:
-            finite.look(array, "reduce")
-        parts = [described(array, op, "reduce", target, algorithm, shown=f", root {target}") for array in arrays]
-        hows = [how for how, _, _ in parts]
-        into = None
-        if out is not None and is_root:
-            into = checked_output(out, arrays[0].shape, hows[0].result)
-        like = fresh(structure, x) if async_op else x
-        works = [contribution(array, how, communicator.home_rank) for array, how in zip(arrays, hows, strict=True)]
-
-        def body() -> Generator[Stage, None, Any]:
-            results = []
-            for array, how, work in zip(arrays, hows, works, strict=True):
-                results.append((yield from _one(communicator, array, how, work, target, into, algorithm)))
-            yield from tell_that_all_came(communicator, target)
-            if not is_root:
-                return None
-            return results[0] if structure is None else unflatten(structure, results, like)
-
-        digest = parts[0][1] if structure is None else fingerprint(structure, *(part[1] for part in parts))
-        what = parts[0][2] if structure is None else f"reduce({op}, {len(arrays)} arrays, root {target})"
-        return Request(what, digest, body())
-
-    return communicator.perform("reduce", check, timeout, async_op=async_op)
+    if type(root) is int and algorithm is None and not async_op:
+        ends = Ends("reduce", root)
+        public = None if root else reduce
+        result = call_reduction(communicator, ends, x, op, out, timeout, root, None, public=public, shown=f", root {root}")
+        if result is not None:
+            return result if communicator.rank == root else None
+    return call_generally(
+        reduce, communicator, _request, x, out, group=group, timeout=timeout, async_op=async_op, op=op, root=root, algorithm=algorithm
+    )
 
 
-def _one(
-    communicator: Communicator,
-    array: NDArray[Any],
-    how: Reduction,
-    work: NDArray[Any],
-    root: int,
-    out: NDArray[Any] | None,
-    algorithm: str | None,
-) -> Generator[Stage, None, Any]:
-    yield from run_plan(communicator, "reduce", work, how, root=root, algorithm=algorithm)
-    return outcome(how, work, communicator.size, array.shape, out) if communicator.member_rank == root else None
+if not TYPE_CHECKING:
+    reduce = entered_natively(reduce, second="op", usual="sum", positions=2)
+
+
+def _request(communicator: Communicator, x: Any, op: str, root: int, out: Any, algorithm: str | None, *, keep: bool) -> Request:
+    """Check the arguments and return the request; what this rank brings is taken now, and `keep` also its containers."""
+    target = checked_root(root, communicator)
+    is_root = communicator.member_rank == target
+    structure, arrays = arrays_in(x, out)
+    for array in arrays:
+        finite.look(array, "reduce")
+    parts = [described(array, op, "reduce", target, algorithm, shown=f", root {target}") for array in arrays]
+    hows = [how for how, _, _ in parts]
+    into = None
+    if out is not None and is_root:
+        into = checked_output(out, arrays[0].shape, hows[0].result)
+    like = fresh(structure, x) if keep else x
+    works = [contribution(array, how, communicator.home_rank) for array, how in zip(arrays, hows, strict=True)]
+
+    def body() -> Generator[Stage, None, Any]:
+        left = []
+        for how, work in zip(hows, works, strict=True):
+            left.append((yield from run_plan(communicator, "reduce", work, how, root=target, algorithm=algorithm)))
+        yield from tell_that_all_came(communicator, target)
+        if not is_root:
+            return None
+        results = [outcome(how, work, communicator.size, array.shape, into) for array, how, work in zip(arrays, left, works, strict=True)]
+        return results[0] if structure is None else unflatten(structure, results, like)
+
+    digest = parts[0][1] if structure is None else fingerprint(structure, *(part[1] for part in parts))
+    what = parts[0][2] if structure is None else f"reduce({op}, {len(arrays)} arrays, root {target})"
+    return Request(what, digest, body())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, checked_output
-from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._moving import call_prepared, fitting, landed, landing, moved, moves, place_of
+from syncvar.collectives._arguments import as_array, checked_output, deliver
+from syncvar.collectives._kinds import call_generally
+from syncvar.collectives._moving import call_prepared, fits_out, moved, moves, place_of, result_buffer
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request
@@ -20,7 +19,7 @@ from syncvar.errors import ConfigError, UsageError
 from syncvar.execution.kernels import OPS, reduction
 from syncvar.execution.moves import Blocks, Fold, Layout
 from syncvar.joining import finite
-from syncvar.joining.context import entered_natively
+from syncvar.joining.process import entered_natively
 from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 
@@ -70,7 +69,7 @@ def reduce_scatter(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: n-1 rounds over links; in shared memory pieces in the arena are read there, others go by windows; (n-1)/n of the array sent by each rank.
+    Cost: n-1 rounds over links; in shared memory pieces in the arena are read there, others go by cells; (n-1)/n of the array sent by each rank.
     Order: lower ranks are left operands; fixed by shape and number of ranks.
 
     Example:
@@ -83,21 +82,12 @@ def reduce_scatter(
     communicator = communicator_of(group)
     is_plain = type(x) is np.ndarray and isinstance(op, str) and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
     if is_plain and lengths is None and x.ndim and x.shape[0] % communicator.size == 0:
-        public = reduce_scatter if group is None else None
         key = ("reduce_scatter", op, x.dtype, x.shape)
-        result = call_prepared(communicator, key, x, out, timeout, _prepare, op, public=public)
+        result = call_prepared(communicator, key, x, out, timeout, _prepare, op, public=reduce_scatter)
         if result is not None:
             return result
-    if is_foreign(x, out):
-        call = partial(
-            reduce_scatter, op=op, lengths=lengths, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
-        )
-        return in_kind(call, x, out)
-    return communicator.perform(
-        "reduce_scatter",
-        partial(_request, communicator, x, op, lengths, out, algorithm, keep=async_op),
-        timeout,
-        async_op=async_op,
+    return call_generally(
+        reduce_scatter, communicator, _request, x, out, group=group, timeout=timeout, async_op=async_op, op=op, lengths=lengths, algorithm=algorithm
     )
 
 
@@ -112,7 +102,7 @@ def _prepare(communicator: Communicator, x: NDArray[Any], op: str) -> Any:
     return (
         _request(communicator, x, op, None, None, None, keep=False),
         _layout(x, how, size, rank),
-        lambda x, out: fitting(_blocks(x, how, out, size, rank), out),
+        lambda x, out: fits_out(_blocks(x, how, out, size, rank), out),
         None,
     )
 
@@ -137,7 +127,7 @@ def _request(
 
         def body() -> Generator[Stage, None, Any]:
             yield from moved(_layout(array, how, communicator.size, rank), blocks)
-            return landed(blocks.made, into)
+            return deliver(blocks.made, into)
 
         return Request(what, digest, body())
     work = contribution(array, how, communicator.home_rank)
@@ -166,7 +156,7 @@ def _layout(array: NDArray[Any], how: Reduction, size: int, rank: int) -> Layout
 
 def _blocks(array: NDArray[Any], how: Reduction, out: Any, size: int, rank: int) -> Blocks:
     rows = array.shape[0] // size
-    made = landing(out, (rows, *array.shape[1:]), how.result, array)
+    made = result_buffer(out, (rows, *array.shape[1:]), how.result, array)
     blocks = [array[start : start + rows] for start in range(0, size * rows, rows)] if rows else [array] * size
     return Blocks(made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank]))
 

@@ -7,21 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, checked_output
-from syncvar.collectives._kinds import in_kind, is_foreign
+from syncvar.collectives._arguments import as_array, checked_output, deliver
+from syncvar.collectives._kinds import call_generally
+from syncvar.collectives._preparing import call_reduction
 from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request
 from syncvar.execution.kernels import identity
+from syncvar.execution.lower_reduce import Ends
 from syncvar.joining import finite
+from syncvar.joining.process import entered_natively
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from syncvar.collectives.groups import Group
+    from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
 
 __all__ = ["exscan", "scan"]
+
+_SCAN, _EXSCAN = Ends("scan"), Ends("exscan")
 
 
 def scan(
@@ -63,7 +69,7 @@ def scan(
         >>> sv.scan([1.0, 2.0])
         array([1., 2.])
     """
-    return _prefix("scan", x, op, out, group, async_op, timeout, algorithm)
+    return _prefix(scan, _SCAN, x, op, out, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
 
 
 def exscan(
@@ -78,14 +84,8 @@ def exscan(
 ) -> Any:
     """Combine the values of the ranks 0 to r-1 on rank r; rank 0 gets the identity of the op.
 
-    Args:
-        x: As for `scan`.
-        op: As for `scan`, and one with an identity: minloc, maxloc and registered ops have none. The mean on rank 0 is 0.
-        out: As for `scan`.
-        group: As for `scan`.
-        async_op: As for `scan`.
-        timeout: As for `scan`.
-        algorithm: As for `scan`.
+    The arguments are those of `scan`, with an op that has an identity: minloc, maxloc and registered ops have none. The mean on
+    rank 0 is 0.
 
     Returns:
         A new array of the shape of `x`: x0 op … op x(r-1).
@@ -103,47 +103,46 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    return _prefix("exscan", x, op, out, group, async_op, timeout, algorithm)
+    return _prefix(exscan, _EXSCAN, x, op, out, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
+
+
+if not TYPE_CHECKING:
+    scan = entered_natively(scan, second="op", usual="sum", positions=2)
+    exscan = entered_natively(exscan, second="op", usual="sum", positions=2)
 
 
 def _prefix(
-    name: str,
-    x: Any,
-    op: str,
-    out: Any,
-    group: Group | None,
-    async_op: bool,
-    timeout: float | None,
-    algorithm: str | None,
-) -> Any:
+    public: Callable[..., Any], ends: Ends, x: Any, op: str, out: Any, *,
+    group: Group | None, async_op: bool, timeout: float | None, algorithm: str | None,
+) -> Any:  # fmt: skip
+    """Make a scan or an exscan, by its prepared call where it has one."""
     communicator = communicator_of(group)
-    if is_foreign(x, out):
-        call = partial(
-            scan if name == "scan" else exscan, op=op, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm
-        )
-        return in_kind(call, x, out)
+    if algorithm is None and not async_op:
+        result = call_reduction(communicator, ends, x, op, out, timeout, None, public=public)
+        if result is not None:
+            return result
+    request = partial(_request, ends.collective)
+    return call_generally(
+        public, communicator, request, x, out, group=group, timeout=timeout, async_op=async_op, op=op, algorithm=algorithm
+    )
 
-    def check() -> Request:
-        array = as_array(x)
-        finite.look(array, name)
-        how, digest, what = described(array, op, name, algorithm)
-        neutral = identity(how) if name == "exscan" else None
-        into = None if out is None else checked_output(out, array.shape, how.result)
-        rank = communicator.member_rank
-        work = contribution(array, how, communicator.home_rank)
-        count = rank if name == "exscan" else rank + 1
 
-        def body() -> Generator[Stage, None, Any]:
-            yield from run_plan(communicator, name, work, how, algorithm=algorithm)
-            yield from tell_that_all_came(communicator, communicator.size - 1)
-            if count:
-                return outcome(how, work, count, array.shape, into)
-            made = np.full(array.shape, neutral, how.result)
-            if into is None:
-                return made
-            into[...] = made
-            return into
+def _request(name: str, communicator: Communicator, x: Any, op: str, out: Any, algorithm: str | None, *, keep: bool) -> Request:  # noqa: ARG001
+    """Check the arguments and return the request; what this rank brings is taken now, so there is nothing more to keep."""
+    array = as_array(x)
+    finite.look(array, name)
+    how, digest, what = described(array, op, name, algorithm)
+    neutral = identity(how) if name == "exscan" else None
+    into = None if out is None else checked_output(out, array.shape, how.result)
+    rank = communicator.member_rank
+    work = contribution(array, how, communicator.home_rank)
+    count = rank if name == "exscan" else rank + 1
 
-        return Request(what, digest, body())
+    def body() -> Generator[Stage, None, Any]:
+        left = yield from run_plan(communicator, name, work, how, algorithm=algorithm)
+        yield from tell_that_all_came(communicator, communicator.size - 1)
+        if count:
+            return outcome(left, work, count, array.shape, into)
+        return deliver(np.full(array.shape, neutral, how.result), into)
 
-    return communicator.perform(name, check, timeout, async_op=async_op)
+    return Request(what, digest, body())

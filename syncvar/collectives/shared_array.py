@@ -16,7 +16,7 @@ from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ArenaFull, ConfigError, MismatchError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.resident import checked_kind, zeros
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from syncvar.collectives._preparing import prepare_array
-from syncvar.collectives.all_reduce import reduce_request
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.timeouts import is_seconds
+from syncvar.collectives.agreeing import agree, agreement_request
+from syncvar.engine.group import fingerprint
 from syncvar.errors import MismatchError, UsageError
 from syncvar.topology import rank_list
 
@@ -106,8 +104,9 @@ class Enrolled:
                 f"it, and catch such an error inside the function that strategy.run calls, or around the block"
             )
         if len(self.working) > 1:
+            said = f"{name} inside sv.uneven", _DIGEST
             try:
-                left = self._told(f"{name} inside sv.uneven", timeout)
+                left = agree(self._rolls_now(), _ROLL, "or", self._nobody(), timeout, said)  # a bit for each that has left
             except MismatchError as error:
                 self._heed(error)
                 raise
@@ -140,7 +139,8 @@ class Enrolled:
         left = self._nobody()
         place = rolls.member_rank
         left[place >> 6] = np.uint64(1) << np.uint64(place & 63)
-        work: Work = rolls.perform(_ROLL, lambda: self._request(rolls, left, "sv.uneven: its own loop has ended"), timeout, async_op=True)
+        said = "sv.uneven: its own loop has ended", _DIGEST
+        work: Work = rolls.perform(_ROLL, lambda: agreement_request(rolls, _ROLL, "or", left, said), timeout, async_op=True)
         work._operation.report_at = float("inf")  # noqa: SLF001  (it may wait long, and the end of the block tells whom this rank waits for)
         return work
 
@@ -190,20 +190,3 @@ class Enrolled:
 
     def _nobody(self) -> NDArray[np.uint64]:
         return np.zeros(-(-len(self.working) // 64), np.uint64)
-
-    def _told(self, what: str, timeout: float | None) -> NDArray[np.uint64]:
-        """Return who of those that worked has left, a bit for each."""
-        rolls = self._rolls_now()
-        mine = self._nobody()
-        ready = rolls.prepared_calls.get((_ROLL, "or", mine.dtype, mine.shape, False))
-        if ready is not None and (timeout is None or is_seconds(timeout)):
-            told = ready(mine, None, (what, _DIGEST), timeout)
-            if told is not None:
-                return told
-        found: NDArray[np.uint64] = rolls.perform(what, lambda: self._request(rolls, mine, what), timeout)
-        prepare_array(rolls, mine, "or", _ROLL, reproducible=False)
-        return found
-
-    @staticmethod
-    def _request(rolls: Communicator, left: NDArray[np.uint64], what: str) -> Request:
-        return Request(what, _DIGEST, reduce_request(rolls, left, "or", name=_ROLL).body)

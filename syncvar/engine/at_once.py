@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from syncvar.arena.boxes import what_of
-from syncvar.engine.messages import WAY, Inward, Outward, Sending, methods
+from syncvar.arena.box import what_of
+from syncvar.engine.message_ends import Inward, Outward
+from syncvar.engine.messages import WAY, Sending
 from syncvar.engine.recorder import Told
 from syncvar.errors import SyncvarError
 from syncvar.wire import dtype_index
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from syncvar.config import RuntimeConfig
     from syncvar.engine.group import Communicator, Request
-    from syncvar.engine.messages import Landing
+    from syncvar.engine.message_ends import Landing
 
 __all__ = ["NOT_YET", "Line"]
 
@@ -172,10 +173,7 @@ class Line:
                 outward.give_up(told)
                 stream.interrupt(call, begin, error)
                 raise
-            operation = stream.operation(call, request(), begin)
-            assert isinstance(operation, Sending)
-            operation.go_on_with(told)
-            engine.take_over(operation, timeout)
+            engine.take_over(stream.operation(call, _begun(request(), told), begin), timeout)
             return True
         finally:
             stream.busy.release()
@@ -288,10 +286,12 @@ class Line:
         if kind != self._array or stream.engine is None or end is None:
             return
         if self.native is None:
-            objects = stream.count, stream.engine, self._context, stream.recorder.add, self._go_on, *methods(stream.busy)
-            self.native = end.native_end(stream.identity, self._context.config.eager_bytes, objects, stream.engine.under_way)
+            self.native = end.native_end(
+                stream.identity, self._context.config.eager_bytes, count=stream.count, engine=stream.engine, context=self._context,
+                add=stream.recorder.add, go_on=self._go_on, busy=stream.busy, shared=stream.engine.under_way,
+            )  # fmt: skip
         if self.native is not None:
-            self.native.remember(dtype, shape, sort.what, sort.told.nbytes, sort.told)
+            self.native.remember(dtype, shape, sort.what, sort.told)
 
     def _go_on(self, array: NDArray[Any], call: int, begin: int, number: int, done: int, error: BaseException | None) -> Any:
         """Go on with a long message that the C runner has begun, and that has not gone or come soon.
@@ -315,12 +315,17 @@ class Line:
         try:
             if error is not None:
                 raise error
-            operation = stream.operation(call, self._request(self, array), begin)
+            operation = stream.operation(call, _begun(self._request(self, array), number, done), begin)
         except BaseException as why:
             if isinstance(end, Outward):
                 end.give_up(number)
             stream.interrupt(call, begin, why)
             raise
-        if isinstance(operation, Sending):
-            operation.go_on_with(number, done)
         return engine.take_over(operation, None)
+
+
+def _begun(request: Request, number: int, done: int = 0) -> Request:
+    """Return the call of a message, which, where it is sent, goes on with what is in its box, and of which some bytes have gone."""
+    if isinstance(request.message, Sending):
+        request.message.go_on_with(number, done)
+    return request

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.errors import MismatchError, PeerLost, SyncvarError
 from syncvar.wire import Kind
@@ -17,16 +17,21 @@ from syncvar.wire import Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Operation
-    from syncvar.kernel import Count
     from syncvar.transports import Frame
     from syncvar.wire import Message
 
-__all__ = ["CallLedger", "Overtaken"]
+__all__ = ["CallLedger", "Counting", "Overtaken"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
+
+
+class Counting(Protocol):
+    """Who counts the calls of a group, while it lives: a communicator, or what counts messages."""
+
+    identity: int
+    next_call: int
 
 
 class _Passed:
@@ -75,7 +80,7 @@ class CallLedger:
         self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
         self._passed: dict[int, deque[_Passed]] = {}
         self._has_skipped = False
-        self.counted: weakref.WeakValueDictionary[int, Communicator | Count] = weakref.WeakValueDictionary()
+        self.counted: weakref.WeakValueDictionary[int, Counting] = weakref.WeakValueDictionary()
 
     @property
     def has_refusals(self) -> bool:

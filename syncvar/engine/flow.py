@@ -13,16 +13,17 @@ telling, for ever where nothing else is sent.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
 from syncvar.wire import HEADER_NBYTES, Kind, pack_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from syncvar.engine.operation import Operation
-    from syncvar.transports import Transport
+    from syncvar.transports import Frame, Transport
 
 __all__ = ["Flow"]
 
@@ -37,12 +38,13 @@ class _Credit:
 
 
 class Flow:
-    """The credit of all links of a process.
+    """The credit of all links of a process: the outlet of its operations.
 
     Args:
         rank: This process in the world.
         generation: Version of the membership.
         transport: Where frames go.
+        segment_bytes: Largest payload of a frame.
         window_bytes: Unused bytes allowed on a link for each group.
         is_oldest: Whether no older operation of its group is running here.
     """
@@ -52,18 +54,21 @@ class Flow:
         rank: int,
         generation: int,
         transport: Transport,
+        segment_bytes: int,
         window_bytes: int,
         is_oldest: Callable[[Operation], bool],
     ) -> None:
+        self.rank = rank
+        self.generation = generation
+        self.segment_bytes = segment_bytes
         self.frames_sent = 0
-        self._rank = rank
-        self._generation = generation
         self._transport = transport
         self._window_bytes = window_bytes
         self._is_oldest = is_oldest
         self._numbers = count()
         self._credits: dict[tuple[int, int], _Credit] = {}
         self._owed: dict[tuple[int, int], int] = {}
+        self._resting: deque[tuple[int, int]] = deque()  # (group, peer) of pairs that are let go, by threads that do not drive
 
     def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
         """Send a frame now, or when the credit allows."""
@@ -83,7 +88,7 @@ class Flow:
         key = (peer, group)
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
-            self._transport.send(peer, pack_header(Kind.CREDIT, self._rank, self._generation, group, nbytes=owed))
+            self._transport.send(peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed))
             owed = 0
         self._owed[key] = owed
 
@@ -97,11 +102,31 @@ class Flow:
         if not credit.outstanding and not credit.queue:
             del self._credits[peer, group]
 
-    def settle(self, group: int, peer: int) -> None:
-        """Give back what is owed to a peer for a group that is not used for the time being, and keep no account of it."""
-        owed = self._owed.pop((peer, group), 0)
-        if owed:
-            self._transport.send(peer, pack_header(Kind.CREDIT, self._rank, self._generation, group, nbytes=owed))
+    def use_up(self, frames: Iterable[Frame]) -> None:
+        """Give credit back for frames that nobody will look at."""
+        for frame in frames:
+            if frame.header.kind != Kind.KNOCK:
+                self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
+
+    def knock(self, operation: Operation, peer: int) -> None:
+        """Tell a rank that has not come: shared memory says nothing to those who are not looking."""
+        header = pack_header(
+            Kind.KNOCK, self.rank, self.generation, operation.group, operation.call, fingerprint=operation.fingerprint
+        )
+        self._transport.send(peer, header)
+
+    def rest(self, group: int, peer: int) -> None:
+        """Let the driver keep no account of a group that is not used for the time being; from any thread."""
+        self._resting.append((group, peer))
+        self._transport.wake()
+
+    def settle(self) -> None:
+        """Give back what is owed for the groups that rest, and keep no account of it."""
+        while self._resting:
+            group, peer = self._resting.popleft()
+            owed = self._owed.pop((peer, group), 0)
+            if owed:
+                self._transport.send(peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed))
 
     def go_on(self, group: int) -> None:
         """Send what may go now that an operation of a group has ended: another one may be the oldest."""
@@ -112,11 +137,6 @@ class Flow:
     def clear(self) -> None:
         """Forget what waits: the generation is broken."""
         self._credits.clear()
-
-    def outstanding(self, peer: int, group: int) -> int:
-        """Return the bytes on their way to a peer for a group."""
-        credit = self._credits.get((peer, group))
-        return credit.outstanding if credit is not None else 0
 
     def _fits(self, credit: _Credit, nbytes: int, operation: Operation) -> bool:
         total = credit.outstanding + nbytes

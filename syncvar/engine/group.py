@@ -8,34 +8,34 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from syncvar.engine.call_sites import own_site
-from syncvar.engine.executor import LinkOperation, Prepared, prepare
-from syncvar.engine.hierarchical import HierarchicalOperation, Hosts, PreparedStages, prepare_stages
+from syncvar.engine.hierarchical import Hosts, hierarchical_operation
+from syncvar.engine.host_steps import host_steps
+from syncvar.engine.links import link_operation
+from syncvar.engine.messages import message_operation
+from syncvar.engine.operation import Operation
+from syncvar.engine.planner import Planner
 from syncvar.engine.queued import send_queued
 from syncvar.engine.recorder import Recorder, Told
-from syncvar.engine.shared_operation import SharedOperation, staged
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
 from syncvar.errors import ConfigError, InternalError, MismatchError, UsageError
 from syncvar.execution.kernels import quiet
-from syncvar.execution.rounds import Published, prepare_published
-from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    import numpy as np
+    from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
-    from syncvar.engine.at_once import Line
+    from syncvar.arena.channel import Channel
     from syncvar.engine.engine import Engine
-    from syncvar.engine.operation import Operation, Stage
-    from syncvar.engine.prepared_reductions import PreparedCall
-    from syncvar.execution.kernels import Reduction
+    from syncvar.engine.messages import Receiving, Sending
+    from syncvar.engine.operation import Stage
     from syncvar.kernel import Count
+
+    PreparedCall = Callable[..., NDArray[Any] | None]
 
 __all__ = ["Communicator", "Request", "Uneven", "Work", "fingerprint"]
 
-_PLANS_MAX = 512
 _PREPARED_MAX = 512
 _EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
 
@@ -55,18 +55,18 @@ class Request:
         what: The call in words, for instance "all_reduce(sum, float32[10])".
         digest: Its fingerprint.
         body: Generator of stages.
-        make: What a call over links becomes.
+        message: Of a call that is one, where it may go through a box.
     """
 
-    __slots__ = ("body", "digest", "make", "what")
+    __slots__ = ("body", "digest", "message", "what")
 
     def __init__(
-        self, what: str, digest: int, body: Generator[Stage, None, Any], make: Callable[..., Operation] = LinkOperation
+        self, what: str, digest: int, body: Generator[Stage, None, Any], message: Sending | Receiving | None = None
     ) -> None:
         self.what = what
         self.digest = digest
         self.body = body
-        self.make = make
+        self.message = message
 
 
 class _NoOutlet:
@@ -97,10 +97,6 @@ class Uneven(Protocol):
 
     def left_run(self, error: BaseException) -> None:
         """Make no more calls in the block."""
-
-
-def _nothing() -> Generator[Stage, None, None]:
-    yield from ()
 
 
 class Communicator:
@@ -143,12 +139,13 @@ class Communicator:
         self.busy = threading.Lock()
         self.channel = channel
         self.hosts = hosts
-        self._forced = dict(forced or {})
-        self.streams: dict[tuple[int, int, int], Line] = {}  # messages: by (source, dest, tag)
+        sizes = None if hosts is None else hosts.sizes
+        self.plan = Planner(self.members, self.rank, dict(forced or {}), is_shared=self.is_shared, host_sizes=sizes)
+        self.streams: dict[tuple[int, int, int], Any] = {}  # messages: a `Line` by (source, dest, tag)
+        self.last_parts: dict[int, NDArray[Any]] = {}  # by root: an array like the part that a scatter has given last
         self.own_messages: dict[int, Any] = {}  # by tag: what this rank sends itself, see collectives._mailbox
         self.prepares = True
         self.prepared_calls: dict[Any, PreparedCall] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
-        self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
@@ -159,72 +156,7 @@ class Communicator:
 
     def forced(self, collective: str) -> str | None:
         """Return the algorithm that the job's setting demands for a collective."""
-        return self._forced.get(collective)
-
-    def plan(
-        self,
-        collective: str,
-        counts: int | tuple[int, ...] | tuple[tuple[int, ...], ...],
-        itemsize: int = 1,
-        *,
-        root: int = 0,
-        reproducible: bool = False,
-        algorithm: str | None = None,
-    ) -> Prepared | Published | PreparedStages:
-        """Choose an algorithm and return this rank's prepared plan, from the cache when it has been used before.
-
-        Args:
-            collective: For instance "all_reduce".
-            counts: Elements of the vector, of each rank's block, or what each rank sends to each (all_to_all).
-            itemsize: Bytes of an element.
-            root: Rank of the group that holds the vector of a broadcast.
-            reproducible: An all-reduce has to sum by the tree.
-            algorithm: Forced by the caller; the job's setting comes after it.
-        """
-        key = (collective, counts, itemsize, root, reproducible, algorithm)
-        found = self._plans.get(key)
-        if found is None:
-            if len(self._plans) >= _PLANS_MAX:
-                self._plans.clear()
-            sizes: Any = {"count": counts}
-            total: Any = counts
-            is_even = True
-            if isinstance(counts, tuple):
-                is_matrix = collective == "all_to_all"
-                sizes = {"matrix" if is_matrix else "counts": counts}
-                rows: Any = counts if is_matrix else (counts,)
-                is_even = len({count for row in rows for count in row}) == 1
-                total = sum(map(sum, counts)) // self.size if is_matrix else sum(counts)  # type: ignore[arg-type]
-            wanted = algorithm or suited(collective, self.forced(collective), self.size, even=is_even, reproducible=reproducible)
-            if wanted is None and self.hosts is not None and collective in COMPOSED:
-                parts = stages(
-                    collective, self.hosts.sizes, self.member_rank, itemsize=itemsize, root=root, reproducible=reproducible, **sizes
-                )
-                if parts is not None:
-                    found = self._plans[key] = prepare_stages(parts, self.members)
-                    return found
-            chosen = choose(
-                collective, total * itemsize, self.size,
-                reproducible=reproducible, forced=wanted, shared=self.is_shared, even=is_even,
-            ).algorithm  # fmt: skip
-            if self.is_shared:
-                plans = build_all(collective, chosen, self.size, root=root, **sizes)
-                found = prepare_published(plans, self.member_rank)
-            else:
-                plan = build(collective, chosen, self.member_rank, self.size, root=root, **sizes)
-                found = prepare(plan, self.members)
-            self._plans[key] = found
-        return found
-
-    def prepare_reduction(
-        self, how: Reduction, shape: tuple[int, ...], digest: int, what: str, apply: np.ufunc | None = None
-    ) -> PreparedCall | None:
-        """Make the short way of an all-reduce, if there is one; see `prepare_reduction`."""
-        if not self.prepares:
-            return None
-        from syncvar.engine.prepared_reductions import prepare_reduction
-
-        return prepare_reduction(self, how, shape, digest, what, apply)
+        return self.plan.forced.get(collective)
 
     def keep_prepared(self, key: Any, made: PreparedCall | None) -> PreparedCall | None:
         """Remember the short way of calls, if there is one and calls of this group may be prepared."""
@@ -362,7 +294,7 @@ class Communicator:
                     for listener in engine.before_calls:
                         listener(self.identity, name)
                     if engine.queues:
-                        send_queued(engine)
+                        send_queued(engine.queues)
                 with quiet():
                     request = check()
             except Exception as error:
@@ -407,7 +339,7 @@ class Communicator:
         """Break the generation: an exception has left a message that the other rank may have seen, or wait for."""
         if self.engine is not None:
             told = Told("a message", self.identity, self.members, 0, 0, "")
-            operation = LinkOperation(self.identity, self.members, call, 0, told.what, _nothing())
+            operation = Operation(self.identity, self.members, call, 0, told.what)
             operation.entry = self.recorder.begin(told, call, begin)
             self.engine.interrupted(operation, error)
 
@@ -420,28 +352,28 @@ class Communicator:
             begin: When it began, CLOCK_MONOTONIC; None for now.
         """
         channel = self.channel
-        is_linked = channel is None or self.size == 1
-        told = Told(request.what, self.identity, self.members, request.digest, 0, "hosts" if self.hosts is not None else "links" if is_linked else "arena")
+        if self.size == 1:
+            channel = None
+        way = "hosts" if self.hosts is not None else "links" if channel is None else "arena"
+        told = Told(request.what, self.identity, self.members, request.digest, 0, way)
         entry = self.recorder.begin(told, call, begin)
-        operation: Operation
+        about = self.identity, self.members, call, request.digest, request.what
         if self.hosts is not None:
-            operation = HierarchicalOperation(
-                self.hosts, self.identity, self.members, call, request.digest, request.what, request.body
-            )
-        elif channel is None or self.size == 1:
-            operation = request.make(self.identity, self.members, call, request.digest, request.what, request.body)
+            operation = hierarchical_operation(self.hosts, *about, request.body)
+        elif request.message is not None:
+            operation = message_operation(request.message, *about, request.body)
+        elif channel is None:
+            operation = link_operation(*about, request.body)
         else:
             if self.engine is not None and self.engine.begun:
                 self.engine.adopt()  # those that come before it in the channel's queue
-            steps = staged(channel, call, request.digest, request.body, entry)
-            operation = SharedOperation(
-                channel, self.identity, self.members, call, request.digest, request.what, steps
-            )
+            operation = Operation(*about, channel)
+            operation.follow(host_steps(channel, call, request.digest, request.body, entry))
         operation.entry = entry
         return operation
 
     def begin_epoch(self) -> int:
-        """Begin a new block of call numbers (at the start of `strategy.run`); returns its last number.
+        """Begin a new block of call numbers, at the start of `strategy.run` and when it returns; returns its last number.
 
         Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are
         at the same number again. A peer that waits in a call of the block before, which this rank never made, is told
@@ -454,11 +386,6 @@ class Communicator:
             self.engine.passed_over(self.identity, self.members, last, following - 1)
         return following + _EPOCH_CALLS - 1
 
-    def end_epoch(self, epoch_end: int) -> None:
-        """End a block (when `strategy.run` returns), so that all ranks go on at the same number; peers as above."""
-        del epoch_end  # the block goes on to the beginning of the next one
-        self.begin_epoch()
-
     def leave_epoch(self, epoch_end: int, error: BaseException) -> None:
         """End a block by an exception: the group is told at once. A block of sv.uneven that it is in ends as well."""
         if self.engine is not None and self.engine.failure is None:
@@ -468,7 +395,8 @@ class Communicator:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
                 self.engine.left_run(self.identity, self.members, self.next_call - 1, epoch_end, reason)
         self._skip()
-        self._announce()
+        if self.engine is not None:
+            self.engine.announce(self.identity, self.next_call)
 
     def _skip(self) -> None:
         epoch = self._epoch + 1
@@ -476,10 +404,6 @@ class Communicator:
             epoch = -(-self.next_call // _EPOCH_CALLS)
         self._epoch = epoch
         self.next_call = epoch * _EPOCH_CALLS
-
-    def _announce(self) -> None:
-        if self.engine is not None:
-            self.engine.announce(self.identity, self.next_call)
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)
@@ -497,7 +421,7 @@ class Communicator:
             self.engine.count(self.identity, self.next_call)
         self.channel = self.hosts = None
         self.prepared_calls.clear()
-        self._plans.clear()
+        self.plan.forget()
         self.streams.clear()
 
     def disown(self, failure: UsageError) -> None:

@@ -1,356 +1,30 @@
-"""Messages between ranks of one host: through a box in the arena where it has room, else over links.
+"""A message under way, as its operation takes it: through the box of `message_ends` where that goes, else over a link.
 
-Message number k of a pair and tag meets receive number k, whichever way it comes, so the sender alone decides, message by
-message: what finds no room in the box goes over a link. Whoever receives looks in the box and hears the link at the same time.
-
-A message of another tag that lies before the one that is wanted is taken out and kept, so that no tag disturbs another.
-Where much has come together the sender is told to use links, whose credit bounds what may be on its way.
-
-A long message stays where it is until the receiver has read it: part by part where both ranks are at it, in C, at the same
-time; else in the arena, in the sender's memory where the system lets the receiver read there, or again part by part. When
-the sender gives it up meanwhile, what was read of it is not used.
+A message that finds no room in the box goes over a link; the receiver looks in the box and hears the link at the same time.
+A long message waits in the box for the receiver's answer, or until the receiver has asked for it in parts.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.boxes import Form
-from syncvar.engine.executor import LinkOperation
-from syncvar.engine.operation import State
-from syncvar.errors import SyncvarError
-from syncvar.wire import dtype_from_index
+from syncvar.engine.links import Links
+from syncvar.engine.operation import BodyError, Operation
+from syncvar.errors import InternalError, SyncvarError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.boxes import Boxes, Entry, Inbox, Outbox
-    from syncvar.engine.engine import Engine
-    from syncvar.engine.operation import Outlet, Stage
-    from syncvar.transports import Frame
+    from syncvar.engine.message_ends import Inward, Key, Landing, Outward, Taken
+    from syncvar.engine.operation import Stage, Steps
 
-    Key = tuple[int, int]  # identity of the pair's calls, number
-    Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]  # of (kind, dtype, shape): where to write a message
-    Taken = tuple[int, NDArray[Any]]  # kind, message
-
-__all__ = ["WAY", "Inward", "Letter", "Outward", "Post", "Receiving", "Sending", "methods"]
+__all__ = ["WAY", "Letter", "Receiving", "Sending", "message_operation"]
 
 WAY = "arena message"  # in flight records
-
-
-class Post:
-    """The messages of this rank to and from others of its host.
-
-    Args:
-        boxes: Its boxes.
-        engine: Knows the numbers of calls.
-        kept_nbytes_max: Of messages from one rank that have come and that nobody has asked for: from here on they go over links.
-    """
-
-    def __init__(self, boxes: Boxes, engine: Engine, kept_nbytes_max: int) -> None:
-        self._boxes = boxes
-        self._engine = engine
-        self._kept_nbytes_max = kept_nbytes_max
-        self._outward: dict[int, Outward] = {}
-        self._inward: dict[int, Inward] = {}
-
-    def serves(self, rank: int) -> bool:
-        """Return whether a rank of the world is on this host."""
-        return rank in self._boxes.channels.places
-
-    def outward(self, dest: int) -> Outward:
-        """Return this rank's end of the messages to another one."""
-        return self._outward.get(dest) or self._outward.setdefault(dest, Outward(self._boxes, dest))
-
-    def inward(self, source: int) -> Inward:
-        """Return this rank's end of the messages from another one."""
-        made = self._inward.get(source)
-        return made or self._inward.setdefault(source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.following))
-
-
-def methods(lock: threading.Lock) -> tuple[Any, ...]:
-    """Return what the C runner calls of a lock."""
-    return lock.locked, lock.acquire, lock.release
-
-
-class Outward:
-    """Messages to another rank.
-
-    Args:
-        boxes: This rank's boxes.
-        dest: The rank, in the world.
-
-    Attributes:
-        lock: Who puts something in the box has it. Nobody waits for it: a message that does not get it goes over a link.
-    """
-
-    def __init__(self, boxes: Boxes, dest: int) -> None:
-        self.dest = dest
-        self.lock = threading.Lock()
-        self.arena = boxes.channels.arena
-        self.wait = boxes.channels.wait
-        self._boxes = boxes
-        self._box: Outbox | None = None
-        self._has_none = False
-
-    def box(self) -> Outbox | None:
-        """Return the box, made by the first message; None where the arena has no room for it."""
-        if self._box is None and not self._has_none:
-            self._box = self._boxes.outbox(self.dest)
-            self._has_none = self._box is None
-        return self._box
-
-    def tell(self, what: int, stream: int, call: int, shape: tuple[int, ...], work: NDArray[Any]) -> int:
-        """Tell the receiver of a long message in one piece; returns its number in the box, 0 where that cannot be. See `Outbox.tell`."""
-        if not self.lock.acquire(blocking=False):
-            return 0
-        try:
-            box = self.box()
-            if box is None:
-                return 0
-            address, offset = work.__array_interface__["data"][0], self.arena.locate(work)
-            return box.tell(what, stream, call, shape, work.nbytes, address, 0 if offset is None else offset + 1)
-        finally:
-            self.lock.release()
-
-    def is_taken_soon(self, number: int) -> bool:
-        """Look for a short while whether a long message has been taken."""
-        box = self.box()
-        return box is not None and self.wait((box.answers_at(number),), (number << 1) - 1) and box.answer(number) == 2
-
-    def give_up(self, number: int) -> None:
-        """Say that a long message is not to be read any more."""
-        box = self.box()
-        if box is not None:
-            box.give_up(number)
-
-    def native_end(self, identity: int, eager_bytes: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
-        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
-        own = (*objects, *methods(self.lock), {}, under_way, np.ndarray, np.empty)
-        return None if self._box is None else self._boxes.native_end(self._box, self.dest, identity, eager_bytes, own)
-
-    def tell_link(self) -> None:
-        """Say that a message goes over a link, lest the receiver look for it in the box."""
-        with self.lock:
-            if self._box is not None:
-                self._box.tell_link()
-
-
-class _Kept(NamedTuple):
-    kind: int
-    message: NDArray[Any]
-
-
-class _Parts:
-    def __init__(self, kind: int, message: NDArray[Any]) -> None:
-        self.kind = kind
-        self.message = message
-        self.bytes = message.reshape(-1).view(np.uint8)
-        self.missing = self.bytes.size
-
-
-class Inward:
-    """Messages from another rank.
-
-    Args:
-        boxes: This rank's boxes.
-        source: The rank, in the world.
-        kept_nbytes_max: See `Post`.
-        following: Returns the number of the next call of a pair here.
-    """
-
-    def __init__(self, boxes: Boxes, source: int, kept_nbytes_max: int, following: Callable[[int], int]) -> None:
-        self.source = source
-        self.lock = threading.Lock()
-        self.expected: set[Key] = set()  # receives that the engine has begun
-        self.links = 0  # messages that have come over a link
-        self._boxes = boxes
-        self._wait = boxes.channels.wait
-        self._box: Inbox | None = None
-        self.seen = 0  # of what the sender has told
-        self._kept: dict[Key, _Kept | Entry] = {}
-        self._kept_nbytes = 0
-        self._kept_nbytes_max = kept_nbytes_max
-        self._refuses = False
-        self._parts: dict[Key, _Parts] = {}
-        self._following = following
-        self._reach: Any = False  # not known yet
-
-    @property
-    def has_no_box(self) -> bool:
-        """Whether all messages from this rank come over links."""
-        return self._box is None and self._boxes.has_none(self.source)
-
-    @property
-    def may_look(self) -> bool:
-        """Whether looking can end a wait: nothing that has been told comes over a link, as far as is known."""
-        box = self._box
-        return box.by_link <= self.links if box is not None else not self.has_no_box
-
-    def native_end(self, identity: int, eager_bytes: int, objects: tuple[Any, ...], under_way: list[Any]) -> Any:
-        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
-        own = (*objects, *methods(self.lock), self._kept, under_way, np.ndarray, np.empty)
-        return None if self._box is None else self._boxes.native_end(self._box, self.source, identity, eager_bytes, own)
-
-    def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
-        """Go on, with the lock, with a long message of which the C runner has asked for parts, and has taken the first bytes."""
-        parts = self._parts[key] = _Parts(kind, message)
-        parts.missing -= done
-
-    def wait(self) -> bool:
-        """Look for a short while whether there is something new."""
-        if not self.may_look:
-            return False
-        box = self._box
-        return self._wait((self._boxes.comes_at(self.source),), 1) if box is None else self._wait((box.news_at,), self.seen + 1)
-
-    def take(self, key: Key, landing: Landing) -> Taken | None:
-        """Return a message if it is there.
-
-        Args:
-            key: Which.
-            landing: Where it is written to; a new array where this returns None.
-
-        Raises:
-            SyncvarError: It cannot be read.
-        """
-        if not self.lock.acquire(blocking=False):
-            return None
-        try:
-            parts = self._parts.get(key)
-            if parts is not None and not parts.missing:
-                del self._parts[key]
-                return parts.kind, parts.message
-            found = self._kept.pop(key, None)
-            return self._search(key, landing) if found is None else self._opened(key, found, landing)
-        finally:
-            self.lock.release()
-
-    def forget(self, key: Key) -> None:
-        """Drop what has come of a message that nobody will ask for any more."""
-        self.expected.discard(key)
-        self._parts.pop(key, None)
-        found = self._kept.pop(key, None)
-        if isinstance(found, _Kept):
-            self._let_go(found)
-
-    # -- inside, with the lock ------------------------------------------------------------------------------------
-
-    def _search(self, key: Key, landing: Landing) -> Taken | None:
-        box = self._box
-        if box is None:
-            box = self._box = self._boxes.inbox(self.source)
-            if box is None:
-                return None
-        while True:
-            self.seen = box.news
-            entry = box.first()
-            if entry is None:
-                return None
-            if entry.form == Form.PART:
-                ended = self._add(box, entry)
-                box.free()
-                if ended == key:
-                    parts = self._parts.pop(key)
-                    return parts.kind, parts.message
-            elif (entry.stream, entry.call) != key:
-                self._keep(box, entry)
-                box.free()
-            elif entry.form == Form.WHOLE:
-                made = self._landed(entry, landing, box.bytes_at(entry.data, entry.nbytes))
-                box.free()
-                return entry.kind, made
-            else:
-                box.free()
-                return self._opened(key, entry, landing)
-
-    def _landed(self, entry: Entry, landing: Landing, source: NDArray[np.uint8]) -> NDArray[Any]:
-        made = self._place(entry, landing)
-        if entry.nbytes:
-            made.reshape(-1).view(np.uint8)[...] = source
-        return made
-
-    @staticmethod
-    def _place(entry: Entry, landing: Landing) -> NDArray[Any]:
-        dtype = dtype_from_index(entry.dtype)
-        made = landing(entry.kind, dtype, entry.shape)
-        return np.empty(entry.shape, dtype) if made is None else made
-
-    def _keep(self, box: Inbox, entry: Entry) -> None:
-        key = entry.stream, entry.call
-        if key not in self.expected and entry.call < self._following(entry.stream):
-            return  # its receive has failed
-        if entry.form == Form.TOLD:
-            self._kept[key] = entry
-            return
-        message = np.empty(entry.shape, dtype_from_index(entry.dtype))
-        if entry.nbytes:
-            message.reshape(-1).view(np.uint8)[...] = box.bytes_at(entry.data, entry.nbytes)
-        self._kept[key] = _Kept(entry.kind, message)
-        self._kept_nbytes += message.nbytes
-        if self._kept_nbytes > self._kept_nbytes_max and not self._refuses:
-            self._refuses = True
-            box.refuse(refuses=True)
-
-    def _let_go(self, found: _Kept) -> None:
-        self._kept_nbytes -= found.message.nbytes
-        if self._refuses and self._box is not None and self._kept_nbytes * 2 < self._kept_nbytes_max:
-            self._refuses = False
-            self._box.refuse(refuses=False)
-
-    def _opened(self, key: Key, found: _Kept | Entry, landing: Landing) -> Taken | None:
-        if isinstance(found, _Kept):
-            self._let_go(found)
-            made = landing(found.kind, found.message.dtype, found.message.shape)
-            if made is None:
-                return found.kind, found.message
-            made[...] = found.message
-            return found.kind, made
-        return self._read(key, found, landing)
-
-    def _read(self, key: Key, entry: Entry, landing: Landing) -> Taken | None:
-        """Read a long message where it lies; None where it was given up, is on its way, or the sender is no more."""
-        box = self._box
-        assert box is not None
-        if box.was_given_up(entry.number):
-            return None
-        if entry.offset:
-            made = self._landed(entry, landing, box.resident(entry.offset - 1, entry.nbytes))
-        else:
-            if self._reach is False:
-                self._reach = self._boxes.reach(self.source)
-            made = self._place(entry, landing)
-            if self._reach is None:
-                self._parts[key] = _Parts(entry.kind, made)
-                box.want(entry.number)
-                return None
-            try:
-                is_alive = self._reach.read(0, entry.place, made)
-            except SyncvarError:
-                if box.was_given_up(entry.number):
-                    return None
-                raise
-            if not is_alive:
-                return None
-        if box.was_given_up(entry.number):
-            return None
-        box.taken(entry.number)
-        return entry.kind, made
-
-    def _add(self, box: Inbox, entry: Entry) -> Key | None:
-        """Add a part to its message; returns which, where that was the last one."""
-        key = entry.stream, entry.call
-        parts = self._parts.get(key)
-        if parts is None:
-            return None  # its receive has failed
-        parts.bytes[entry.place : entry.place + entry.nbytes] = box.bytes_at(entry.data, entry.nbytes)
-        parts.missing -= entry.nbytes
-        return None if parts.missing else key
 
 
 class Letter(NamedTuple):
@@ -369,220 +43,212 @@ class Letter(NamedTuple):
     waits: bool
 
 
-class _Message(LinkOperation):
-    """A message that may go through a box: what the engine asks of calls that somebody has to look at."""
-
-    __slots__ = ("_by_link",)
-
-    is_shared = True
-    is_unheard = False  # the other rank looks for it, or will
-    is_under_way = False  # what others still read when it fails they do not use
-    need = 0
-
-    def __init__(
-        self, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str, body: Generator[Stage, None, Any]
-    ) -> None:
-        super().__init__(group, members, call, fingerprint, what, body)
-        self._by_link = False
-
-    def _done(self, result: Any, nbytes: int) -> None:
-        self.entry.way = WAY
-        self.entry.nbytes = nbytes
-        self.result = result
-        self.state = State.DONE
-        self.entry.end()
-        self._body.close()
-
-    def advance(self, outlet: Outlet) -> State:
-        """Go on as far as possible without waiting."""
-        if self.state == State.CREATED:
-            self.state = State.RUNNING
-            self._attempt(lambda: self._start(outlet))
-        elif self.state == State.RUNNING and not self._by_link:
-            self._attempt(self._go_on_in_box)
-        if self.state == State.DRAINING:
-            self._drain()
-        return self.state
-
-    def _attempt(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except SyncvarError as error:  # of the message: the other rank has done its part
-            self.fail(error)
-        except Exception as error:  # this rank alone; the engine tells the others
-            self.accident = error
-            self.fail(error)
-
-    def _start(self, outlet: Outlet) -> None:
-        raise NotImplementedError
-
-    def _go_on_in_box(self) -> None:
-        raise NotImplementedError
+def message_operation(
+    message: Sending | Receiving, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str,
+    body: Generator[Stage, None, Any],
+) -> Operation:  # fmt: skip
+    """Return the call of a message that may go through a box: the arguments of `Operation`, and what it does over a link."""
+    operation = Operation(group, members, call, fingerprint, what)
+    operation.is_shared = True
+    links = operation.links = Links()
+    return operation.follow(message.begin(operation, links.steps(operation, body)))
 
 
-class Sending(_Message):
-    """A message that is sent.
+class Sending:
+    """A message that is sent; its operation waits for it until the receiver has answered.
 
     Args:
-        group: Identity of the pair's calls.
-        members: The two ranks in the world.
-        call: Number of the message.
-        fingerprint: That of all messages.
-        what: The call in words.
-        body: Sends it over a link.
         outward: Where it goes.
         letter: The message.
     """
 
-    __slots__ = ("_bytes", "_gone", "_letter", "_number", "_outward")
-
-    def __init__(
-        self, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str, body: Generator[Stage, None, Any],
-        *, outward: Outward, letter: Letter,
-    ) -> None:  # fmt: skip
-        super().__init__(group, members, call, fingerprint, what, body)
+    def __init__(self, outward: Outward, letter: Letter) -> None:
         self._outward = outward
         self._letter = letter
         self._bytes = letter.work.view(np.uint8).data
         self._number = 0  # of a long message in its box
         self._gone = 0  # bytes of it, sent in parts
+        self._group = self._call = 0
+
+    def go_on_with(self, number: int, gone: int = 0) -> None:
+        """Go on with a long message that has been told already, and of which some bytes have gone in parts."""
+        self._number = number
+        self._gone = gone
+
+    def begin(self, operation: Operation, over_link: Steps) -> Steps:
+        """Return the steps of its operation; nothing is done before the first one."""
+        self._group, self._call = operation.group, operation.call
+        operation.abandon = self._abandon
+        return self._steps(operation, over_link)
+
+    # -- as what is waited for ------------------------------------------------------------------------------------
 
     @property
-    def need(self) -> int:  # type: ignore[override]
+    def need(self) -> int:
         """What changes whenever the message goes on."""
         return self._gone
 
     @property
     def needs_looks(self) -> bool:
         """Whether the receiver's answer is waited for, of which nothing tells."""
-        return self._number != 0 and self.state == State.RUNNING
+        return self._number != 0
 
     @property
-    def is_published(self) -> bool:
+    def is_told(self) -> bool:
         """Whether the receiver may have seen the message."""
-        return self._number != 0 or super().is_published
+        return self._number != 0
 
     @property
     def awaiting(self) -> tuple[int, ...]:
         """The receiver."""
-        return (self._outward.dest,) if self._number else super().awaiting
+        return (self._outward.dest,)
+
+    def is_reached(self) -> bool:
+        """Send parts that were asked for; return whether the receiver has the message."""
+        outward, box = self._outward, self._outward.box()
+        if box is None:
+            raise InternalError("the box of a message that was told is gone")
+        answer = box.answer(self._number)
+        if answer != 1 or not outward.lock.acquire(blocking=False):
+            return answer == 2
+        nbytes = len(self._bytes)
+        try:
+            while self._gone < nbytes and (sent := box.part(self._group, self._call, self._gone, self._bytes)):
+                self._gone += sent
+        finally:
+            outward.lock.release()
+        if self._gone == nbytes:
+            box.give_up(self._number)  # its number may be used again
+        return self._gone == nbytes
 
     def look(self) -> bool:
         """Look for a short while whether the receiver has answered."""
         box = self._outward.box()
-        if not self.needs_looks or box is None or box.answer(self._number) == 1:  # then it is to read what it was sent
+        if box is None or box.answer(self._number) == 1:  # then it is to read what it was sent
             return False
         return self._outward.wait((box.answers_at(self._number),), (self._number << 1) - 1)
 
-    def fail(self, error: BaseException) -> None:
-        """End without a result; the receiver uses nothing of the message."""
-        if self._number and not self.is_over:
-            self._outward.give_up(self._number)
-        super().fail(error)
+    # -- inside ---------------------------------------------------------------------------------------------------
 
-    def go_on_with(self, number: int, gone: int = 0) -> None:
-        """Go on with a long message that has been told already, and of which some bytes have gone in parts."""
-        self._number = number
-        self._gone = gone
-        self.state = State.RUNNING
-
-    def _start(self, outlet: Outlet) -> None:
-        if not self._put():
-            self._by_link = True
-            self._outward.tell_link()
-            self._go_on(outlet)
+    def _steps(self, operation: Operation, over_link: Steps) -> Steps:
+        try:
+            try:
+                goes_by_link = not self._number and not self._put()
+                if goes_by_link:
+                    self._outward.tell_link()
+            except SyncvarError as error:  # of the message alone
+                raise BodyError(error) from error
+            if goes_by_link:
+                return (yield from over_link)
+            if self._number:
+                yield self
+        finally:
+            over_link.close()
+        _went_through_box(operation, len(self._bytes))
+        return None
 
     def _put(self) -> bool:
         """Put the message in the box, or tell of it; False where that cannot be."""
         outward, (what, shape, work, waits) = self._outward, self._letter
         if waits:
-            self._number = outward.tell(what, self.group, self.call, shape, work)
+            self._number = outward.tell(what, self._group, self._call, shape, work)
             return self._number != 0
         if not outward.lock.acquire(blocking=False):
             return False
         try:
             box = outward.box()
-            if box is None or not box.put(what, self.group, self.call, shape, self._bytes, work.nbytes):
-                return False
+            return box is not None and box.put(what, self._group, self._call, shape, self._bytes, work.nbytes)
         finally:
             outward.lock.release()
-        self._done(None, work.nbytes)
-        return True
 
-    def _go_on_in_box(self) -> None:
-        outward, box = self._outward, self._outward.box()
-        assert box is not None
-        answer = box.answer(self._number)
-        nbytes = len(self._bytes)
-        if answer == 1 and outward.lock.acquire(blocking=False):
-            try:
-                while self._gone < nbytes and (sent := box.part(self.group, self.call, self._gone, self._bytes)):
-                    self._gone += sent
-            finally:
-                outward.lock.release()
-            if self._gone == nbytes:
-                box.give_up(self._number)  # its number may be used again
-                answer = 2
-        if answer == 2:
-            self._done(None, nbytes)
+    def _abandon(self) -> None:
+        """See to it that the receiver uses nothing of the message."""
+        if self._number:
+            self._outward.give_up(self._number)
 
 
-class Receiving(_Message):
-    """A message that is received.
+class Receiving:
+    """A message that is received; its operation waits for it until it is there, or comes over a link.
 
     Args:
-        group: Identity of the pair's calls.
-        members: The two ranks in the world.
-        call: Number of the message.
-        fingerprint: That of all messages.
-        what: The call in words.
-        body: Receives it over a link.
         inward: Where it comes from.
         landing: Where it is written to.
         finish: Makes the result, of (kind, message).
     """
 
-    __slots__ = ("_finish", "_inward", "_key", "_landing")
+    need = 0
 
-    def __init__(
-        self, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str, body: Generator[Stage, None, Any],
-        *, inward: Inward, landing: Landing, finish: Callable[[int, NDArray[Any]], Any],
-    ) -> None:  # fmt: skip
-        super().__init__(group, members, call, fingerprint, what, body)
+    def __init__(self, inward: Inward, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]) -> None:
         self._inward = inward
         self._landing = landing
         self._finish = finish
-        self._key = group, call
-        inward.expected.add(self._key)
+        self._links: Links | None = None
+        self._key: Key = (0, 0)
+        self._taken: Taken | None = None
+
+    def begin(self, operation: Operation, over_link: Steps) -> Steps:
+        """Return the steps of its operation; from now on the message is expected."""
+        self._links = operation.links
+        self._key = operation.group, operation.call
+        self._inward.expected.add(self._key)
+        operation.abandon = self._abandon
+        return self._steps(operation, over_link)
+
+    # -- as what is waited for ------------------------------------------------------------------------------------
 
     @property
     def needs_looks(self) -> bool:
         """Whether the message may come through the box, where nothing tells of it."""
-        return not self._by_link and self.state <= State.RUNNING and not self._inward.has_no_box
+        return not self._inward.has_no_box
+
+    @property
+    def is_told(self) -> bool:
+        """Return False: the sender sees nothing of a rank that waits."""
+        return False
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """The sender."""
+        return (self._inward.source,)
+
+    def is_reached(self) -> bool:
+        """Take the message if it is there; return whether it was, or comes over a link."""
+        if self._links is not None and self._links.has_heard:
+            return True
+        try:
+            self._taken = self._inward.take(self._key, self._landing)
+        except SyncvarError as error:  # of the message: the sender has done its part
+            raise BodyError(error) from error
+        return self._taken is not None
 
     def look(self) -> bool:
         """Look for a short while whether something has come."""
-        return not self.is_over and not self._by_link and self._inward.wait()
+        return self._inward.wait()
 
-    def accept(self, frame: Frame, outlet: Outlet) -> None:
-        """Take a frame of this call: the message comes over a link."""
-        if not self._by_link:
-            self._by_link = True
-            self._inward.links += 1
-        super().accept(frame, outlet)
+    # -- inside ---------------------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """End without a result."""
-        if not self.is_over:
-            self._inward.forget(self._key)
-        super().fail(error)
+    def _steps(self, operation: Operation, over_link: Steps) -> Steps:
+        try:
+            next(over_link)  # from now on it hears the link: the first round waits for a frame
+            yield self
+            if self._taken is None:
+                self._inward.links += 1
+                return (yield from over_link)
+        finally:
+            over_link.close()
+        kind, message = self._taken
+        self._inward.expected.discard(self._key)
+        try:
+            result = self._finish(kind, message)
+        except SyncvarError as error:
+            raise BodyError(error) from error
+        _went_through_box(operation, message.nbytes)
+        return result
 
-    def _start(self, outlet: Outlet) -> None:
-        self._go_on(outlet)  # from now on it hears the link
-        self._go_on_in_box()
+    def _abandon(self) -> None:
+        self._inward.forget(self._key)
 
-    def _go_on_in_box(self) -> None:
-        taken = self._inward.take(self._key, self._landing)
-        if taken is not None:
-            self._inward.expected.discard(self._key)
-            self._done(self._finish(*taken), taken[1].nbytes)
+
+def _went_through_box(operation: Operation, nbytes: int) -> None:
+    operation.entry.way = WAY
+    operation.entry.nbytes = nbytes

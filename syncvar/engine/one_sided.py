@@ -10,6 +10,7 @@ description, then the bytes. The answer "there is no such thing" is a frame of c
 
 from __future__ import annotations
 
+import collections
 import itertools
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,10 @@ class Question:
         self.result: tuple[bytes, bytes] | None = None
         self._parts: dict[int, bytes | memoryview] = {}
 
+    def look(self) -> bool:
+        """Return False: an answer comes by itself."""
+        return False
+
     def fail(self, error: BaseException) -> None:
         """End without an answer."""
         if not self.is_over:
@@ -92,6 +97,7 @@ class Questions:
     def __init__(self, rank: int, generation: int, transport: Transport, segment_bytes: int) -> None:
         self.frames_sent = 0
         self.find: Callable[[int], Answer | None] = _nothing
+        self.asked: collections.deque[Question] = collections.deque()  # by any thread, for the driver to send
         self._rank = rank
         self._generation = generation
         self._transport = transport

@@ -1,24 +1,43 @@
-"""A started call as the engine sees it: it can be advanced, blocked and resumed, whatever path its bytes take."""
+"""A started call: its steps, and where it stands in them.
+
+The steps are a generator. It does as much of the call as it can, and yields what has to be reached before it goes on: a
+word of the group's channel, where the bytes go through the arena (`host_steps`), or something else that can say whether it
+is reached: the frames of a round (`links`), an answer in a box (`messages`). A call over several hosts yields both in
+turn (`hierarchical`).
+
+An operation never waits. Whoever has the time drives it: the caller, inline and without the engine's lock, or the engine.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.engine.recorder import UNRECORDED
+from syncvar.errors import InternalError, MismatchError, SyncvarError
+from syncvar.execution.kernels import quiet
+from syncvar.execution.phases import DISAGREE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from numpy.typing import NDArray
 
-    from syncvar.engine.executor import Prepared
-    from syncvar.engine.hierarchical import PreparedStages
+    from syncvar.arena.channel import Channel
+    from syncvar.engine.links import Links
+    from syncvar.engine.prepared_plans import Prepared, PreparedStages
     from syncvar.execution.kernels import Combiner
     from syncvar.execution.moves import Movement
     from syncvar.execution.reductions import Vector
     from syncvar.execution.rounds import Published
     from syncvar.transports import Frame
 
-__all__ = ["BodyError", "Operation", "Outlet", "Stage", "State"]
+    Steps = Generator[int | "Wait", None, Any]
+
+__all__ = ["BodyError", "Operation", "Outlet", "Stage", "State", "Wait", "agreed_errors"]
+
+_START = 1  # what is reached at once: words of a channel begin at 2
 
 
 class BodyError(Exception):
@@ -77,6 +96,32 @@ class Outlet(Protocol):
         """Give credit back for a frame that has been used."""
 
 
+class Wait(Protocol):
+    """What an operation waits for, where it is no word of its channel."""
+
+    @property
+    def need(self) -> int:
+        """A number that changes whenever the call has gone on."""
+
+    @property
+    def needs_looks(self) -> bool:
+        """Whether nothing tells when it is reached, so that somebody has to look."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether others may have seen this rank in this call."""
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """Ranks that this one is waiting for."""
+
+    def is_reached(self) -> bool:
+        """Return whether the call can go on."""
+
+    def look(self) -> bool:
+        """Look for a short while whether something has changed."""
+
+
 class Operation:
     """A started call.
 
@@ -86,25 +131,32 @@ class Operation:
         call: Call number within the group.
         fingerprint: Digest of what the call is.
         what: The call in words.
+        channel: This rank's end of the channels through which the call goes; None where it goes through none.
     """
 
     __slots__ = (
-        "accident", "call", "deadline", "entry", "error", "fingerprint", "group", "loans", "members", "mismatch", "queued",
-        "report_at", "reported", "result", "site", "started", "state", "thread", "timeout_s", "what",
+        "_steps", "_wait", "abandon", "accident", "call", "channel", "deadline", "entry", "error", "fingerprint", "group", "held",
+        "is_shared", "links", "loans", "members", "mismatch", "queued", "report_at", "reported", "result", "site", "started", "state",
+        "thread", "timeout_s", "what",
     )  # fmt: skip
 
-    is_shared = False  # its bytes go through memory that all its ranks see: no frame arrives, somebody has to look
-
-    def __init__(self, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str) -> None:
+    def __init__(
+        self, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str, channel: Channel | None = None
+    ) -> None:
         self.group = group
         self.members = members
         self.call = call
         self.fingerprint = fingerprint
         self.what = what
+        self.channel = channel
+        self.links: Links | None = None  # what it sends and gets in frames, where it may
+        self.is_shared = channel is not None  # its bytes go through memory, where somebody has to look: no frame arrives
         self.state = State.CREATED
         self.result: Any = None
         self.error: BaseException | None = None
         self.accident: Exception | None = None  # the error, where it is this rank's alone and the others must be told
+        self.held: Any = None  # what others may read as long as the call is under way
+        self.abandon: Callable[[], None] | None = None  # called when it fails
         self.loans: list[Any] = []
         self.queued = 0  # frames that wait for credit
         self.deadline = 0.0
@@ -116,6 +168,17 @@ class Operation:
         self.entry = UNRECORDED  # in the flight recorder
         self.site = ""  # file:line, of a call that was started and not waited for at once
         self.thread = 0  # the thread that waits for this operation; 0 when nobody does
+        self._steps: Steps | None = None
+        self._wait: int | Wait = _START
+        if channel is not None:
+            channel.queue.append(self)
+
+    def follow(self, steps: Steps, wait: int | Wait = _START) -> Operation:
+        """Take the steps that it goes, and what has to be reached before the next one; returns this operation."""
+        self._steps, self._wait = steps, wait
+        return self
+
+    # -- what the engine asks -------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -125,25 +188,189 @@ class Operation:
     @property
     def is_published(self) -> bool:
         """Whether others may have seen this rank in this call."""
-        raise NotImplementedError
+        if self.channel is not None and self.channel.last >= (self.call + 1) << 1:
+            return True
+        if self.links is not None and self.links.is_told:
+            return True
+        return not isinstance(self._wait, int) and self._wait.is_told
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether other ranks may be reading and writing this rank's memory for this call."""
+        channel, need = self.channel, self._wait
+        if channel is None:
+            return False
+        if self.links is not None or not isinstance(need, int):
+            return self.is_published
+        return need < 0 or (need > _START and channel.is_reached(need))
+
+    @property
+    def need(self) -> int:
+        """What the others have to reach, a word of the channel or minus a phase; or a number that changes when the call goes on."""
+        wait = self._wait
+        return wait if isinstance(wait, int) else wait.need
 
     @property
     def awaiting(self) -> tuple[int, ...]:
         """Ranks that this one is waiting for."""
-        raise NotImplementedError
+        channel, wait = self.channel, self._wait
+        if channel is not None and channel.queue:
+            first: Operation = channel.queue[0]
+            if first is not self and self in channel.queue:
+                return first.awaiting
+            if not channel.is_open:
+                return channel.missing(_START)
+        if not isinstance(wait, int):
+            return wait.awaiting
+        if channel is None:
+            return ()
+        if wait == DISAGREE:  # who is past this call has to hear of it
+            return tuple(channel.members[rank] for rank in channel.passed())
+        return channel.missing(wait)
+
+    @property
+    def may_look(self) -> bool:
+        """Whether it is this call's turn, and looking at the others' words can end the wait."""
+        return self._is_first and isinstance(self._wait, int) and self._wait not in (DISAGREE, _START)
+
+    @property
+    def needs_looks(self) -> bool:
+        """Whether nothing tells of what this call waits for, so that somebody has to look."""
+        if not self.is_shared or self.state >= State.DRAINING:
+            return False
+        wait = self._wait
+        return wait != DISAGREE or not self._is_first if isinstance(wait, int) else not self._is_first or wait.needs_looks
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether nothing tells others that this call waits: it does so in the channel, where no frames go."""
+        return self.channel is not None and (isinstance(self._wait, int) or not self._is_first)
+
+    def look(self) -> bool:
+        """Look for a short while whether the others have come as far as this call needs."""
+        channel, wait = self.channel, self._wait
+        if self.is_over:
+            return False
+        if not isinstance(wait, int):
+            return self._is_first and wait.look()
+        return channel is not None and self.may_look and channel.wait(channel.others, wait, channel.last + 2)
+
+    @property
+    def _is_first(self) -> bool:
+        channel = self.channel
+        return channel is None or bool(channel.queue and channel.queue[0] is self and channel.is_open)
+
+    # -- going on -------------------------------------------------------------------------------------------------
 
     def advance(self, outlet: Outlet) -> State:
         """Go on as far as possible without waiting."""
-        raise NotImplementedError
+        if self.state == State.CREATED:
+            self.state = State.RUNNING
+        if self.state == State.RUNNING:
+            if self.links is not None:
+                self.links.outlet = outlet
+            self._go_on()
+        if self.state == State.DRAINING:
+            self._drain()
+        return self.state
 
     def accept(self, frame: Frame, outlet: Outlet) -> None:
         """Take a frame of this call; the caller has compared the fingerprints."""
-        raise NotImplementedError
+        links = self.links
+        if links is None:
+            raise InternalError(f"{self.what}: a frame came to a call that sends none")
+        links.outlet = outlet
+        if self.state != State.RUNNING or not links.expects(frame):
+            links.put_aside(frame)
+        else:
+            self._go_on(frame)
 
     def fail(self, error: BaseException) -> None:
-        """End without a result."""
-        raise NotImplementedError
+        """End without a result. What this rank has published stays; its next call is past it.
+
+        Any thread may come, also while another one is in a step: that step ends, and nothing follows it.
+        """
+        self._end(error)
 
     def unused_frames(self) -> list[Frame]:
         """Return frames that arrived and will not be looked at, to give their credit back."""
-        return []
+        return [] if self.links is None else self.links.take_aside()
+
+    def _go_on(self, frame: Frame | None = None) -> None:
+        """Use a frame of this round, if there is one, and take the steps that can be taken now."""
+        steps, links = self._steps, self.links
+        if steps is None:
+            raise InternalError(f"{self.what}: a call without steps was begun")
+        try:
+            if frame is None and not self._is_its_turn():
+                return
+            with quiet():
+                if frame is not None and links is not None:
+                    links.apply(self, frame)
+                while self.state == State.RUNNING and self._is_reached():
+                    self._wait = next(steps)
+        except StopIteration as end:
+            if not self.is_over:
+                self.result = end.value
+                self.state = State.DRAINING
+                self._leave_queue()
+                self._drain()
+        except BodyError as wrapped:  # all ranks came to it, from what they have told each other
+            self._end(wrapped.error, is_agreed=True)
+        except Exception as error:  # this rank alone; the engine tells the others
+            if not self.is_over:
+                self.accident = error
+                self._end(error)
+        if self.is_over:
+            steps.close()
+        self.mismatch = self.mismatch or self._wait == DISAGREE
+
+    def _is_its_turn(self) -> bool:
+        """Return whether no other call has the channel, which all ranks have opened."""
+        channel = self.channel
+        return channel is None or (channel.queue[0] is self and (channel.is_open or not channel.open()))
+
+    def _is_reached(self) -> bool:
+        wait, channel = self._wait, self.channel
+        if not isinstance(wait, int):
+            return wait.is_reached()
+        return wait == _START or (wait != DISAGREE and channel is not None and channel.is_reached(wait))
+
+    def _drain(self) -> None:
+        if self.loans:
+            self.loans = [loan for loan in self.loans if not loan.is_done()]
+        if not self.loans and not self.queued:
+            self.state = State.DONE
+            self.entry.end()
+
+    def _end(self, error: BaseException, *, is_agreed: bool = False) -> None:
+        if self.is_over:
+            return
+        self.error = error
+        channel = self.channel
+        if channel is not None and not (is_agreed and self.links is None):
+            channel.is_settled = False
+            if self.held is not None and not isinstance(error, MismatchError):
+                channel.keep(self.held)  # others may still read it; of calls that the ranks do not make alike nobody reads anything
+        self._leave_queue()
+        self.state = State.FAILED
+        self.entry.end(error)
+        if self.abandon is not None:
+            self.abandon()
+        if self._steps is not None:
+            with contextlib.suppress(ValueError):  # another thread is in a step, and closes them after it
+                self._steps.close()
+
+    def _leave_queue(self) -> None:
+        if self.channel is not None and self in self.channel.queue:
+            self.channel.queue.remove(self)
+
+
+def agreed_errors(operation: Operation, body: Generator[Stage, None, Any]) -> Generator[Stage, None, Any]:
+    """Yield the stages of a body; errors of ours, once this rank has spoken, are what all ranks come to."""
+    try:
+        return (yield from body)
+    except SyncvarError as error:
+        if operation.is_published:
+            raise BodyError(error) from error
+        raise

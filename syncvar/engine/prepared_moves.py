@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.channels import CHECK, MASK, SPREAD
-from syncvar.engine.prepared_reductions import Preparation, as_far_as_others_come, preparation_of
-from syncvar.engine.shared_operation import staged
+from syncvar.engine.host_steps import host_steps
+from syncvar.engine.preparation import Preparation, as_far_as_others_come, preparation_of
 from syncvar.errors import InternalError, SyncvarError
+from syncvar.execution.gil import crowd
 from syncvar.execution.kernels import quiet
-from syncvar.execution.moves import Movement, move_shared, said_of, take_blocks
+from syncvar.execution.moves import (
+    NOTHING,
+    Movement,
+    move_published,
+    move_shared,
+    said_of,
+    take_blocks,
+    teach_moves,
+)
 from syncvar.execution.reductions import folder
 
 if TYPE_CHECKING:
@@ -22,10 +31,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
-    from syncvar.engine.group import Communicator, Request
+    from syncvar.arena.channel import Channel
+    from syncvar.engine.group import Communicator, PreparedCall, Request
     from syncvar.engine.operation import Stage
-    from syncvar.engine.prepared_reductions import PreparedCall
     from syncvar.execution.moves import Blocks, Layout
 
     Front = Callable[[NDArray[Any], Any], Blocks | None]
@@ -53,7 +61,7 @@ def prepare_move(
         return None
     _, channel, engine, told = ground
     digest, add = told.fingerprint, engine.recorder.add
-    small = _SmallBlocks(channel, layout) if layout.is_small else None
+    small = _SmallBlocks(channel, layout) if layout.goes_by_slots(channel) else None
 
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any, Blocks] | None:
         try:
@@ -77,32 +85,34 @@ def prepare_move(
             else:
                 need = reached
         if steps is None or movement is None:
-            return blocks.made, None, 0, None
+            return blocks.result, None, 0, None
         return None, followed(x, out, steps, movement, number), need, movement
 
     def followed(x: NDArray[Any], out: Any, steps: Any, movement: Movement, number: int) -> Generator[int, None, Any]:
         body = None if general is None else partial(general, x, out)
         return _moved_or_else(channel, steps, movement, body, number, digest)
 
-    def later(number: int, begin: int, x: NDArray[Any], out: Any, made: NDArray[Any], _said: None, _run: None, _native: Any) -> tuple[bool, Any]:
+    def later(number: int, begin: int, x: NDArray[Any], out: Any, made: NDArray[Any], _said: None, run: Any, _native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
         blocks = front(x, made)
         if blocks is None:
             raise InternalError(f"{told.what}: the result does not go where it was said to go")
-        assert small is not None
-        movement, _, steps = small.taken((digest + number * SPREAD) & MASK, channel.last, blocks)
+        check = (digest + number * SPREAD) & MASK
+        if small is None:
+            moving = Movement(layout, blocks)
+            return False, followed(x, out, move_published(channel, check, moving, run), moving, number)
+        movement, _, steps = small.taken(check, channel.last, blocks)
         if movement is None:
             add((told, number, begin, monotonic_ns(), get_ident()))
-            return True, blocks.made
+            return True, blocks.result
         return False, followed(x, out, steps, movement, number)
 
     call = ground.plainly(arrays_of, attempt, notes=True)
-    native = _natively(ground, call, later, layout, front, brought) if layout.is_small else None
-    return native or call
+    return _natively(ground, call, later, layout, front, brought) or call
 
 
 def _natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layout, front: Front, like: NDArray[Any]) -> PreparedCall | None:
-    """Return what runs calls with small blocks in C, or None: where a block goes is seen from the arrays of such a call."""
+    """Return what runs such calls in C, or None: where a block goes is seen from the arrays of such a call."""
     x = np.empty(like.shape, like.dtype)
     blocks = front(x, None)
     if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
@@ -121,12 +131,30 @@ def _natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layou
     if fold:
         others.insert(rank, own[0])
         own = []
+    if not layout.goes_by_slots(ground.channel):
+        return _long_natively(ground, call, later, layout, blocks, x)
     takes, terms = ([], others) if fold else ([*own, *others], [])
     return ground.natively(
         call, later, brought=(x.dtype, x.shape), made=(blocks.made.dtype, blocks.made.shape), puts=tuple(puts), takes=tuple(takes), terms=tuple(terms),
         fold=fold.ufunc if fold else None, divisor=np.asarray(fold.divisor, layout.dtype) if fold and fold.divisor else None,
-        detail=layout.detail or 0, tells=True,
+        detail=layout.detail or 0, tells=True, parts=blocks.parts, nothing=NOTHING if blocks.made is NOTHING else None,
     )  # fmt: skip
+
+
+def _long_natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layout, blocks: Blocks, x: NDArray[Any]) -> PreparedCall | None:
+    channel, itemsize = ground.channel, layout.dtype.itemsize
+    takes_nothing = blocks.made is NOTHING
+    if not channel.are_native or x.dtype != layout.dtype or not (takes_nothing or blocks.made.dtype == layout.dtype):
+        return None
+    brought = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
+    targets = blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
+    starts = tuple([(_offset(block, x) or 0) // itemsize for block in brought]), tuple([(_offset(block, blocks.made) or 0) // itemsize for block in targets])
+    native: Any = ground.natively(
+        call, later, brought=(x.dtype, x.shape), made=(blocks.made.dtype, blocks.made.shape),
+        puts=tuple([(_offset(block, x), 0, 0, channel.rank) for block in blocks.outgoing]),
+        detail=layout.detail or 0, tells=True, parts=blocks.parts, crowd=crowd, reads=layout.is_read(channel), nothing=NOTHING if takes_nothing else None,
+    )  # fmt: skip
+    return native if native is not None and teach_moves(channel, layout, blocks, starts, native) else None
 
 
 def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> int | None:
@@ -209,5 +237,6 @@ def _moved_or_else(
     """Go on with a movement; where the ranks do not bring the same, with the general body."""
     yield from steps
     if movement.is_done:
-        return movement.blocks.made
-    return (yield from staged(channel, number, digest, general(), is_begun=True))
+        return movement.blocks.result
+    made = yield from host_steps(channel, number, digest, general(), is_begun=True)
+    return movement.blocks.made if made is None else made  # who gets nothing has made the call

@@ -6,11 +6,7 @@ writes of all up to its own last one, gets them as soon as the others wait for a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from syncvar.engine.engine import Engine
-    from syncvar.engine.work import Work
+from typing import Any, Protocol
 
 __all__ = ["Queued", "send_queued"]
 
@@ -20,24 +16,27 @@ class Queued(Protocol):
 
     identity: int
 
-    def start(self) -> Work | None:
-        """Start to send what the replicas have in common; None where nothing waits."""
+    def start(self) -> Any:
+        """Start to send what the replicas have in common, and return its `Work`; None where nothing waits."""
 
-    def finish(self, work: Work) -> None:
+    def finish(self, work: Any) -> None:
         """Wait for it, and write what has come."""
 
     def send(self) -> None:
         """Start and finish."""
 
 
-def send_queued(engine: Engine) -> None:
+def send_queued(waiting: list[Queued]) -> None:
     """Send all that waits in this process's queues: those of several groups at once, so that their order is free.
+
+    Args:
+        waiting: The engine's `queues`; a queue that has nothing left leaves them.
 
     Raises:
         MismatchError: The replicas have made different writes.
     """
-    while engine.queues:
-        queues: list[Queued] = sorted(engine.queues, key=lambda queue: queue.identity)
+    while waiting:
+        queues = sorted(waiting, key=lambda queue: queue.identity)
         if len(queues) == 1:
             queues[0].send()
             continue

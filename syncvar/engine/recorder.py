@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from syncvar.engine.totals import Totals
     from syncvar.stacks import Frame
 
-__all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "record_name", "write_record"]
+__all__ = ["FORMAT", "RING", "UNRECORDED", "Entry", "Event", "Recorder", "Told", "boot_identity", "record_name", "write_record"]
 
 RING = 2048
 FORMAT = "syncvar flight record 1"
@@ -261,7 +261,7 @@ class Recorder:
         return {
             "format": FORMAT,
             **self._who,
-            "boot": _boot(),
+            "boot": boot_identity(),
             "process": self._process,
             "reason": reason,
             "is_final": is_final,
@@ -391,7 +391,8 @@ def _folder() -> str:
     return ""
 
 
-def _boot() -> str:
+def boot_identity() -> str:
+    """Return what tells this machine, since it was started, from one of the same name; empty where it says nothing."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return ""

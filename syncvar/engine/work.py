@@ -78,7 +78,7 @@ class Work(Taught):
 
     def _wait(self, operation: Operation, engine: Engine, timeout: float | None) -> Any:
         if engine.queues and not self._sends:
-            send_queued(engine)
+            send_queued(engine.queues)
         if timeout is not None and not operation.is_over:
             allowed = checked_timeout(timeout)
             until = time.monotonic() + allowed

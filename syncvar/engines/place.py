@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from syncvar.bootstrap import failure_of
 from syncvar.engines.part import End, Part, Place, packed, unpacked
-from syncvar.joining.context import is_initialized, member
 from syncvar.joining.directory import base_directory
 from syncvar.joining.meeting import leave
+from syncvar.joining.process import is_initialized, member
 from syncvar.remote_call import called
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["arrive", "play"]
 
 _KEPT = ("XDG_RUNTIME_DIR", "TMPDIR")
+_held: list[socket.socket] = []  # at most one
 
 
 def arrive(address: str) -> bytes:
@@ -36,10 +37,27 @@ def arrive(address: str) -> bytes:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         machine = file.read().strip()
     ground = "/".join([machine, *spaces, str(os.getuid()), str(base_directory(os.environ))])
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        port = int(probe.getsockname()[1])
-    return packed(Place(ground, socket.gethostname(), address, port, os.getpid()))
+    return packed(Place(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
+
+
+def _held_port(address: str) -> int:
+    """Return a port at which this process may listen until it has been a rank, as rank 0 does.
+
+    A socket stays bound to it, so that the system gives it to nobody else. Both that socket and ZeroMQ's say that the
+    address may be used again, and the first never listens: so the second may.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    _let_go()
+    _held.append(held)
+    return int(held.getsockname()[1])
+
+
+def _let_go() -> None:
+    """Let go of the port."""
+    while _held:
+        _held.pop().close()
 
 
 def play(data: bytes) -> bytes:
@@ -65,6 +83,7 @@ def play(data: bytes) -> bytes:
         failure = failure_of(error)
         end = End(b"", failure.error, failure.message, failure.text, failure.exit_code, has_met)
     leave(patience_s)
+    _let_go()
     return packed(end)
 
 

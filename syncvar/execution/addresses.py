@@ -17,7 +17,7 @@ from syncvar.errors import InternalError, SyncvarError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
 
 __all__ = ["ADDRESS", "Gone", "place_of", "read"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
     from syncvar.execution.program import Code
 
     Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)

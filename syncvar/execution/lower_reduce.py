@@ -32,7 +32,7 @@ from syncvar.execution.program import (
 )
 from syncvar.plans import even_chunks
 
-__all__ = ["Cells", "Places", "lower_reduce", "lower_small", "owner_bounds", "reduce_code"]
+__all__ = ["EVERYWHERE", "Cells", "Ends", "Places", "lower_reduce", "lower_small", "owner_bounds", "reduce_code"]
 
 _SCRATCH = Memory(Kind.SCRATCH)
 
@@ -71,6 +71,39 @@ class Places(NamedTuple):
     makes_first: bool = False
 
 
+class Ends(NamedTuple):
+    """Which ranks' vectors each rank ends with the combination of: all on all, all on the root, those up to it, or before it.
+
+    Args:
+        collective: all_reduce, reduce, scan or exscan.
+        root: Of a reduce.
+    """
+
+    collective: str = "all_reduce"
+    root: int = 0
+
+    def terms(self, rank: int, size: int) -> range:
+        """Return whose vectors they are on a rank of the group."""
+        if self.collective == "reduce":
+            return range(size if rank == self.root else 0)
+        if self.collective == "scan":
+            return range(rank + 1)
+        return range(rank if self.collective == "exscan" else size)
+
+    def divisor(self, rank: int, size: int) -> int:
+        """Return what a mean is divided by on a rank."""
+        return size if self.collective == "reduce" else len(self.terms(rank, size))
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether each rank ends with another combination: nobody can combine for others."""
+        return self.collective in ("scan", "exscan")
+
+
+EVERYWHERE = Ends()
+"""All ranks end with the combination of all."""
+
+
 @lru_cache(maxsize=1024)
 def owner_bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) of each rank's part of a segment."""
@@ -78,21 +111,24 @@ def owner_bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=256)
-def reduce_code(rank: int, size: int, counts: int | tuple[int, ...], cells: Cells | None, places: Places, block: int = 1) -> Code:
+def reduce_code(
+    rank: int, size: int, counts: int | tuple[int, ...], cells: Cells | None, places: Places, block: int = 1, ends: Ends = EVERYWHERE
+) -> Code:
     """Return what `lower_reduce` does, made ready for a runner; without cells what `lower_small` does."""
     if cells is None:
-        return assemble(lower_small(rank, size, counts, makes_first=places.makes_first))
-    return assemble(lower_reduce(rank, size, counts, cells, places, block))
+        return assemble(lower_small(rank, size, counts, makes_first=places.makes_first, ends=ends))
+    return assemble(lower_reduce(rank, size, counts, cells, places, block, ends))
 
 
-def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_first: bool = False) -> Program:
-    """Return a rank's program of an all-reduce that goes through slots: everybody sums all.
+def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_first: bool = False, ends: Ends = EVERYWHERE) -> Program:
+    """Return a rank's program of a reduction that goes through slots: everybody sums what it ends with.
 
     Args:
         rank: In the group.
         size: Of the group.
         counts: Elements of the vector; or of the arrays whose concatenation it is.
         makes_first: What is combined cannot be made in a target.
+        ends: Who ends with what.
 
     Example:
         >>> program = lower_small(0, 2, (2, 3))
@@ -102,10 +138,13 @@ def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_fi
     arrays = _Arrays(counts)
     slots = [Stretch(Memory(Kind.SLOT, one), 0, arrays.count) for one in range(size)]
     opening = arrays.copies_into(slots[rank], 0)
+    terms = tuple([slots[one] for one in ends.terms(rank, size)])
+    if len(terms) < 2:  # nothing is combined
+        return Program(opening, arrays.copies_from(terms[0], 0) if terms else ())
     if arrays.is_split or makes_first:
         made = Stretch(_SCRATCH, 0, arrays.count)
-        return Program(opening, (Fold(tuple(slots), made), *arrays.copies_from(made, 0)))
-    return Program(opening, (Fold(tuple(slots), Stretch(Memory(Kind.TARGET), 0, arrays.count)),))
+        return Program(opening, (Fold(terms, made), *arrays.copies_from(made, 0)))
+    return Program(opening, (Fold(terms, Stretch(Memory(Kind.TARGET), 0, arrays.count)),))
 
 
 class _Arrays:
@@ -142,8 +181,10 @@ class _Arrays:
         return tuple(copies)
 
 
-def lower_reduce(rank: int, size: int, counts: int | tuple[int, ...], cells: Cells, places: Places, block: int) -> Program:
-    """Return a rank's program of an all-reduce.
+def lower_reduce(
+    rank: int, size: int, counts: int | tuple[int, ...], cells: Cells, places: Places, block: int, ends: Ends = EVERYWHERE
+) -> Program:
+    """Return a rank's program of a reduction.
 
     Args:
         rank: In the group.
@@ -152,25 +193,30 @@ def lower_reduce(rank: int, size: int, counts: int | tuple[int, ...], cells: Cel
         cells: How it is cut.
         places: Where the vectors lie.
         block: Elements that are combined at once where the targets lie in the arena.
+        ends: Who ends with what; where that is not everybody with all, no target lies where others write it, and no vector that
+            others read is its own target.
 
     Example:
         >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), Places(), 8)
         >>> len(program.opening), [type(step).__name__ for step in program.steps]
         (1, ['Copy', 'Fold', 'Publish', 'Await', 'Fold'])
     """
-    return _Lowering(rank, size, _Arrays(counts), cells, places, block).program()
+    return _Lowering(rank, size, _Arrays(counts), cells, places, block, ends).program()
 
 
 class _Lowering:
-    def __init__(self, rank: int, size: int, arrays: _Arrays, cells: Cells, places: Places, block: int) -> None:
+    def __init__(self, rank: int, size: int, arrays: _Arrays, cells: Cells, places: Places, block: int, ends: Ends) -> None:
         if arrays.is_split:  # terms and targets in one piece are cells and scratch memory
             places = places._replace(converts=True, makes_first=True)
         self.rank, self.size, self.arrays, self.cells, self.places, self.block = rank, size, arrays, cells, places, block
         self.count = arrays.count
         self.turns = -(-self.count // cells.elements)
-        self.puts = rank not in places.sources
         self.steps: list[Instruction] = []
-        self.sums_all = cells.sums_all and not places.into_all and not places.by_owners
+        self.sums_all = (cells.sums_all or ends.is_prefix) and not places.into_all and not places.by_owners
+        self.terms = ends.terms(rank, size)
+        read = [one for one in range(size) if not self.sums_all or any(one in ends.terms(other, size) for other in range(size) if other != one)]
+        self.are_put = any(one not in places.sources for one in read)
+        self.puts = rank not in places.sources and (rank in read or (places.converts and rank in self.terms))
 
     def program(self) -> Program:
         if self.places.into_all and len(self.places.sources) == self.size:
@@ -213,24 +259,26 @@ class _Lowering:
         ]  # fmt: skip
 
     def _all_sum(self) -> None:
-        lag, turns, sources = self.cells.lag, self.turns, self.places.sources
+        lag, turns = self.cells.lag, self.turns
         # When the others have read so many, none but cells of the last side may be unread.
-        heard = (turns - 1) // lag * lag if len(sources) < self.size else 0
+        heard = (turns - 1) // lag * lag if self.are_put else 0
         for turn in range(turns):
             if heard and turn >= lag:
                 self.steps.append(Await(min(turn, heard) - (turn - lag + 1)))
             self.steps += self._put(turn + lag)
             length = self._length(turn)
-            terms = tuple(self._in_cells(rank, turn, 0, length) for rank in range(self.size))
+            terms = tuple([self._in_cells(rank, turn, 0, length) for rank in self.terms])
             start = turn * self.cells.elements
-            if self.places.makes_first:
+            if len(terms) < 2:  # nothing is combined
+                self.steps += self.arrays.copies_from(terms[0], start) if terms else ()
+            elif self.places.makes_first:
                 made = Stretch(_SCRATCH, 0, length)
                 self.steps += [Fold(terms, made), *self.arrays.copies_from(made, start)]
             else:
                 self.steps.append(Fold(terms, Stretch(Memory(Kind.TARGET), start, length)))
             if turn < heard:
                 self.steps.append(Publish())
-        if sources or self.places.goes_on:  # they must stay until everyone has read them
+        if self.places.sources or self.places.goes_on:  # they must stay until everyone has read them
             self.steps += [Publish(), Await()]
         elif heard > max(0, turns - lag):
             self.steps.append(Await())
@@ -244,7 +292,7 @@ class _Lowering:
             self.steps += self._put(turn + lag)
             if turn < turns:
                 self._own_part(turn)
-            if not into_all and 0 <= turn - lag < turns:
+            if not into_all and self.terms and 0 <= turn - lag < turns:
                 self._take(turn - lag)
             if turn < turns:
                 self.steps.append(Publish())
@@ -259,7 +307,7 @@ class _Lowering:
             self._into_all(start, terms)
         elif high > low:
             made = self._made(self.rank, turn, high - low)
-            self.steps += [Fold(tuple(terms), made), *self.arrays.copies_from(made, start)]
+            self.steps += [Fold(tuple(terms), made), *(self.arrays.copies_from(made, start) if self.terms else ())]
 
     def _made(self, rank: int, turn: int, count: int) -> Stretch:
         lag = self.cells.lag

@@ -7,7 +7,7 @@ takes from the others what is for it, to where the caller wants it:
 * **where they lie**: ranks tell each other where their blocks are, in the arena (`sv.empty`) or in their own memory where
   all can read it (`arena/reaching.py`), and take them there: one copy, two phases. What is combined is taken from the
   arena only: it needs no copy there, and one from a rank's own memory.
-* **by windows** else: put and taken window by window, on two sides in turn.
+* **by cells** else: put and taken cell by cell, on two sides in turn, so that what lies in the arena stays in the caches.
 
 What may differ between ranks without being wrong (lengths of an all-gather, say) is the **detail**, a number published
 beside the check: where the details differ nothing is taken, and the call goes on in the general way, with a header.
@@ -23,26 +23,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
-from syncvar.execution.addresses import ADDRESS, Gone, place_of
+from syncvar.errors import InternalError
+from syncvar.execution.addresses import ADDRESS, Gone, place_of, read
 from syncvar.execution.lower_moves import Move, Way, move_code
 from syncvar.execution.phases import DISAGREE, NEVER
 from syncvar.execution.program import Kind
 from syncvar.execution.reductions import copier, folder, storer
 from syncvar.execution.running import Arithmetic, Lying, Reached, found_in, native_of, open_code, run_code
+from syncvar.kernel import UNREAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
     from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
 
-__all__ = ["Blocks", "Fold", "Layout", "Movement", "Said", "move_shared", "said_of", "take_blocks", "window_of"]
+__all__ = ["NOTHING", "Blocks", "Fold", "Layout", "Movement", "Said", "cells_of_blocks", "fits_slots", "is_worth_reading", "move_published", "move_shared", "said_of", "take_blocks", "teach_moves"]
 
-_WINDOWS = 4  # in a segment: of all blocks that a rank puts side by side
-_NOTHING: NDArray[Any] = np.empty(0, np.uint8)
+# Cells of half a segment, for all blocks that a rank puts: so what lies in them stays in the caches of the cores. Measured on one machine.
+_LAG = 16  # with two ranks: 32 KiB in each
+_WIDE_LAG = 4  # with more, which may share cores: they give way to each other less often
+_PLAIN_LAG = 2  # where a runner is Python, whose steps take longer
+_NATIVE_SLOT_BYTES = 8 << 10  # up to these small slots are faster where programs run in C
+_READ_BYTES = 4 << 20  # from this on a block is read where it lies faster than it goes by cells
+
+NOTHING: NDArray[Any] = np.empty(0, np.uint8)
+"""What a rank ends with that gets nothing, as `Blocks.made`."""
 
 
 class Fold(NamedTuple):
@@ -57,9 +66,29 @@ class Fold(NamedTuple):
     divisor: int = 0
 
 
-def window_of(elements: int, itemsize: int, blocks: int) -> int:
-    """Return how many elements of each block go through cells at a time, where a rank puts at most so many blocks."""
-    return max(1, min(elements, SEGMENT_BYTES // _WINDOWS // (itemsize * max(1, blocks))))
+def cells_of_blocks(elements: int, itemsize: int, blocks: int, size: int, *, are_native: bool) -> tuple[int, int]:
+    """Return how many elements of each block go through a cell, and how many cells there are on a side.
+
+    Args:
+        elements: Of each block.
+        itemsize: Of an element, in bytes.
+        blocks: That a rank puts, at most.
+        size: Of the group.
+        are_native: Programs run in C on all ranks.
+    """
+    row = itemsize * max(1, blocks)
+    lag = _PLAIN_LAG if not are_native else _LAG if size == 2 else _WIDE_LAG
+    return max(1, min(elements, SEGMENT_BYTES // 2 // lag // row)), lag
+
+
+def fits_slots(nbytes: int, *, are_native: bool) -> bool:
+    """Return whether so many bytes of a rank's blocks go into its small slot, where all ranks or not all run programs in C."""
+    return nbytes <= (_NATIVE_SLOT_BYTES if are_native else SMALL_BYTES)
+
+
+def is_worth_reading(nbytes: int, *, are_native: bool) -> bool:
+    """Return whether a block of so many bytes is better read in the memory of its rank than sent by way of cells."""
+    return not are_native or nbytes >= _READ_BYTES
 
 
 class Layout(NamedTuple):
@@ -89,13 +118,18 @@ class Layout(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether the blocks of a rank go into its small slot."""
+        """Whether the blocks of a rank have room in its small slot."""
         return self.elements * self.blocks * self.dtype.itemsize <= SMALL_BYTES
 
-    @property
-    def width(self) -> int:
-        """Elements of each block in one window."""
-        return window_of(self.elements, self.dtype.itemsize, self.blocks)
+    def goes_by_slots(self, channel: Channel) -> bool:
+        """Return whether the blocks of a rank go into its small slot."""
+        return fits_slots(self.elements * self.blocks * self.dtype.itemsize, are_native=channel.are_native)
+
+    def is_read(self, channel: Channel) -> bool:
+        """Return whether long blocks are read in the memory of their ranks."""
+        if channel.reach is None or self.fold is not None:
+            return False
+        return is_worth_reading(self.elements * self.dtype.itemsize, are_native=channel.are_native)
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -104,16 +138,17 @@ class Layout(NamedTuple):
             return Arithmetic(None, self.dtype, self.dtype)
         return Arithmetic(self.fold.ufunc, self.dtype, self.dtype, self.fold.divisor)
 
-    def code(self, rank: int, blocks: Blocks, way: Way, **told: bool) -> Code:
-        """Return what a rank does with its blocks, as a program; see `lower_move`."""
+    def code(self, channel: Channel, blocks: Blocks, way: Way, **how: Any) -> Code:
+        """Return what a rank does with its blocks, as a program; see `move_code`."""
         folds, own = self.fold is not None, blocks.own
+        cell, lag = cells_of_blocks(self.elements, self.dtype.itemsize, self.blocks, channel.size, are_native=channel.are_native)
         move = Move(
-            rank, self.elements, self.width, len(blocks.outgoing), self.takes,
+            channel.rank, self.elements, cell, lag, max(1, self.blocks), len(blocks.outgoing), self.takes,
             keeps=own is not None and (folds or blocks.own_target is not None), folds=folds,
             converts=folds and own is not None and own.dtype != self.dtype,
             makes_first=folds and blocks.targets[0].dtype != self.dtype,
         )  # fmt: skip
-        return move_code(move, way, **told)
+        return move_code(move, way, **how)
 
 
 class Blocks(NamedTuple):
@@ -125,6 +160,7 @@ class Blocks(NamedTuple):
         targets: Where what it takes goes, contiguous; with a fold one array, for the combination.
         own: What this rank brings for itself.
         own_target: Where it goes; None for nowhere, or with a fold.
+        parts: The caller gets a list of so many parts of the result, cut evenly along axis 0; 0: the result as it is.
     """
 
     made: Any
@@ -132,6 +168,15 @@ class Blocks(NamedTuple):
     targets: Sequence[NDArray[Any]] = ()
     own: NDArray[Any] | None = None
     own_target: NDArray[Any] | None = None
+    parts: int = 0
+
+    @property
+    def result(self) -> Any:
+        """What the caller gets."""
+        if not self.parts:
+            return self.made
+        rows = len(self.made) // self.parts
+        return [self.made[part * rows : (part + 1) * rows] for part in range(self.parts)]
 
 
 class Movement:
@@ -158,7 +203,7 @@ class Said(NamedTuple):
     Args:
         check: Of the call.
         full: The check with the detail.
-        side: Of its first window.
+        side: Of its first cells; above bit 0 where they begin on it, as a number of pages.
         offer: What can be done with its blocks: READS, RESIDENT and TOLD.
     """
 
@@ -173,8 +218,8 @@ class Said(NamedTuple):
         return self.side << 3 | self.offer
 
 
-# What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in the arena; it has told where, and put
-# none.
+# What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in the arena; it has blocks, has told where,
+# and put none.
 READS, RESIDENT, TOLD = 1, 2, 4
 
 
@@ -200,17 +245,68 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         yield channel.begin(call, said.full, check, said.mark)
         yield from take_blocks(channel, said, movement)
     except BaseException:
-        is_refused = channel.is_reached(channel.last) and channel.disagreeing(said.full)
-        if said.offer and movement.outgoing and not is_refused:
-            channel.keep(movement)  # others may still be reading what this rank has told them of
+        _keep_told(channel, said, movement)
         raise
+
+
+def move_published(channel: Channel, check: int, movement: Movement, run: Iterator[int] | None) -> Iterator[int]:
+    """Go on with a call of long blocks that the C runner has published, and with its run, if it has begun one."""
+    mark = channel.arrays()[1][channel.rank]
+    said = said_of(movement.layout, check, mark >> 3, mark & (READS | RESIDENT | TOLD))
+    try:
+        if run is None:
+            yield channel.last
+            yield from take_blocks(channel, said, movement)
+            return
+        for need in run:
+            if need == UNREAD:
+                _read_again(channel, movement.layout.takes)
+            yield need
+        movement.is_done = True
+    except BaseException:
+        _keep_told(channel, said, movement)
+        raise
+
+
+def _read_again(channel: Channel, takes: Sequence[tuple[int, int]]) -> None:
+    """Raise what is wrong with reading where ranks have told."""
+    for peer, place in takes:
+        told = channel.told_place(peer, place)
+        if told & ADDRESS:
+            read(channel, peer, told, np.empty(1, np.uint8), hold=True)
+    raise InternalError("the memory of another rank could not be read, and can be")
+
+
+def _keep_told(channel: Channel, said: Said, movement: Movement) -> None:
+    is_refused = channel.is_reached(channel.last) and channel.disagreeing(said.full)
+    if said.offer and movement.outgoing and not is_refused:
+        channel.keep(movement)  # others may still be reading what this rank has told them of
+
+
+def teach_moves(channel: Channel, layout: Layout, blocks: Blocks, starts: tuple[tuple[int, ...], tuple[int, ...]], native: Any) -> bool:
+    """Tell the C runner of a call of long blocks what it does; returns whether it takes that.
+
+    Args:
+        channel: This rank's.
+        layout: What such calls have in common.
+        blocks: Of such a call.
+        starts: Where they begin in the arrays of a call, see `move_code`.
+        native: The call.
+    """
+    for pattern, way in enumerate((Way.CELLS, Way.LYING)):
+        code = layout.code(channel, blocks, way, starts=starts)
+        program = native_of(code, layout.arithmetic)
+        if program is None:
+            return False
+        native.learn(pattern, False, False, -1 if code.last_side is None else code.last_side, program)
+    return True
 
 
 def _put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
     """Put what goes with phase 0; returns what is published with it."""
-    layout, rank = movement.layout, channel.rank
-    if layout.is_small:
-        code = layout.code(rank, movement.blocks, Way.SLOTS)
+    layout = movement.layout
+    if layout.goes_by_slots(channel):
+        code = layout.code(channel, movement.blocks, Way.SLOTS)
         _open(channel, movement, code, channel.side ^ 1)
         return said_of(layout, check)
     side = channel.tail ^ 1
@@ -219,15 +315,15 @@ def _put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
         channel.reserve_segments()
     offer = _tell(channel, layout, flat)
     if flat and not offer:
-        code = layout.code(rank, movement.blocks, Way.WINDOWS)
+        code = layout.code(channel, movement.blocks, Way.CELLS)
         _open(channel, movement, code, side)
         channel.tail = side
     return said_of(layout, check, side, offer)
 
 
 def _tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> int:
-    """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by windows."""
-    offer = RESIDENT | TOLD if channel.reach is None or layout.fold is not None else READS | RESIDENT | TOLD
+    """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by cells."""
+    offer = READS | RESIDENT | TOLD if layout.is_read(channel) else RESIDENT | TOLD
     places = []
     for block in blocks:
         if block.dtype != layout.dtype:
@@ -241,12 +337,12 @@ def _tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> i
             return 0
         places.append(place)
     channel.tell_places(places)
-    return offer
+    return offer if places else offer & ~TOLD
 
 
 def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
     """Take what is for this rank, when all ranks have published phase 0; put and publish what does not go with it."""
-    layout, rank = movement.layout, channel.rank
+    layout = movement.layout
     sources, marks = channel.arrays()
     if channel.disagreeing(said.full):
         if layout.detail is None or any(source != said.check for source in sources):
@@ -255,17 +351,17 @@ def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[in
     if layout.detail == 0:
         return
     sides = tuple([mark >> 3 for mark in marks])
-    offers = [mark & 7 for mark in marks]
-    if layout.is_small:
-        code = layout.code(rank, movement.blocks, Way.SLOTS)
+    offers = [mark & (READS | RESIDENT | TOLD) for mark in marks]
+    if layout.goes_by_slots(channel):
+        code = layout.code(channel, movement.blocks, Way.SLOTS)
         sides = channel.sides()
-    elif reduce(and_, offers) > TOLD:  # all can take them where they lie, in one way or another
-        code = layout.code(rank, movement.blocks, Way.LYING)
+    elif reduce(and_, offers) & (READS | RESIDENT):  # all can take them where they lie, in one way or another
+        code = layout.code(channel, movement.blocks, Way.LYING)
     else:
         has_told = said.offer != 0 and len(movement.outgoing) > 0
-        code = layout.code(rank, movement.blocks, Way.WINDOWS, has_told=has_told, some_told=any(offers))
+        code = layout.code(channel, movement.blocks, Way.CELLS, has_told=has_told, some_told=any(offer & TOLD for offer in offers))
         if code.last_side is not None:
-            channel.tail = said.side ^ code.last_side
+            channel.tail = (said.side & 1) ^ code.last_side
     found = _found(channel, movement, code, sides)
     native, copy = _native(channel, layout, code, found), copier()
     try:
@@ -292,7 +388,7 @@ def _found(channel: Channel, movement: Movement, code: Code, sides: tuple[int, .
             found[number] = movement.sources[place]
         elif kind == _TARGET:
             target = blocks.targets[place] if place < len(blocks.targets) else blocks.own_target
-            found[number] = _NOTHING if target is None else target.reshape(-1)
+            found[number] = NOTHING if target is None else target.reshape(-1)
         elif kind == _SCRATCH:
             found[number] = np.empty(count, dtype)
         elif sides[rank] >= 0:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
 
 __all__ = ["DISAGREE", "NEVER", "agreed", "settled"]
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Piece", "pieces", "store_pieces"]
+__all__ = ["Piece", "pieces", "store", "store_pieces"]
 
 
 class Piece(NamedTuple):
@@ -47,8 +47,12 @@ def store_pieces(arrays: Sequence[NDArray[Any]], value: NDArray[Any], apply: np.
     """Store a vector as the elements of the concatenation of flat arrays; an array becomes apply(array, its part)."""
     counts = tuple([array.size for array in arrays])
     for index, first, last, place in pieces(counts, 0, value.size):
-        target, part = arrays[index][first:last], value[place : place + last - first]
-        if apply is None:
-            target[...] = part
-        else:
-            apply(target, part, out=target, casting="same_kind")
+        store(arrays[index][first:last], value[place : place + last - first], apply)
+
+
+def store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
+    """Store a value in an array, or let it become apply(array, value)."""
+    if apply is None:
+        target[...] = value
+    else:
+        apply(target, value, out=target, casting="same_kind")

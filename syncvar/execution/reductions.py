@@ -23,8 +23,9 @@ from syncvar.arena.channels import SEGMENT_BYTES
 from syncvar.errors import InternalError
 from syncvar.execution.float16 import are_scalable, round_scaled, widen, widen_scaled
 from syncvar.execution.gil import PIECE, copy_holding, crowd, ufunc_holding
-from syncvar.execution.lower_reduce import Cells, Places, reduce_code
+from syncvar.execution.lower_reduce import EVERYWHERE, Cells, Ends, Places, reduce_code
 from syncvar.execution.phases import agreed
+from syncvar.execution.pieces import store
 from syncvar.execution.program import Kind
 from syncvar.execution.running import (
     Arithmetic,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
     from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
 
@@ -97,6 +98,7 @@ class Vector(NamedTuple):
         accumulate: dtype in which they are combined.
         divisor: What the combination is divided by; 0 for nothing.
         apply: A target becomes apply(target, combination); None sets it to the combination.
+        ends: Which ranks end with what; where this rank ends with nothing, its targets have no elements.
     """
 
     sources: Sequence[NDArray[Any]]
@@ -105,6 +107,7 @@ class Vector(NamedTuple):
     accumulate: np.dtype[Any]
     divisor: int = 0
     apply: np.ufunc | None = None
+    ends: Ends = EVERYWHERE
 
     @property
     def is_split(self) -> bool:
@@ -156,6 +159,8 @@ class Vector(NamedTuple):
             x, out = self.sources[0], self.targets[0]
             source = locate(x) if x.dtype == self.wire else None
             target = source if out is x else locate(out)
+            if out is x and self.ends != EVERYWHERE:  # others read it while it is written over
+                source = None
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
 
 
@@ -163,7 +168,7 @@ class Placed(NamedTuple):
     """What all ranks have told of a vector, in their order.
 
     Args:
-        sources: Where `x` lies in the arena, or has been put to be summed by everybody; None where it is brought.
+        sources: Where `x` lies in the arena; None where it is brought.
         targets: Where `out` lies there; None for nowhere.
         sides: Of the first segments of what is brought.
     """
@@ -278,23 +283,28 @@ def reduce_owned(channel: Channel, vector: Vector, placed: Placed, *, goes_on: b
     code = _code(channel, vector, _places(placed)._replace(goes_on=goes_on))
     if code.last_side is not None:
         channel.tail = placed.sides[channel.rank] ^ code.last_side
-    yield from _run(channel, vector, code, vector.arithmetic, tuple(placed.sides), placed)
+    how = vector.arithmetic
+    yield from _run(channel, vector, code, how, _found(channel, vector, code, how.wire, tuple(placed.sides), placed))
     return code.is_read
 
 
 def _open(channel: Channel, vector: Vector, code: Code, how: Arithmetic, side: int) -> None:
     """Make the copies that come before phase 0, into cells or the slot of this side."""
-    native = native_of(code, how) if channel.is_native and vector.suits_native(how) else None
-    open_code(channel, code, _found(channel, vector, code, how.wire, channel.own_side(side), None), native, copier())
+    found = _found(channel, vector, code, how.wire, channel.own_side(side))
+    open_code(channel, code, found, _native(channel, vector, code, how), copier())
 
 
-def _run(
-    channel: Channel, vector: Vector, code: Code, how: Arithmetic, sides: tuple[int, ...], placed: Placed | None
-) -> Iterator[int]:
-    native = native_of(code, how) if channel.is_native and vector.suits_native(how) else None
-    found = _found(channel, vector, code, how.wire, sides, placed)
+def _run(channel: Channel, vector: Vector, code: Code, how: Arithmetic, found: Sequence[Any]) -> Iterator[int]:
     copy = copier()
-    yield from run_code(channel, code, found, native, copy, storer(how, copy), folder(how))
+    yield from run_code(channel, code, found, _native(channel, vector, code, how), copy, storer(how, copy), folder(how))
+
+
+def _native(channel: Channel, vector: Vector, code: Code, how: Arithmetic) -> Any:
+    """Return the program for the C runner, or None where not all arrays are such as it takes."""
+    if not channel.is_native or not vector.suits_native(how):
+        return None
+    are_aligned = all(array.flags.aligned for array in (*vector.sources, *vector.targets))
+    return native_of(code, how) if are_aligned else None
 
 
 def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
@@ -321,15 +331,13 @@ def storer(how: Arithmetic, copy: Any) -> Callable[[NDArray[Any], NDArray[Any]],
     """Return what stores a combination in a target."""
     apply = how.apply
 
-    def store(target: NDArray[Any], value: NDArray[Any]) -> None:
-        if apply is not None:
-            apply(target, value, out=target, casting="same_kind")
-        elif target.dtype == value.dtype:
+    def store_combination(target: NDArray[Any], value: NDArray[Any]) -> None:
+        if apply is None and target.dtype == value.dtype:
             copy(target, value)
         else:
-            target[...] = value
+            store(target, value, apply)
 
-    return store
+    return store_combination
 
 
 _NOWHERE_ELSE = Places()
@@ -344,9 +352,11 @@ def _places(placed: Placed) -> Places:
 def _code(channel: Channel, vector: Vector, places: Places) -> Code:
     wire = vector.wire
     places = places._replace(converts=vector.sources[0].dtype != wire, makes_first=_makes_first(vector, wire))
+    if vector.ends != EVERYWHERE:
+        places = places._replace(into_all=False, by_owners=False)
     are_native = channel.are_native and vector.suits_native(vector.arithmetic)
     cells, block = cells_of(channel.size, wire.itemsize, are_native=are_native)
-    return reduce_code(channel.rank, channel.size, vector.counts, cells, places, block)
+    return reduce_code(channel.rank, channel.size, vector.counts, cells, places, block, vector.ends)
 
 
 def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]:
@@ -363,15 +373,18 @@ def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]
 
 
 def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:
-    return vector.apply is not None or vector.targets[0].dtype != wire
+    """Return whether what is combined cannot be made in a target: as it is of a scan where that is one of several terms."""
+    is_term = vector.ends.is_prefix and vector.targets[0] is vector.sources[0]
+    return vector.apply is not None or vector.targets[0].dtype != wire or is_term
 
 
 def _found(
-    channel: Channel, vector: Vector, code: Code, wire: np.dtype[Any], sides: tuple[int, ...], placed: Placed | None
+    channel: Channel, vector: Vector, code: Code, wire: np.dtype[Any], sides: tuple[int, ...], placed: Placed | None = None,
+    slots: tuple[int, ...] | None = None,
 ) -> list[Any]:
-    """Return the memories of a program; None for those that are not known yet."""
-    sources, targets, _, _, _, _ = vector
-    found = found_in(channel, code, sides, wire)
+    """Return the memories of a program; None for those that are not known yet. `sides` and `slots` are as for `found_in`."""
+    sources, targets = vector.sources, vector.targets
+    found = found_in(channel, code, sides, wire, slots)
     for number, kind, rank, place, count in code.own:
         if kind == _SOURCE:
             found[number] = sources[place]
@@ -382,10 +395,6 @@ def _found(
         elif placed is not None:
             places, dtype = (placed.sources, wire) if kind == _LYING else (placed.targets, targets[0].dtype)
             found[number] = Lying(places[rank] or _NOWHERE, dtype)
-    if placed is not None and not code.uses_cells:
-        for number, (kind, rank, _) in code.shared:
-            if kind == Kind.SLOT:
-                found[number] = Lying(placed.sources[rank] or _NOWHERE, wire)
     return found
 
 
@@ -427,11 +436,10 @@ def _combine_widened(
 
 def _small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterator[int]:
     call, check = opening
-    wire, size = vector.accumulate, channel.size
+    wire = vector.accumulate
     how = vector.arithmetic._replace(wire=wire)  # nothing is saved by halves
-    code = reduce_code(channel.rank, size, vector.counts, None, Places(makes_first=_makes_first(vector, wire)))
+    code = reduce_code(channel.rank, channel.size, vector.counts, None, Places(makes_first=_makes_first(vector, wire)), 1, vector.ends)
     _open(channel, vector, code, how, channel.side ^ 1)
     yield from agreed(channel, check, channel.begin(call, check))
-    sides = channel.sides()
-    put = Placed([channel.put_offset(rank, vector.nbytes) for rank in range(size)], [None] * size, list(sides))
-    yield from _run(channel, vector, code, how, sides, put)
+    found = _found(channel, vector, code, wire, channel.sides(), slots=channel.slots_now(vector.nbytes))
+    yield from _run(channel, vector, code, how, found)

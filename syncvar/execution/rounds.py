@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
+from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.phases import agreed
 from syncvar.execution.program import Kind, assemble
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
     from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
     from syncvar.plans import Plan
@@ -31,16 +32,18 @@ class Published(NamedTuple):
     """A plan made ready for shared memory.
 
     Args:
-        reduces: It is an all-reduce, which has an interpreter of its own.
+        reduces: It combines what all bring, each rank for itself or its part: `reductions` does that.
         rounds: The publications of any other.
         scratch_count: Elements of SCRATCH.
         algorithm: Of the plans.
+        ends: Where it reduces, which ranks end with what.
     """
 
     reduces: bool
     rounds: tuple[Publication, ...]
     scratch_count: int
     algorithm: str = ""
+    ends: Ends = EVERYWHERE
     codes: dict[tuple[int, bool], Code] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
 
     def code(self, rank: int, itemsize: int, *, begins: bool) -> Code:
@@ -62,11 +65,18 @@ SIDE_BY_SIDE = Published(reduces=False, rounds=(), scratch_count=0, algorithm="s
 """Stands for the plan of a stage that has a movement."""
 
 
-def prepare_published(plans: Sequence[Plan], rank: int) -> Published:
-    """Make the plans of a group ready to run on a rank, in shared memory."""
+def prepare_published(plans: Sequence[Plan], rank: int, root: int | None = None) -> Published:
+    """Make the plans of a group ready to run on a rank, in shared memory.
+
+    Args:
+        plans: Of all ranks.
+        rank: This process in the group.
+        root: Of a call of the group's; None for a part of a larger call, which keeps to the plans' rounds but for all-reduces.
+    """
     mine = plans[rank]
-    if mine.collective == "all_reduce" and mine.algorithm in ("direct", "owners"):
-        return Published(reduces=True, rounds=(), scratch_count=0, algorithm=mine.algorithm)
+    reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
+    if mine.collective in reduces and mine.algorithm in ("direct", "owners"):
+        return Published(reduces=True, rounds=(), scratch_count=0, algorithm=mine.algorithm, ends=Ends(mine.collective, root or 0))
     rounds = publications(plans, rank)
     return Published(reduces=False, rounds=rounds, scratch_count=mine.scratch_count, algorithm=mine.algorithm, codes={})
 
@@ -105,7 +115,7 @@ def run_rounds(
         call, check = opening
         bring(channel.side ^ 1)
         yield from agreed(channel, check, channel.begin(call, check))
-        slots = channel.sides()
+        slots = channel.slots_now(0)
         first = channel.next_parity()
     else:
         first = channel.next_parity()

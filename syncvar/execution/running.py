@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.arena.layout import PAGE_BYTES
 from syncvar.errors import InternalError
 from syncvar.execution.addresses import ADDRESS, read
 from syncvar.execution.gil import crowd
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
     from syncvar.execution.interpreter import Copier
     from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
 
     Found: TypeAlias = "NDArray[Any] | Lying | Reached | None"
 
-__all__ = ["Arithmetic", "Lying", "Reached", "found_in", "native_of", "open_code", "run_code", "suits_native"]
+__all__ = ["HALVES", "Arithmetic", "Lying", "Reached", "found_in", "native_of", "open_code", "run_code", "suits_native"]
 
 
 class Arithmetic(NamedTuple):
@@ -52,7 +52,7 @@ class Arithmetic(NamedTuple):
     @property
     def native(self) -> tuple[Any, ...]:
         """The same for `kernel.program`."""
-        half = 0 if self.wire == self.accumulate else _HALVES.get(self.wire.name, -1)
+        half = 0 if self.wire == self.accumulate else HALVES.get(self.wire.name, -1)
         divide = np.divide if self.divisor else None
         divisor = np.asarray(self.divisor, self.accumulate).tobytes() if self.divisor else b""
         return self.wire.itemsize, self.accumulate, half, self.ufunc, divide, divisor, self.apply
@@ -74,7 +74,7 @@ def suits_native(how: Arithmetic) -> bool:
 
 
 _NOT_MADE = object()
-_HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
+HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
 
 
 class Lying(NamedTuple):
@@ -89,7 +89,6 @@ class Lying(NamedTuple):
     dtype: np.dtype[Any]
 
 
-@dataclass(frozen=True, slots=True)
 class Reached:
     """Where a memory of a program begins in the process of another rank, which may be read.
 
@@ -99,9 +98,12 @@ class Reached:
         dtype: Of its elements.
     """
 
-    rank: int
-    address: int
-    dtype: np.dtype[Any]
+    __slots__ = ("address", "dtype", "rank")
+
+    def __init__(self, rank: int, address: int, dtype: np.dtype[Any]) -> None:
+        self.rank = rank
+        self.address = address
+        self.dtype = dtype
 
     def __getitem__(self, part: slice) -> Reached:
         """Return the elements of a slice."""
@@ -116,22 +118,24 @@ def found_in(
     Args:
         channel: This rank's.
         code: The program.
-        sides: Of the first cells of each rank; -1 where it is not known yet.
+        sides: Of the first cells of each rank, above bit 0 where they begin on it, as a number of pages; -1 where it is not known yet.
         dtype: Of the elements.
-        slots: Sides of the slots, if they are others.
+        slots: Where the slots of all ranks begin in the arena, when it has been published; until then they lie on these sides.
     """
     key = code, sides, dtype, slots
     found = channel.found.get(key)
     if found is None:
         found = [None] * len(code.memories)
         for number, (kind, rank, place) in code.shared:
-            side = sides[rank] if slots is None or kind != Kind.SLOT else slots[rank]
-            if side < 0:
+            side = sides[rank]
+            if kind == Kind.SLOT and slots is not None:
+                offset = slots[rank]
+            elif side < 0:
                 continue
-            if kind == Kind.SLOT:
+            elif kind == Kind.SLOT:
                 offset = channel.small_offset(rank, side)
             else:
-                offset = channel.segment_offset(rank, side ^ place if kind == Kind.CELLS else 2 + place)
+                offset = channel.segment_offset(rank, (side & 1) ^ place if kind == Kind.CELLS else 2 + place) + (side >> 1) * PAGE_BYTES
             found[number] = Lying(offset, dtype)
         if len(channel.found) >= _FOUND_MAX:
             channel.found.clear()

@@ -18,7 +18,7 @@ from syncvar.execution.reductions import Placed, bring_first, is_direct, reduce_
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from syncvar.arena.channels import Channel
+    from syncvar.arena.channel import Channel
     from syncvar.execution.reductions import Vector
 
 _ALONE_BYTES = 256 << 10  # of an array that is reduced by itself: below, its own phases cost more than copying it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["JobDirectory", "base_directory", "check_private", "runtime_directory"]
 
@@ -82,29 +83,21 @@ class JobDirectory:
                 f"the runtime directory {base} has too long a path: socket files in it would exceed "
                 f"{_UNIX_PATH_MAX} bytes; set XDG_RUNTIME_DIR to a shorter one"
             )
-        guard = -1
         try:
-            guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(guard, fcntl.LOCK_EX)
-            self.swept = _sweep(base)
-            self.path.mkdir(mode=0o700)
-            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            with _guarded(base):
+                self.swept = _sweep(base)
+                self.path.mkdir(mode=0o700)
+                self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
+                fcntl.flock(self.lock, fcntl.LOCK_EX)
         except OSError as error:
             where = f"{base}/.lock, which is a link" if error.errno == errno.ELOOP else str(base)
             raise ConfigError(f"the runtime directory {where} cannot be used: {error.strerror}") from error
-        finally:
-            if guard >= 0:
-                os.close(guard)
 
     @staticmethod
     def find(environ: Mapping[str, str], name: str) -> Path | None:
         """Return the directory of a job that is alive, by its name; None where there is none yet."""
         base = base_directory(environ)
-        guard = -1
-        try:
-            guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(guard, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError), _guarded(base):
             lock = os.open(base / name / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -112,12 +105,7 @@ class JobDirectory:
                 return base / name
             finally:
                 os.close(lock)
-        except OSError:
-            return None
-        finally:
-            if guard >= 0:
-                os.close(guard)
-        return None  # left over by a job that is gone
+        return None  # or it is left over by a job that is gone
 
     def remove(self) -> None:
         """Remove the directory with everything in it. Idempotent."""
@@ -125,6 +113,17 @@ class JobDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
             self.lock = -1
+
+
+@contextlib.contextmanager
+def _guarded(base: Path) -> Iterator[None]:
+    """Keep others from making, finding or removing directories of jobs."""
+    guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(guard)
 
 
 def _sweep(base: Path) -> int:

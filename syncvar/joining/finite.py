@@ -11,23 +11,22 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError
+from syncvar.joining.process import joined
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["is_on", "look", "turn_on"]
+__all__ = ["is_on", "look"]
 
 _log = logging.getLogger("syncvar")
 _REPEAT_S = 30.0
 _said: dict[tuple[int, str], float] = {}
-is_on = False
-"""Some context of this process asks to look."""
 
 
-def turn_on() -> None:
-    """Let `look` look from now on."""
-    global is_on  # noqa: PLW0603  (one branch for everybody else)
-    is_on = True
+def is_on() -> bool:
+    """Return whether the settings of this rank's job ask to look."""
+    context = joined()
+    return context is not None and context.config.check_finite != "off"
 
 
 def look(value: Any, what: str) -> None:
@@ -42,13 +41,8 @@ def look(value: Any, what: str) -> None:
 
     Cost: nothing when off; else one pass over the array, about 30 GB/s.
     """
-    if not is_on:
-        return
-    from syncvar.joining.context import current
-
-    context = current()
-    mode = context.config.check_finite
-    if mode == "off":
+    context = joined()
+    if context is None or context.config.check_finite == "off":
         return
     import numpy as np
 
@@ -67,7 +61,7 @@ def look(value: Any, what: str) -> None:
         f"rank {context.rank} brings {bad.size} of {array.size} elements that are not finite to {what}; the first one, "
         f"at [{place}], is {array.reshape(-1)[bad[0]]}"
     )
-    if mode == "raise":
+    if context.config.check_finite == "raise":
         raise ConfigError(text)
     now = time.monotonic()
     if now - _said.get((context.rank, what), float("-inf")) >= _REPEAT_S:

@@ -16,6 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.engine.recorder import boot_identity
 from syncvar.errors import ConfigError, RendezvousError, UsageError
 from syncvar.topology import MPI, Told, started_with_others, told_elsewhere
 from syncvar.transports.mpi import Fabric, pause_after
@@ -134,7 +135,7 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
     comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises as exceptions; else MPI would end the job
     fabric = Fabric(mpi, comm)
     cards = MpiCards(fabric, config.rendezvous_timeout_s)
-    everyone = cards.exchange({"host": socket.gethostname(), "boot": _boot(), "run": secrets.token_hex(8)})
+    everyone = cards.exchange({"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)})
     places = places_of([(one["host"], one["boot"]) for one in everyone])
     here = [other for other, place in enumerate(places) if place == places[rank]]
     told = Told(
@@ -230,12 +231,3 @@ def _await(request: Any, deadline: float, failure: str) -> None:
         if now > deadline:
             raise RendezvousError(f"{failure}: with SYNCVAR_TRANSPORT=mpi every process of MPI_COMM_WORLD is a rank")
         time.sleep(pause_after(now - began))
-
-
-def _boot() -> str:
-    """Return what tells this machine from one of the same name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

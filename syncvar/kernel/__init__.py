@@ -1,7 +1,7 @@
 """The optional C runner of prepared calls, and what stands in for it where it has not been built.
 
-`pip install` builds `native.c` where a C compiler and Python's headers are; without them everything works, with
-Python's own steps. `SYNCVAR_KERNEL=python` or `c` demands one of the two.
+`pip install` builds the module `native` where a C compiler and Python's headers are; without it everything works, with
+Python's own steps. `SYNCVAR_KERNEL=python` or `c` demands one of the two. `native.h` tells which file of C has what.
 
 The C runner reads arrays and ufuncs by the beginnings of NumPy's own structures, which its C interface has kept since
 version 1. Before it is used for the first time, that is tried out with this NumPy.
@@ -9,7 +9,6 @@ version 1. Before it is used for the first time, that is tried out with this Num
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "UNREAD", "Begun", "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "message_door", "message_end",
+    "UNREAD", "Begun", "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "look", "message_door", "message_end",
     "program", "read",
     "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
 ]  # fmt: skip
@@ -42,8 +41,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 7  # as in native.c
-_MESSAGES_FORM = 2  # of `messages.c`
+_FORM = 13  # as in native.c
 
 
 def _differs(native: Any) -> str:
@@ -71,13 +69,6 @@ if _native is not None and (_found := _differs(_native)):
 
 
 _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-
-_messages: ModuleType | None = None
-if _native is not None:  # and so arrays are as it expects
-    with contextlib.suppress(ImportError):
-        _messages = importlib.import_module("syncvar.kernel.messages")
-if getattr(_messages, "FORM", 0) != _MESSAGES_FORM:  # one that was built before: Python's own steps do the same
-    _messages = None
 
 
 class Begun:
@@ -115,22 +106,39 @@ class ChannelState:
 
 
 class Copied:
-    """Whether a call of all replicas writes a variable's copy in place, and how often it has gone to other memory."""
+    """What is going on with a variable's copy.
+
+    Attributes:
+        changes: That this process makes by itself now.
+        is_being_written: A call of all replicas writes it in place.
+        moves: How often it has gone to other memory.
+    """
 
     if TYPE_CHECKING:
+        changes: int
         is_being_written: bool
         moves: int
     else:
-        __slots__ = ("is_being_written", "moves")
+        __slots__ = ("changes", "is_being_written", "moves")
 
 
 class Tally:
-    """What is counted of a variable: all writes; calls of the group; increments of AUTO's; writes outside runs, by which comparisons are due."""
+    """What is counted of a variable.
 
-    __slots__ = ("added", "collectives", "steps", "writes")
+    Attributes:
+        added: Increments of AUTO's.
+        collectives: Calls of the group.
+        reads: All reads.
+        steps: Writes outside runs, by which comparisons are due.
+        turned: Increments at the last read after one.
+        turns: Such reads.
+        writes: All writes.
+    """
+
+    __slots__ = ("added", "collectives", "reads", "steps", "turned", "turns", "writes")
 
     def __init__(self) -> None:
-        self.added = self.collectives = self.steps = self.writes = 0
+        self.added = self.collectives = self.reads = self.steps = self.turned = self.turns = self.writes = 0
 
 
 class Watch:
@@ -172,8 +180,8 @@ class Count:
         self.next_call = self.number = next_call
 
 
-if _messages is not None:
-    Count = _messages.Count  # type: ignore[misc]
+if _native is not None:
+    Count = _native.Count  # type: ignore[misc]
 
 
 def why_not_native() -> str:
@@ -255,12 +263,15 @@ def run(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ..
     return found
 
 
-def slot_call(**parts: Any) -> Any:
-    """Return the C runner of a prepared call, or None where it takes no such call; see `native.c`."""
+def slot_call(
+    digest: int, detail: int, tells: bool, brought: tuple[Any, ...], made: tuple[Any, ...], copies: tuple[Any, ...], how: tuple[Any, ...],
+    ring: int, parts: int, everyone: bool, reads: bool, **objects: Any,
+) -> Any:  # fmt: skip
+    """Return the C runner of a prepared call, or None where it takes no such call; see `Preparation.natively`, and `calls.h` for the objects."""
     if _native is None:
         return None
     try:
-        return _native.SlotCall(**parts)
+        return _native.SlotCall(digest, detail, tells, brought, made, *copies, *how, ring, parts, everyone, reads, array_type=np.ndarray, make=np.empty, **objects)
     except ValueError:  # a dtype or an op without a loop of its own, or more ranks than it is made for
         return None
 
@@ -269,12 +280,13 @@ def group_of(variables: tuple[Any, ...], storages: tuple[Any, ...], tallies: tup
     """Return what looks at variables that are written together in C, or None where there is no C runner; see `PlainGroup` for the arguments."""
     if _native is None:
         return None
-    return _native.Group(variables, storages, tallies, parts, tuple([part.nbytes for part in parts]), np.ndarray)
+    nbytes = tuple([part.nbytes for part in parts])
+    return _native.Group(nbytes, variables=variables, storages=storages, tallies=tallies, parts=parts, array_type=np.ndarray)
 
 
-def message_end(*parts: Any) -> Any:
-    """Return the C runner of one end of a pair's messages, or None where there is none; see `messages.c`."""
-    return None if _messages is None else _messages.End(*parts)
+def message_end(*parts: Any, **objects: Any) -> Any:
+    """Return the C runner of one end of a pair's messages, or None where there is none; see `messages.h`."""
+    return None if _native is None else _native.End(*parts, array_type=np.ndarray, make=np.empty, **objects)
 
 
 def message_door(function: Any, state: Any, *, is_sending: bool) -> Any:
@@ -285,7 +297,7 @@ def message_door(function: Any, state: Any, *, is_sending: bool) -> Any:
         state: As for `entrance`.
         is_sending: It is `send`.
     """
-    return function if _messages is None else _messages.Door(function, state, is_sending)
+    return function if _native is None else _native.Door(is_sending, function=function, state=state)
 
 
 def remember_end(door: Any, end: Any, peer: int, tag: int) -> None:
@@ -297,7 +309,7 @@ def remember_end(door: Any, end: Any, peer: int, tag: int) -> None:
         peer: The other rank.
         tag: The tag.
     """
-    if _messages is not None and end is not None:
+    if _native is not None and end is not None:
         door.remember(end, peer, tag)
 
 
@@ -320,7 +332,11 @@ def write(
     """  # fmt: skip
     if _native is None:
         return plain
-    return _native.Write(call, plain, *where, np.ndarray, storage, tally, watch, form, is_default, is_increment)
+    places, owner, communicator, channel, replica = where
+    return _native.Write(
+        *form, is_default, is_increment, call=call, plain=plain, places=places, owner=owner, communicator=communicator, channel=channel,
+        replica=replica, array_type=np.ndarray, storage=storage, tally=tally, watch=watch,
+    )  # fmt: skip
 
 
 def read(call: Any, plain: Any, owner: Any, communicator: Any, channel: Any, storage: Copied, tally: Tally) -> Any:
@@ -337,11 +353,27 @@ def read(call: Any, plain: Any, owner: Any, communicator: Any, channel: Any, sto
     """
     if _native is None or type(call) is not _native.SlotCall:
         return plain
-    return _native.Read(call, plain, owner, communicator, channel, storage, tally)
+    return _native.Read(call=call, plain=plain, owner=owner, communicator=communicator, channel=channel, storage=storage, tally=tally)
+
+
+def look(plain: Any, places: Any, owner: Any, storage: Copied, tally: Tally, *, is_default: bool) -> Any:
+    """Return the C runner of a prepared read of this replica's copy; `plain` where there is none.
+
+    Args:
+        plain: Does the same in Python; takes every read that is unusual, before anything has been done.
+        places: The stacks of places.
+        owner: The strategy.
+        storage: The memory of the copy.
+        tally: The variable's.
+        is_default: The strategy is the default one.
+    """
+    if _native is None:
+        return plain
+    return _native.Look(is_default, plain=plain, places=places, owner=owner, storage=storage, tally=tally)
 
 
 def entrance(
-    function: Any, state: Any, *, nothing: Any = None, second: str | None = None, usual: Any = None, positions: int = 1
+    function: Any, state: Any, *, nothing: Any = None, second: str | None = None, usual: Any = None, positions: int = 1, takes_numbers: bool = True
 ) -> Any:
     """Return a callable that finds and runs a public function's prepared calls in C, and calls the function for any other.
 
@@ -352,21 +384,25 @@ def entrance(
         second: Name of the argument beside the array that calls may differ in: op, root, axis.
         usual: Its default.
         positions: How many arguments may be given by position.
+        takes_numbers: A number, or a short list of numbers, is the array that NumPy makes of it.
     """
     if _native is None:
         return function
     name = None if second is None else sys.intern(second)
-    return _native.Entrance(function, state, np.ndarray, np.asarray, nothing, name, usual, positions, _HOME)
+    return _native.Entrance(
+        positions, function=function, state=state, array_type=np.ndarray, as_array=np.asarray if takes_numbers else None, nothing=nothing, second=name, usual=usual,
+        home=_HOME,
+    )  # fmt: skip
 
 
 def remember(function: Any, second: Any, call: Any, prepared_calls: Any) -> None:
-    """Let the callable that `entrance` has returned find a prepared call of the world.
+    """Let the callable that `entrance` has returned find a prepared call.
 
     Args:
         function: That callable; nothing is done where it is the function itself.
         second: The argument beside the array, as the caller writes it.
         call: What `slot_call` has returned; nothing is done with anything else.
-        prepared_calls: The world's prepared calls, while it is the same.
+        prepared_calls: Those of its group, while they are the same.
     """
     if _native is not None and type(function) is _native.Entrance:
         function.remember(second, call, prepared_calls)

@@ -6,18 +6,15 @@
 /* A variable: where its value is brought to, and what its storage held when the copies were laid side by side. */
 typedef struct {
     Py_ssize_t nbytes;
-    long long moves, references;
-    PyObject *ground, *beneath; /* the storage's, as long as it has not moved */
+    Laid laid;
 } Member;
 
 typedef struct {
     PyObject_HEAD PyObject *variables, *storages, *tallies, *parts, *array_type;
     Member *members;
     Py_ssize_t count;
+    PyObject *kept_members;
 } Group;
-
-static PyTypeObject *tally_kind, *copied_kind;
-static PyObject *ground_name, *beneath_name, *references_name;
 
 static Copied *storage_of(const Group *self, Py_ssize_t place) { return (Copied *)PyTuple_GetItem(self->storages, place); }
 
@@ -46,17 +43,7 @@ static PyObject *group_lay(PyObject *object, PyObject *unused) {
     (void)unused;
     Group *self = (Group *)object;
     for (Py_ssize_t place = 0; place < self->count; place++) {
-        Member *member = &self->members[place];
-        PyObject *storage = PyTuple_GetItem(self->storages, place), *ground = PyObject_GetAttr(storage, ground_name),
-                 *beneath = PyObject_GetAttr(storage, beneath_name),
-                 *references = PyObject_GetAttr(storage, references_name);
-        member->references = references == NULL ? -1 : PyLong_AsLongLong(references);
-        member->ground = ground;
-        member->beneath = beneath;
-        member->moves = ground == NULL || beneath == NULL ? -1 : ((Copied *)storage)->moves;
-        Py_XDECREF(ground);
-        Py_XDECREF(beneath);
-        Py_XDECREF(references);
+        look_at_copy(&self->members[place].laid, storage_of(self, place));
         if (PyErr_Occurred()) return NULL;
     }
     Py_RETURN_NONE;
@@ -73,9 +60,8 @@ static PyObject *group_begin(PyObject *object, PyObject *unused) {
     mark(self, 1);
     int good = 1;
     for (Py_ssize_t place = 0; good && place < self->count; place++) {
-        const Member *member = &self->members[place];
-        good = member->moves == storage_of(self, place)->moves &&
-               (long long)(uint32_t)Py_REFCNT(member->ground) + (uint32_t)Py_REFCNT(member->beneath) + 2 <= member->references;
+        const Laid *laid = &self->members[place].laid;
+        good = laid->moves == storage_of(self, place)->moves && !is_exposed(laid);
     }
     if (!good) mark(self, 0);
     return PyBool_FromLong(good);
@@ -93,70 +79,37 @@ static PyObject *group_end(PyObject *object, PyObject *is_done) {
     Py_RETURN_NONE;
 }
 
-static PyObject **group_references(PyObject *object, int place) {
-    Group *self = (Group *)object;
-    PyObject **all[] = {&self->variables, &self->storages, &self->tallies, &self->parts, &self->array_type};
-    return place < (int)(sizeof all / sizeof all[0]) ? all[place] : NULL;
-}
-
-static int group_traverse(PyObject *object, visitproc visit, void *arg) {
-    return visit_all(object, group_references, visit, arg);
-}
-
-static int group_clear(PyObject *object) {
-    ((Group *)object)->count = 0;
-    clear_all(object, group_references);
-    return 0;
-}
-
-static void group_dealloc(PyObject *object) {
-    PyObject_GC_UnTrack(object);
-    group_clear(object);
-    PyMem_Free(((Group *)object)->members);
-    release_object(object);
-}
-
-/* Group(variables, storages, tallies, parts, nbytes, array_type): tuples of one length; the first of weak references. */
+/* Group(nbytes, *, what it holds): tuples of one length; the variables are weak references. */
 static PyObject *group_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *tuples[5], *array_type;
-    if (keywords != NULL || !PyArg_ParseTuple(
-                                arguments, "O!O!O!O!O!O", &PyTuple_Type, &tuples[0], &PyTuple_Type, &tuples[1],
-                                &PyTuple_Type, &tuples[2], &PyTuple_Type, &tuples[3], &PyTuple_Type, &tuples[4],
-                                &array_type
-                            ))
-        return NULL;
-    const Py_ssize_t count = PyTuple_Size(tuples[0]);
+    PyObject *nbytes;
+    if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &nbytes)) return NULL;
+    Group *self = new_holding(type, keywords);
+    if (self == NULL) return NULL;
+    const Py_ssize_t count = PyTuple_Size(nbytes);
+    PyObject *const tuples[] = {self->variables, self->storages, self->tallies, self->parts};
     int good = 1;
-    for (int tuple = 1; tuple < 5; tuple++) good = good && PyTuple_Size(tuples[tuple]) == count;
+    for (int tuple = 0; tuple < 4; tuple++) good = good && PyTuple_Check(tuples[tuple]) && PyTuple_Size(tuples[tuple]) == count;
     for (Py_ssize_t place = 0; good && place < count; place++)
-        good = PyObject_TypeCheck(PyTuple_GetItem(tuples[1], place), copied_kind) &&
-               PyObject_TypeCheck(PyTuple_GetItem(tuples[2], place), tally_kind) &&
-               (PyObject *)Py_TYPE(PyTuple_GetItem(tuples[3], place)) == array_type;
+        good = PyObject_TypeCheck(PyTuple_GetItem(self->storages, place), copied_type) &&
+               PyObject_TypeCheck(PyTuple_GetItem(self->tallies, place), tally_type) &&
+               (PyObject *)Py_TYPE(PyTuple_GetItem(self->parts, place)) == self->array_type;
     if (!good) {
         PyErr_SetString(PyExc_TypeError, "a group is made of as many references, storages, tallies, arrays and numbers");
-        return NULL;
-    }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Group *self = (Group *)allocate(type, 0);
-    if (self == NULL) return NULL;
-    self->variables = Py_NewRef(tuples[0]);
-    self->storages = Py_NewRef(tuples[1]);
-    self->tallies = Py_NewRef(tuples[2]);
-    self->parts = Py_NewRef(tuples[3]);
-    self->array_type = Py_NewRef(array_type);
-    self->members = PyMem_Calloc(count, sizeof(Member));
-    if (self->members == NULL) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
-    }
-    self->count = count;
-    for (Py_ssize_t place = 0; place < count; place++) {
-        self->members[place].moves = -1;
-        self->members[place].nbytes = PyLong_AsSsize_t(PyTuple_GetItem(tuples[4], place));
+    } else if ((self->members = new_room(&self->kept_members, count * sizeof(Member))) != NULL) {
+        self->count = count;
+        for (Py_ssize_t place = 0; place < count; place++) {
+            self->members[place].laid.moves = -1;
+            self->members[place].nbytes = PyLong_AsSsize_t(PyTuple_GetItem(nbytes, place));
+        }
     }
     if (PyErr_Occurred()) Py_CLEAR(self);
     return (PyObject *)self;
 }
+
+static PyMemberDef group_members[] = {
+    HELD(Group, variables), HELD(Group, storages), HELD(Group, tallies), HELD(Group, parts), HELD(Group, array_type),
+    HOLDS(Group, kept_members, "_members"), {NULL},
+};
 
 static PyMethodDef group_methods[] = {
     {"load", group_load, METH_O, "Bring the values of (variable, value) pairs together; False where one is unusual."},
@@ -167,22 +120,12 @@ static PyMethodDef group_methods[] = {
 };
 
 static PyType_Slot group_slots[] = {
-    {Py_tp_new, group_new},           {Py_tp_methods, group_methods}, {Py_tp_dealloc, group_dealloc},
-    {Py_tp_traverse, group_traverse}, {Py_tp_clear, group_clear},     {Py_tp_doc, "Variables that are written together."},
+    {Py_tp_new, group_new},
+    {Py_tp_methods, group_methods},
+    {Py_tp_members, group_members},
+    HOLDING,
+    {Py_tp_doc, "Variables that are written together."},
     {0, NULL},
 };
 
-static PyType_Spec group_spec = {
-    "syncvar.kernel.native.Group", sizeof(Group), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, group_slots,
-};
-
-/* Add what grouped writes are made of. */
-int add_groups(PyObject *module, PyTypeObject *tally, PyTypeObject *copied) {
-    tally_kind = tally;
-    copied_kind = copied;
-    ground_name = PyUnicode_InternFromString("_ground");
-    beneath_name = PyUnicode_InternFromString("_beneath");
-    references_name = PyUnicode_InternFromString("_references");
-    if (!ground_name || !beneath_name || !references_name) return -1;
-    return add_type(module, &group_spec, "Group", NULL);
-}
+PyType_Spec group_spec = TYPE_OF(Group, Py_TPFLAGS_HAVE_GC, group_slots);

@@ -1,54 +1,97 @@
-/* What the parts of the C runner share: channels, the forms of arrays, and NumPy's inner loops. */
+/* What the parts of the C kernel share. Only the limited API of CPython is used: one build serves every version from 3.11 on.
+ *
+ * Each part uses those above it: `objects.c` what objects have in common; `copying.c`, `arithmetic.c` what is done with
+ * bytes; `channels.c` what ranks tell each other; `programs.c`, `runs.c` programs; `slot_calls.c`, `running.c`, `begun.c`,
+ * `entrances.c` prepared calls; `writes.c`, `groups.c` variables; `messages.c`, `ends.c` messages; `native.c` the module. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
-#include "common.h"
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sched.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
 
-#define BLOCK 8192 /* bytes that are combined at a time: all terms of a block stay in the first cache */
-#define RANKS_MAX 64
-#define LEVELS 6 /* of a tree over RANKS_MAX ranks */
-#define SPREAD 0x9E3779B97F4A7C15ull
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#else
+#define RELAX() ((void)0)
+#endif
 
-/* -- what a channel knows: of its own progress, and where all ranks' words and slots are --------------------------- */
+#define YIELD_NS 100000     /* so long a rank gives way to others of its cores, before Python goes on */
+#define PATIENCE_NS 1000000 /* so long others are waited for without Python's lock, before Python waits */
+#define LINE 64
 
-typedef struct {
-    PyObject_HEAD long long side, last, phase, tail; /* both runners read and write these */
-    char is_settled, is_bound;
-    Py_buffer memory;
-    uint64_t *words;
-    Py_ssize_t entry, check_at, phase_at, done_at, source_at, target_at, abort_at, segments_at, side_bytes,
-        segment_bytes, part_bytes;
-    Py_ssize_t others[RANKS_MAX], slots[RANKS_MAX];
-    Py_ssize_t processes[RANKS_MAX]; /* whose memory can be read; 0 where it cannot */
-    int size, rank, shares_cores, looks, turn; /* of the slots that take turns, the last one */
-    PyObject *begun; /* the call that waits to be ended, see native.c; it takes itself out when it goes */
-} ChannelState;
+/* -- objects ------------------------------------------------------------------------------------------------------- */
 
-static inline uint64_t seen(const ChannelState *channel, Py_ssize_t place) {
-    return __atomic_load_n(channel->words + place, __ATOMIC_ACQUIRE);
-}
+/* Names of attributes and arguments. */
+#define NAMES(X)                                                                                                       \
+    X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename) \
+    X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(is_quiet) X(locked) X(next_call) X(out) X(prepared_calls) X(release) \
+    X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
+#define DECLARED(NAME) extern PyObject *name_##NAME;
+NAMES(DECLARED)
 
-static inline void store(ChannelState *channel, Py_ssize_t place, uint64_t value) {
-    __atomic_store_n(channel->words + place, value, __ATOMIC_RELEASE);
-}
+int intern_names(void);
 
-static inline Py_ssize_t entry_of(const ChannelState *channel, int rank) {
-    return rank == channel->rank ? channel->entry
-                                 : channel->others[(rank - channel->rank + channel->size) % channel->size - 1];
-}
+/* What an object holds is told by its members: all of T_OBJECT are the collector's, and go with it. Those whose names begin with
+ * an underscore are its own, the others are given when it is made. */
+#define HOLDS(TYPE, MEMBER, NAME) {NAME, T_OBJECT, offsetof(TYPE, MEMBER), READONLY, NULL}
+#define HELD(TYPE, MEMBER) HOLDS(TYPE, MEMBER, #MEMBER)
+#define HOLDING {Py_tp_traverse, traverse_held}, {Py_tp_clear, clear_held}, {Py_tp_dealloc, dealloc_held}
+#define TYPE_OF(NAME, FLAGS, SLOTS) {"syncvar.kernel.native." #NAME, sizeof(NAME), 0, Py_TPFLAGS_DEFAULT | (FLAGS), SLOTS}
 
+int traverse_held(PyObject *object, visitproc visit, void *arg);
+int clear_held(PyObject *object);
+void dealloc_held(PyObject *object);
+void dealloc_object(PyObject *object);
+void *new_object(PyTypeObject *type);
+void *new_holding(PyTypeObject *type, PyObject *keywords);
+void *new_room(PyObject **holder, Py_ssize_t nbytes);
+
+int is_true(PyObject *owner, PyObject *name);
+PyObject *peek(PyObject *owner, PyObject *name);
+int call_one(PyObject *owner, PyObject *name, PyObject *argument);
+int is_unlocked(PyObject *lock);
+int is_free(PyObject *engine, PyObject *lock);
+int try_acquire(PyObject *lock);
+void release(PyObject *lock);
+int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin);
 int64_t now_ns(void);
-int have_come(const ChannelState *channel, long long need, int64_t patience_ns);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
-void release_object(PyObject *self);
 
-/* Visit, or let go of, all that an object holds, as the collector of garbage asks for. */
-typedef PyObject **(*References)(PyObject *object, int place);
-int visit_all(PyObject *object, References references_of, visitproc visit, void *arg);
-void clear_all(PyObject *object, References references_of);
+/* An object that stands for a public function. */
+typedef struct {
+    PyObject_HEAD PyObject *function, *state;
+} Face;
+
+PyObject *face_getattr(PyObject *object, PyObject *name);
+PyObject *face_repr(PyObject *object);
+PyObject *face_reduce(PyObject *object, PyObject *unused);
+#define FACE_METHODS {"__reduce__", face_reduce, METH_NOARGS, "Functions are pickled by name."}
+#define FACE {Py_tp_getattro, face_getattr}, {Py_tp_repr, face_repr}
 
 /* -- arrays -------------------------------------------------------------------------------------------------------- */
 
+/* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1. */
+typedef struct {
+    PyObject_HEAD char *data;
+    int ndim;
+    intptr_t *shape;
+    intptr_t *strides;
+    PyObject *base;
+    PyObject *dtype;
+    int flags;
+} Array;
+
+#define IN_ONE_PIECE 0x0001
+#define OWNED 0x0004
+#define ALIGNED 0x0100
+#define WRITEABLE 0x0400
 #define NDIM_MAX 64
 
 /* The shape that an array has to have. */
@@ -59,12 +102,32 @@ typedef struct {
     Py_ssize_t nbytes;
 } Form;
 
-int read_form(PyObject *given, Form *form);
+int read_form(PyObject *dtype, PyObject *shape, Form *form);
+int fits(const Form *form, PyObject *array_type, PyObject *value, int flags);
 
-/* -- NumPy's inner loops ------------------------------------------------------------------------------------------- */
+/* -- what is done with bytes --------------------------------------------------------------------------------------- */
+
+void choose_copy(void);
+extern void (*copy_bytes)(char *target, const char *source, size_t nbytes);
+
+#define SLOW_LEAST 2 /* timed copies, one after the other: a single one may have been interrupted */
+
+/* What is known of stores to memory that others read. */
+typedef struct {
+    int slow, left; /* timed copies that were slow, the last ones; copies that go as the last one, before one is timed again */
+} Stores;
+
+void copy_out(Stores *stores, char *target, const char *source, size_t nbytes);
+
+#define BLOCK 8192 /* bytes that are combined at a time: all terms of a block stay in the first cache */
+#define RANKS_MAX 64
+#define PAGE 4096
+#define ADDRESS ((uint64_t)1 << 60) /* in a memory's offset: an address in another process */
+#define LEVELS 6 /* of a tree over RANKS_MAX ranks */
 
 typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
 
+/* One of NumPy's inner loops. */
 typedef struct {
     Loop loop;
     void *data;
@@ -90,17 +153,45 @@ typedef struct {
     int half;         /* terms are halves, which are combined as float32 and rounded once */
 } Arithmetic;
 
-enum { NO_HALF, FLOAT16, BFLOAT16 };
-
 int number_of(PyObject *dtype);
 int has_arithmetic(
     Arithmetic *how, PyObject *dtype, PyObject *fold, PyObject *divide, const char *divisor, Py_ssize_t divisor_bytes
 );
 void fold_terms(const Arithmetic *how, const char *const *terms, int count, char *out, Py_ssize_t nbytes);
+void widen(int half, const char *terms, float *out, Py_ssize_t count);
+void round_all(int half, const float *wide, char *made, Py_ssize_t count);
+
+/* -- what a channel knows: of its own progress, and where all ranks' words and slots are --------------------------- */
+
+typedef struct {
+    PyObject_HEAD long long side, last, phase, tail; /* both runners read and write these */
+    char is_settled, is_bound;
+    Py_buffer memory;
+    uint64_t *words;
+    Py_ssize_t entry, check_at, phase_at, done_at, source_at, target_at, abort_at, segments_at, side_bytes,
+        segment_bytes, part_bytes;
+    Py_ssize_t others[RANKS_MAX], slots[RANKS_MAX];
+    Py_ssize_t processes[RANKS_MAX]; /* whose memory can be read; 0 where it cannot */
+    int size, rank, shares_cores, looks, turn; /* of the slots that take turns, the last one */
+    Stores stores;
+    PyObject *begun; /* the call that waits to be ended, see begun.c; it takes itself out when it goes */
+} ChannelState;
+
+static inline uint64_t seen(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+static inline void store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
+static inline Py_ssize_t entry_of(const ChannelState *channel, int rank) {
+    return rank == channel->rank ? channel->entry
+                                 : channel->others[(rank - channel->rank + channel->size) % channel->size - 1];
+}
+
+int have_come(const ChannelState *channel, long long need, int64_t patience_ns);
 
 /* -- programs ------------------------------------------------------------------------------------------------------ */
 
-#define MEMORIES_MAX (1 << 16)
+/* As in syncvar/execution/program.py. */
+enum { COPY, STORE, FOLD, PUBLISH, AWAIT };
+enum { SOURCE, TARGET, SCRATCH, SLOT, CELLS, MADE, LYING, GOAL };
 
 /* A memory of a program: what it is, and how many bytes of it are used. */
 typedef struct {
@@ -117,12 +208,14 @@ typedef struct {
 /* A program that has been looked at, see syncvar/execution/program.py: COPY and STORE are (source, first, target,
  * first, count), FOLD is (target, first, count, terms, (term, first)...), AWAIT is (back). */
 typedef struct {
-    PyObject_HEAD int64_t *code;
+    PyObject_HEAD const int64_t *code;
     Py_ssize_t length, opening; /* of the code; so many numbers come before phase 0 is published */
     Named *named;
     int memories;
+    int64_t scratch_bytes;
     Arithmetic how;
     Step apply;
+    PyObject *kept_code, *kept_named;
 } Program;
 
 /* One call of it. */
@@ -134,35 +227,48 @@ typedef struct {
     char *scratch;
     Py_ssize_t place;
     int keeps_lock;
+    PyObject *kept_bound, *kept_scratch;
 } Run;
 
-Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock, int memories);
+Run *new_run(
+    Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock, int memories, int64_t scratch_bytes
+);
 int bind_vector(
-    Run *self, char *x, int64_t x_bytes, char *out, int64_t out_bytes, const uint64_t *sources, const uint64_t *targets
+    Run *self, char *x, int64_t x_bytes, char *out, int64_t out_bytes, const uint64_t *sources, const uint64_t *targets,
+    int tells
 );
 long long advance_run(Run *self, Py_ssize_t end);
 
-extern PyType_Spec program_spec, run_spec;
-extern PyTypeObject *channel_state_type, *program_type, *run_type;
+/* -- types --------------------------------------------------------------------------------------------------------- */
+
+extern PyType_Spec channel_state_spec, program_spec, run_spec, slot_call_spec, begun_spec, entrance_spec, tally_spec, watch_spec,
+    copied_spec, write_spec, look_spec, read_spec, group_spec, count_spec, end_spec, door_spec;
+extern PyTypeObject *channel_state_type, *program_type, *run_type, *slot_call_type, *begun_type, *tally_type, *watch_type, *copied_type,
+    *count_type, *end_type;
 
 PyObject *run_slots(PyObject *slot_call, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout);
-int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyTypeObject **kept);
-int add_writes(PyObject *module);
-extern PyTypeObject *slot_call_type;
 
 /* -- variables ----------------------------------------------------------------------------------------------------- */
 
 /* What is counted of a variable; see syncvar/variables/prepared.py. */
 typedef struct {
-    PyObject_HEAD long long writes, collectives, added, steps;
+    PyObject_HEAD long long writes, collectives, added, steps, reads, turned, turns;
 } Tally;
 
-/* Whether a call of all replicas writes a copy, and how often it has gone to other memory. */
+/* Whether a copy is being written, by a call of all replicas or in changes of this process, and how often it has gone to
+ * other memory. */
 typedef struct {
-    PyObject_HEAD long long moves;
+    PyObject_HEAD long long moves, changes;
     char is_being_written;
 } Copied;
 
-int add_groups(PyObject *module, PyTypeObject *tally, PyTypeObject *copied);
+/* What the storage of a copy held when it was looked at; only as long as it has not moved is what it refers to alive. */
+typedef struct {
+    long long moves, references;
+    PyObject *array, *ground, *beneath;
+} Laid;
+
+int look_at_copy(Laid *laid, Copied *storage);
+int is_exposed(const Laid *laid);
 
 #endif

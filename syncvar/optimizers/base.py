@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from syncvar.collectives.all_reduce_shards import shards_request
-from syncvar.collectives.barrier import meet
+from syncvar.collectives.sync_points import meet
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, UsageError
 from syncvar.execution.kernels import quiet

@@ -17,7 +17,6 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -295,8 +294,8 @@ def _written_out(part: Part, scratch: int) -> list[Round]:
 
     def renamed(step: Step) -> Step:
         if isinstance(step, Copy | Reduce):
-            return replace(step, source=moved(step.source), target=moved(step.target))
+            return step._replace(source=moved(step.source), target=moved(step.target))
         assert isinstance(step, Send | Recv | RecvReduce)
-        return replace(step, peer=part.members[step.peer], chunk=moved(step.chunk))
+        return step._replace(peer=part.members[step.peer], chunk=moved(step.chunk))
 
     return [tuple(renamed(step) for step in steps) for steps in part.plan.rounds]

@@ -5,8 +5,7 @@ One entry here is all that a new algorithm needs: the tests prove, mutate and co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import ConfigError
 from syncvar.plans.bruck import bruck_all_to_all
@@ -56,13 +55,12 @@ REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 """Collectives that combine the contributions of all ranks to one value."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """The arguments of a builder, for one rank."""
 
     rank: int
     world_size: int
-    count: int
+    count: int  # type: ignore[assignment]  # as in Chunk
     counts: tuple[int, ...]
     root: int
     matrix: tuple[tuple[int, ...], ...]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import tree_combined
+from syncvar.collectives.tree_sum import tree_combined
 from syncvar.errors import ConfigError, SyncvarError
 from syncvar.execution.kernels import quiet
 from syncvar.optimizers.slots import compute_dtype

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.engine.queued import send_queued
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.loading import Taught
 from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
@@ -227,8 +227,8 @@ class Strategy(Taught):
             del stack[depth:]
             if roster is not None:
                 roster.leave_run()
-        for communicator, end in zip(aligned, ends, strict=True):
-            communicator.end_epoch(end)
+        for communicator in aligned:
+            communicator.begin_epoch()
         return result
 
     # -- values ---------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class Strategy(Taught):
     def _send_queued(self) -> None:
         engine = self._communicator.engine
         if engine is not None and engine.queues:
-            send_queued(engine)
+            send_queued(engine.queues)
 
     def _send_what_was_written(self, error: BaseException) -> None:
         """Send what was written before an exception left `run`: the others have written it too, and may wait for it.

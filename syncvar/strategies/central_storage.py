@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.engine.group import fingerprint
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.loading import unexpected
 from syncvar.strategies.mirrored import MirroredStrategy
 from syncvar.variables.policy import VariableSynchronization

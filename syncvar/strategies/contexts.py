@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives._arguments import is_structure, parts_of, rebuilt
-from syncvar.collectives.barrier import meet
+from syncvar.collectives.sync_points import meet
 from syncvar.errors import UsageError
 from syncvar.loading import Taught
 from syncvar.strategies.reducing import gather_values, own_part, reduce_values

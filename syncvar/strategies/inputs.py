@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives._headers import exchange
-from syncvar.collectives._preparing import prepare_array
-from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.barrier import meet
-from syncvar.collectives.objects import gather_objects
+from syncvar.collectives.agreeing import agree
+from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.state import integer_of, read_state
@@ -313,23 +311,15 @@ class DistributedIterator(Taught):
             Exception: `error`; the other replicas raise MismatchError.
         """
         strategy = self._feed.strategy
-        communicator = strategy.communicator
-        sides = None if mine is None else mine.sides(is_global=self._feed.is_global)
-        if sides is not None:
-            ready = communicator.prepared_calls.get((_NEXT, "max", sides.dtype, sides.shape, False))
-            largest = None if ready is None else ready(sides, None, None, strategy.timeout)
-            if largest is not None:
-                return is_unanimous(largest)
+        if mine is not None:
+            sides = mine.sides(is_global=self._feed.is_global)
+            return is_unanimous(agree(strategy.communicator, _NEXT, "max", sides, strategy.timeout))
 
         def check() -> Request:
-            if error is not None:
-                raise error
-            return reduce_request(communicator, sides, "max", name=_NEXT)
+            assert error is not None
+            raise error
 
-        largest = communicator.perform(_NEXT, check, strategy.timeout)
-        if sides is not None:
-            prepare_array(communicator, sides, "max", _NEXT, reproducible=False)
-        return is_unanimous(largest)
+        return bool(strategy.communicator.perform(_NEXT, check, strategy.timeout))
 
     def _settle(self, batch: Any, mine: Offer) -> bool:
         """Agree on offers that differ; returns whether all datasets have ended.

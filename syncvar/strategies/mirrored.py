@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives import communicator_of
 from syncvar.engine.group import fingerprint
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.loading import unexpected
 from syncvar.strategies.base import Strategy
 from syncvar.variables.places import set_default

@@ -15,7 +15,7 @@ import numpy as np
 from syncvar.config import RuntimeConfig
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.joining.context import current, environment_here, joined, on_join
+from syncvar.joining.process import current, environment_here, joined, on_join
 from syncvar.loading import unexpected
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.servers import Ticket

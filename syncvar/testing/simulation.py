@@ -1,6 +1,6 @@
 """A world in one thread: operations stepped by a seeded scheduler, frames that come late, reordered and read late.
 
-The executor is pure, so a whole collective of many ranks is a loop. Each step starts a rank's next operation or
+What runs plans is pure, so a whole collective of many ranks is a loop. Each step starts a rank's next operation or
 delivers one frame of one link; which, the seed decides. A payload is read from its borrowed memory at the last moment,
 when it is delivered, so that a plan which overwrites what it has sent is found out.
 
@@ -18,8 +18,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives import Group
-from syncvar.engine.executor import LinkOperation
 from syncvar.engine.group import Communicator, Request
+from syncvar.engine.links import link_operation
 from syncvar.engine.operation import Operation, State
 from syncvar.transports import Frame
 from syncvar.wire import HEADER_NBYTES, parse_header
@@ -70,7 +70,7 @@ class Simulation:
             request: Request = make(rank, Group(communicator))
             number = len(self._calls[rank])
             members = tuple(range(self.world_size))
-            self._calls[rank].append(LinkOperation(_GROUP, members, number, request.digest, request.what, request.body))
+            self._calls[rank].append(link_operation(_GROUP, members, number, request.digest, request.what, request.body))
 
     def run(self) -> list[list[Any]]:
         """Step until nothing can step any more.

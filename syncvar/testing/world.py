@@ -17,7 +17,8 @@ from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import ArenaUnavailable
 from syncvar.execution.gil import crowd
-from syncvar.joining.context import Context, use
+from syncvar.joining.context import Context
+from syncvar.joining.process import use
 from syncvar.topology import HostMap, divided
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from syncvar.collectives._headers import exchange_bytes
-from syncvar.collectives.agreeing import largest
+from syncvar.collectives.agreeing import agree
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import MismatchError
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined
@@ -83,7 +83,7 @@ def compare(owner: Owner, pairs: Sequence[Pair], now: str, *, good: str | None =
     digests = _digests(pairs)
     mine = combined(digests)
     # Of equal numbers, and of none else, the largest is the smallest.
-    most, least = largest(communicator, _WHAT, np.array([mine, mine ^ _MASK], np.uint64), owner.timeout, what=what).tolist()
+    most, least = agree(communicator, _WHAT, "max", np.array([mine, mine ^ _MASK], np.uint64), owner.timeout, (what, fingerprint(what))).tolist()
     if most != least ^ _MASK:
         what += ", part by part"
 

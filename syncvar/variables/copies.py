@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.all_gather import gather_request
-from syncvar.collectives.all_reduce import tree_combined
+from syncvar.collectives.tree_sum import tree_combined
 from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Travel

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives._headers import BYTES, Record, exchange
-from syncvar.collectives.all_gather import gather_flat
-from syncvar.collectives.broadcast import broadcast_flat
+from syncvar.collectives.flat import broadcast_flat, gather_flat
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, InternalError, MismatchError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.variables.by_shards import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.casting import checked_dtype, digest_of, initial_array
 from syncvar.variables.names import Names

@@ -10,8 +10,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.errors import UsageError
-from syncvar.joining.context import current
-from syncvar.joining.context import joined as joined_context
+from syncvar.joining.process import current
+from syncvar.joining.process import joined as joined_context
 from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.kernel import look as native_look
 from syncvar.kernel import read as native_read
 from syncvar.kernel import which
 from syncvar.kernel import write as native_write
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.prepared_reductions import PreparedCall
+    from syncvar.engine.group import PreparedCall
     from syncvar.kernel import Tally
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 
+    Look = Callable[[bool], NDArray[Any] | None]
     Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "prepared_read", "prepared_write", "sealed", "unprepared"]
+__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "prepared_look", "prepared_read", "prepared_write", "sealed", "unlooked", "unprepared"]
 
 WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
 UNDONE, DONE, DECIDE = 0, 1, 2
@@ -40,6 +42,39 @@ def unprepared(_x: Any, *, is_seen: bool = False) -> int:
     """Stand for a write that is not prepared."""
     del is_seen
     return UNDONE
+
+
+def unlooked(_copy: bool) -> None:
+    """Stand for a read of this replica's copy that is not prepared."""
+
+
+def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
+    """Return a prepared read of this replica's copy: a function of what `read_value` is told. It sends nothing.
+
+    Its result is None where nothing has been done, and the table has to say what is wrong.
+
+    Args:
+        owner: The strategy.
+        storage: The memory of the copy.
+        tally: The variable's.
+    """
+    local, is_default = owner.places, owner.is_default
+
+    def look(copy: bool) -> NDArray[Any] | None:
+        stack = local.stack
+        if stack and stack[-1].owner is not owner and not is_default:
+            return None
+        added = tally.added
+        if added != tally.turned:
+            tally.turned = added
+            tally.turns += 1
+        tally.reads += 1
+        return storage.expose() if copy else storage.view
+
+    if storage.is_shared or which(owner.context.config.kernel) == "python":
+        return look
+    made: Look = native_look(look, local, owner, storage, tally, is_default=is_default)
+    return made
 
 
 def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool) -> Write:

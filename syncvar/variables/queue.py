@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives._headers import exchange_bytes
-from syncvar.collectives.all_reduce import reduce_together
+from syncvar.collectives.fused import reduce_together
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.queued import send_queued
 from syncvar.errors import GroupBroken, MismatchError, SyncvarError
@@ -130,7 +130,7 @@ class WriteQueue:
         if any(one.variable is variable for one in self._waiting):
             engine = self.calls.engine
             assert engine is not None
-            send_queued(engine)
+            send_queued(engine.queues)
 
     # -- writes ---------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from syncvar.collectives._headers import array_record, exchange
 from syncvar.collectives.all_gather import gather_request
-from syncvar.collectives.all_reduce import reduce_request, reduce_together
+from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.fused import reduce_together
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import InternalError, MismatchError

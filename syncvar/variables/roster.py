@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.agreeing import largest as agreed
-from syncvar.collectives.objects import gather_objects
+from syncvar.collectives.agreeing import agree
+from syncvar.collectives.sync_points import gather_objects
 from syncvar.errors import MismatchError
 from syncvar.kernel import Watch
 from syncvar.variables.checker import compare
@@ -371,7 +371,7 @@ class Roster(Watch):
             before = entry.counted
             counts += (increments - before[0], turns - before[1] + max(others - before[2], 0))
         try:
-            largest = agreed(self.owner.communicator, _WHAT, np.array(counts, np.int64), self.owner.timeout).tolist()
+            largest = agree(self.owner.communicator, _WHAT, "max", np.array(counts, np.int64), self.owner.timeout).tolist()
         except MismatchError as error:
             if point.at == "write":
                 raise

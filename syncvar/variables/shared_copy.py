@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.barrier import meet
 from syncvar.collectives.shared_array import Wanted, memory_in_common
+from syncvar.collectives.sync_points import meet
 from syncvar.errors import ArenaFull
 from syncvar.variables.storage import Storage, say_arena_is_full
 

@@ -16,6 +16,7 @@ import numpy as np
 from syncvar.collectives._reducing import reduction_of
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.kernel import group_of, which
 from syncvar.variables.policy import Context
 
@@ -131,7 +132,7 @@ class SideBySide:
         self._what = f"{name} of {shown}"
         self._digest = fingerprint(name, names, shapes, self._staging.dtype.name, op, owner.reproducible)
         how = reduction_of(self._staging, op)
-        self._call = communicator.prepare_reduction(how, self._staging.shape, self._digest, self._what, ufunc)
+        self._call = prepare_reduction(communicator, how, self._staging.shape, self._digest, self._what, ufunc)
 
     @staticmethod
     def takes(owner: Owner, variables: Sequence[Variable], ops: Sequence[str]) -> bool:

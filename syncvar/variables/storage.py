@@ -70,7 +70,7 @@ class Storage(Copied):
         value: What it holds at first; copied.
 
     Example:
-        >>> from syncvar.joining.context import current
+        >>> from syncvar.joining.process import current
         >>> storage = Storage(current(), np.zeros(3))
         >>> before = storage.expose()
         >>> with storage:
@@ -79,7 +79,7 @@ class Storage(Copied):
         (array([0., 0., 0.]), array([1., 0., 0.]))
     """
 
-    __slots__ = ("_beneath", "_changes", "_context", "_ground", "_lock", "_references", "_shown", "array", "view")
+    __slots__ = ("_beneath", "_context", "_ground", "_lock", "_references", "_shown", "array", "view")
 
     is_shared = False  # by the replicas of a host, as their only copy
 
@@ -93,14 +93,14 @@ class Storage(Copied):
         self.is_being_written = False  # in place, by a call that other replicas take part in
         # A thread may come again, in a signal's handler or a finalizer.
         self._lock = threading.RLock()
-        self._changes = 0  # that this process makes by itself, under the lock
+        self.changes = 0  # that this process makes by itself, under the lock
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._changes += 1
+        self.changes += 1
 
     def __exit__(self, *_: object) -> None:
-        self._changes -= 1
+        self.changes -= 1
         self._lock.release()
 
     def _take(self, value: NDArray[Any], *, keep: bool = True) -> None:
@@ -152,7 +152,7 @@ class Storage(Copied):
         have been made in part.
         """
         view = self._shown[...]
-        if not self._changes and not self.is_being_written:
+        if not self.changes and not self.is_being_written:
             return view
         del view
         return self._exposed_beside_a_write()
@@ -165,7 +165,7 @@ class Storage(Copied):
         """Return (the array itself or a copy, what keeps it): it does not change as long as the second is referred to."""
         array = self.array
         ground = self._ground  # of that array; or of another one, to which a write has gone meanwhile, and then that one is left alone
-        if not self._changes and not self.is_being_written:
+        if not self.changes and not self.is_being_written:
             return array, ground
         del ground
         copy = self._exposed_beside_a_write()
@@ -174,7 +174,7 @@ class Storage(Copied):
     def _exposed_beside_a_write(self) -> NDArray[Any]:
         # In a forked copy of this process the thread that writes does not exist.
         with contextlib.nullcontext() if self._context.is_forked else self._lock:
-            if not self._changes and not self.is_being_written:
+            if not self.changes and not self.is_being_written:
                 return self._shown[...]
             copy = self.array.copy()
         copy.flags.writeable = False

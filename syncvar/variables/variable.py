@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from syncvar.collectives._preparing import prepared_reduction
-from syncvar.collectives.barrier import meet
+from syncvar.collectives.sync_points import meet
 from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
 from syncvar.execution.kernels import quiet, reduction
@@ -30,7 +30,17 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.prepared import DECIDE, DONE, UNDONE, prepared_read, prepared_write, sealed, unprepared
+from syncvar.variables.prepared import (
+    DECIDE,
+    DONE,
+    UNDONE,
+    prepared_look,
+    prepared_read,
+    prepared_write,
+    sealed,
+    unlooked,
+    unprepared,
+)
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.queue import WriteQueue, queue_of
 from syncvar.variables.requests import request_of, rows_request
@@ -42,7 +52,7 @@ from syncvar.variables.storage import being_written
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.variables.prepared import Read, Write
+    from syncvar.variables.prepared import Look, Read, Write
     from syncvar.variables.side_by_side import SideBySide
 
 __all__ = ["Variable"]
@@ -119,8 +129,6 @@ class Variable(Taught, ArrayProtocol):
         self._shape, self._dtype = made.value.shape, made.value.dtype
         self._tally = Tally()
         self._groups: dict[tuple[Operation, int], SideBySide] = {}  # grouped writes that begin with it, by the number of variables
-        self._reads = 0
-        self._turned = self._turns = 0  # increments at the last read after one; such reads
         self._pace = "eager"
         self._is_pinned = False
         self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas
@@ -130,6 +138,7 @@ class Variable(Taught, ArrayProtocol):
         self._changes: list[tuple[int, str, str, str]] = []
         self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
         self._storage = made.owner.make_storage(made.value, self._synchronization)
+        self._look = self._prepared_look()
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
         if action.travel is Travel.QUESTION:
             publish(made.owner, made.namespace, self)
@@ -209,15 +218,16 @@ class Variable(Taught, ArrayProtocol):
             >>> v.read_value(), float(v), v * 2
             (array(2., dtype=float32), 2.0, np.float32(4.0))
         """
-        return self._read(_READ, copy)
+        value = self._look(copy)
+        return self._read(_READ, copy) if value is None else value
 
     def value(self) -> NDArray[Any]:
         """Return `read_value()`."""
-        return self._read(_READ)
+        return self.read_value()
 
     def numpy(self) -> NDArray[Any]:
         """Return `read_value()`."""
-        return self._read(_READ)
+        return self.read_value()
 
     def local_value(self) -> NDArray[Any]:
         """Return this replica's copy, read-only; sends nothing, in every context, and copies nothing.
@@ -259,11 +269,9 @@ class Variable(Taught, ArrayProtocol):
         """
         action = self._decide(Operation.READ_FROM)
         self._settle()
-        if self._tally.added != self._turned:
-            self._count_turn()
         what = f"read_from({rank!r}) of variable {self.name!r}"
         replica = checked_replica(rank, self._replicas, what)
-        self._reads += 1
+        self._count_read()
         if action.travel is Travel.QUESTION and replica != self._owner.communicator.home_rank:
             return fetch(self._owner, self._namespace, self.name, replica, what)
         return self._storage.expose()
@@ -356,14 +364,14 @@ class Variable(Taught, ArrayProtocol):
         auto = self._requested is VariableSynchronization.AUTO
         numbers = {
             "replicas": self._replicas,
-            "reads": self._reads,
+            "reads": self._tally.reads,
             "writes": self._tally.writes,
             "collectives": self._tally.collectives,
             "nbytes": self._storage.view.nbytes,
         }
         if self._is_counted:
             pending = 0 if self._queue is None else self._queue.waiting(self)
-            numbers |= {"increments": self._tally.added, "turns": self._turns, "pending": pending}
+            numbers |= {"increments": self._tally.added, "turns": self._tally.turns, "pending": pending}
         mode = self._synchronization.name + (f" ({self._pace}{', pinned' if self._is_pinned else ''})" if auto else "")
         reason = f"{self._pace}: {self._why()}" if auto else ""
         return Explanation(mode, self._requested.name, self._rule, numbers, list(self._changes), reason)
@@ -464,9 +472,7 @@ class Variable(Taught, ArrayProtocol):
             read = self._reading[where] = self._storage.read
         if self._queue is not None:
             self._queue.settle(self)
-        if self._tally.added != self._turned:
-            self._count_turn()
-        self._reads += 1
+        self._count_read()
         try:
             value = None if read is None else read(copy)
             return self._read_together(where) if value is None else value
@@ -474,10 +480,19 @@ class Variable(Taught, ArrayProtocol):
             self._advise_reader(operation, error)
             raise
 
-    def _count_turn(self) -> None:
-        """Count a read that comes after an increment."""
-        self._turned = self._tally.added
-        self._turns += 1
+    def _count_read(self) -> None:
+        """Count a read, also as one that comes after an increment."""
+        tally = self._tally
+        if tally.added != tally.turned:
+            tally.turned = tally.added
+            tally.turns += 1
+        tally.reads += 1
+
+    def _prepared_look(self) -> Look:
+        """Return the prepared read of this replica's copy, where reading never sends anything."""
+        actions = [decide(self._synchronization, self._aggregation, context, _READ) for context in Context]
+        is_own = all(action.travel is Travel.NOTHING and action.error is None for action in actions)
+        return prepared_look(self._owner, self._storage, self._tally) if is_own else unlooked
 
     def _read_together(self, where: tuple[Operation, Context | None]) -> NDArray[Any]:
         """Read by a call in which all replicas take part, and prepare the next one."""
@@ -531,7 +546,7 @@ class Variable(Taught, ArrayProtocol):
 
     def counts(self) -> tuple[int, int, int]:
         """Return (increments, reads that came after one, other writes); for AUTO only."""
-        return self._tally.added, self._turns, self._tally.writes - self._tally.added
+        return self._tally.added, self._tally.turns, self._tally.writes - self._tally.added
 
     def change_pace(self, pace: str, step: int, why: str) -> None:
         """Let increments travel at once or wait, from now on; on all replicas at the same point; for AUTO only."""
@@ -543,6 +558,7 @@ class Variable(Taught, ArrayProtocol):
         """Let increments wait, or not, without a word about it; by itself for a roster that pauses only."""
         self._queue = queue_of(self._owner) if is_deferred else None
         self._prepared = _UNPREPARED  # what waits is not prepared
+        self._look = unlooked if is_deferred else self._prepared_look()  # a read sends what waits
 
     def _is_deferrable(self, operation: Operation) -> bool:
         """Return whether a write, made here and now, is an increment that the replicas combine."""

@@ -13,7 +13,7 @@ import interpreter
 from conductor import Outcome
 
 from syncvar.config import RuntimeConfig
-from syncvar.joining.context import current, use
+from syncvar.joining.process import current, use
 from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks
 

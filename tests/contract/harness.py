@@ -19,11 +19,11 @@ def everywhere(size, fn, *, timeout_s=60, **world):
     return results
 
 
-def caught(fn):
-    """Call and return the error; None where there was none."""
+def caught(fn, *arguments, of=SyncvarError, **keywords):
+    """Call and return the error; None where there was none. One that is not of this kind is raised."""
     try:
-        fn()
-    except SyncvarError as error:
+        fn(*arguments, **keywords)
+    except of as error:
         return error
     return None
 

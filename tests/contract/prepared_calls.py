@@ -23,7 +23,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.errors import ArenaFull
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 TURNS = 6
 DTYPES = ["f4", "f8", "f2", "bf16", "i4", "i8", "u1", "c8", "?"]
@@ -50,7 +50,7 @@ def limits(size):
     segment, small = shared_reduce.SEGMENT_BYTES, channels.SMALL_BYTES
     direct = bisect_left(range(small + 1), True, key=lambda nbytes: not shared_reduce.is_direct(nbytes, size)) - 1
     found = {
-        direct, small, segment, 2 * segment, segment // shared_moves._WINDOWS, shared_reduce._BLOCK_BYTES,
+        direct, small, segment, 2 * segment, segment // 2 // shared_moves._LAG, shared_moves._NATIVE_SLOT_BYTES, shared_reduce._BLOCK_BYTES,
         fused._ALONE_BYTES, 2 * shared_reduce._WIDENED, 4 * crowd.PIECE,
     }  # fmt: skip
     return sorted(one for one in found if one > 0)
@@ -234,7 +234,7 @@ class Case(NamedTuple):
 
 
 COMBINING = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
-PREPARED = ("all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all")
+PREPARED = ("all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "reduce", "scan", "exscan")
 ALIASING = ("all_reduce", "all_reduce tree", "reduce", "scan", "exscan", "broadcast", "variable")
 COLLECTIVES = (
     "all_reduce", "all_reduce", "all_reduce", "all_reduce", "all_reduce tree", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "broadcast",
@@ -302,6 +302,7 @@ def draw(rng, size, ends):
 MANNERS = [
     ("private", ""), ("private", "private"), ("private", "x"), ("private", "resident"), ("private gaps", ""),
     ("resident", ""), ("resident", "private"), ("resident", "x"), ("resident", "resident"), ("resident inside", "x"), ("resident unaligned", "x"),
+    ("private unaligned", ""),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.errors import InternalError
 from syncvar.execution import reductions as shared_reduce
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.engine.engine import Engine
-from syncvar.joining.context import current, use
+from syncvar.joining.process import current, use
 from syncvar.kernel import Begun, why_not_native
 from syncvar.testing import run_ranks
 

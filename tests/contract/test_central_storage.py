@@ -4,11 +4,12 @@ import gc
 
 import numpy as np
 import pytest
+from harness import caught
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ArenaFull, MismatchError, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.variables.shared_copy import SharedCopy
 
@@ -22,13 +23,6 @@ def ranks(size, fn, **world):
         if isinstance(one, BaseException):
             raise one
     return results
-
-
-def caught(fn):
-    try:
-        return fn()
-    except Exception as error:
-        return error
 
 
 def place(v):
@@ -216,9 +210,9 @@ def test_a_refused_write_changes_nothing_anywhere(world):
         errors = []
         for shape in (9, 10):
             x = np.ones(shape if sv.rank() == 1 else 10)
-            errors.append(type(caught(lambda x=x: strategy.run(lambda: v.assign_add(x)))).__name__)
+            errors.append(type(caught(strategy.run, lambda x=x: v.assign_add(x))).__name__)
         return errors, v.numpy().tolist()
 
     for rank, (errors, value) in enumerate(ranks(4, fn, **world)):
-        assert errors == ["ConfigError" if rank == 1 else MismatchError.__name__, "Variable"]
+        assert errors == ["ConfigError" if rank == 1 else MismatchError.__name__, "NoneType"]
         assert value == [4.0] * 10

@@ -9,10 +9,11 @@ import threading
 import numpy as np
 import pytest
 import safetensors.numpy
+from harness import caught
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 
@@ -25,15 +26,6 @@ def world(count, fn, *arguments):
         if isinstance(result, BaseException):
             raise result
     return results
-
-
-def raised(fn, *arguments, **keywords):
-    """Return [the error]: in a list, because an exception as a result means that the rank failed."""
-    try:
-        fn(*arguments, **keywords)
-    except Exception as error:
-        return [error]
-    return []
 
 
 def some(name, rng, shape=(7, 3)):
@@ -289,8 +281,7 @@ def test_entries_wait_for_their_objects(tmp_path, caplog):
     def restore():
         checkpoint = sv.Checkpoint()
         checkpoint.restore(tmp_path / "c")
-        found = []
-        found += raised(setattr, checkpoint, "a", sv.Variable(np.zeros(3)))
+        found = [caught(setattr, checkpoint, "a", sv.Variable(np.zeros(3)))]
         assert not hasattr(checkpoint, "a"), "what was refused is not added"
         checkpoint.a = sv.Variable(0.0)
         checkpoint.b = sv.Variable([0.0, 0.0], synchronization="ON_READ", aggregation="SUM")
@@ -336,7 +327,7 @@ def test_wrong_shape_or_dtype_names_both_sides_on_every_rank(tmp_path, bad):
 
     def restore():
         a, b = sv.Variable(7.0), sv.Variable(bad, dtype=bad.dtype, name="mine")
-        found = raised(sv.Checkpoint(a=a, b=b).restore, tmp_path / "c")
+        found = [caught(sv.Checkpoint(a=a, b=b).restore, tmp_path / "c")]
         assert float(a) == 7.0
         return found
 
@@ -359,7 +350,7 @@ def test_one_rank_that_cannot_is_enough(tmp_path):
     def restore():
         objects = make(3 if sv.rank() == 1 else 2)
         objects["w"].assign(7.0)
-        found = raised(sv.Checkpoint(**objects).restore, tmp_path / "c")
+        found = [caught(sv.Checkpoint(**objects).restore, tmp_path / "c")]
         assert float(objects["w"]) == 7.0
         assert float(sv.all_reduce(1.0)) == 3.0
         return found
@@ -374,7 +365,7 @@ def test_an_object_that_refuses_takes_everything_back(tmp_path):
 
     def restore():
         checkpoint = sv.Checkpoint(a=sv.Variable(0.0), cursor=Cursor(1), z=sv.Variable(0.0))
-        found = raised(checkpoint.restore, tmp_path / "c")
+        found = [caught(checkpoint.restore, tmp_path / "c")]
         return [float(checkpoint.a), checkpoint.cursor.at, float(checkpoint.z)], [type(error) for error in found], str(found)
 
     world(2, save)
@@ -437,16 +428,16 @@ def test_ranks_that_do_not_save_the_same(tmp_path):
     def fn():
         rank = sv.rank()
         v = sv.Variable(1.0, name="v")
-        found = raised(sv.Checkpoint(v=v).save, tmp_path / f"c{rank}")
-        found += raised(sv.Checkpoint(**({"v": v} if rank else {"w": v})).save, tmp_path / "c")
+        found = [caught(sv.Checkpoint(v=v).save, tmp_path / f"c{rank}")]
+        found.append(caught(sv.Checkpoint(**({"v": v} if rank else {"w": v})).save, tmp_path / "c"))
         bad = sv.Checkpoint(v=v, x=[1])
         if rank:
             bad.x.append(object)  # found out when it is saved
-        found += raised(bad.save, tmp_path / "c")
-        found += raised(bad.restore, tmp_path / "c")
-        found += raised(sv.Checkpoint(v=v).save, b"bytes" if rank else tmp_path / "c")
-        found += raised(sv.Checkpoint(v=v).restore, None if rank else tmp_path / "c")
-        found += raised(sv.Checkpoint(v=v).save, tmp_path / "c", timeout=-1 if rank else None)
+        found.append(caught(bad.save, tmp_path / "c"))
+        found.append(caught(bad.restore, tmp_path / "c"))
+        found.append(caught(sv.Checkpoint(v=v).save, b"bytes" if rank else tmp_path / "c"))
+        found.append(caught(sv.Checkpoint(v=v).restore, None if rank else tmp_path / "c"))
+        found.append(caught(sv.Checkpoint(v=v).save, tmp_path / "c", timeout=-1 if rank else None))
         assert float(sv.all_reduce(1.0)) == 2.0
         return [type(error).__name__ for error in found]
 
@@ -461,7 +452,7 @@ def test_not_found_on_every_rank(tmp_path):
     (tmp_path / "empty").mkdir()
 
     def fn(path):
-        return raised(sv.Checkpoint(a=1).restore, path)
+        return [caught(sv.Checkpoint(a=1).restore, path)]
 
     for path in (tmp_path / "none", tmp_path / "empty"):
         for (error,) in world(2, fn, path):
@@ -533,13 +524,11 @@ def test_a_lone_caller_gets_a_verdict(tmp_path):
 
     def fn():
         checkpoint = sv.Checkpoint(v=sv.Variable(1.0))
-        found = raised(checkpoint.save, tmp_path / "c") if sv.rank() == 0 else []
-        if sv.rank() == 1:
-            found = raised(sv.barrier)
-        return [type(error).__name__ for error in found]
+        found = caught(checkpoint.save, tmp_path / "c") if sv.rank() == 0 else caught(sv.barrier)
+        return type(found).__name__
 
     for result in run_ranks(2, fn, config=config, timeout_s=20.0):
-        assert result == ["MismatchError"]
+        assert result == "MismatchError"
     assert not (tmp_path / "c" / "lock.json").exists()
 
 
@@ -591,9 +580,9 @@ def test_an_error_of_the_writer_reaches_wait_on_every_rank(tmp_path, monkeypatch
 
     def fn():
         pending = sv.Checkpoint(v=sv.Variable(1.0), own=sv.Variable(1.0, synchronization="NONE")).save(tmp_path / "c", async_op=True)
-        first = raised(pending.wait)
-        assert raised(pending.wait)[0] is first[0] is pending.exception()
-        return first
+        first = caught(pending.wait)
+        assert caught(pending.wait) is first is pending.exception()
+        return [first]
 
     for (error,) in world(2, fn):
         assert type(error) is sv.CheckpointError
@@ -606,7 +595,7 @@ def test_a_save_that_is_pending_when_the_job_is_left_leaves_nothing(tmp_path):
         pending = sv.Checkpoint(v=sv.Variable(1.0)).save(tmp_path / "c", async_op=True)
         pending._thread.join()
         sv.shutdown()
-        return raised(pending.wait)
+        return [caught(pending.wait)]
 
     for (error,) in world(2, fn):
         assert type(error) is sv.UsageError
@@ -702,12 +691,12 @@ def test_a_manager_removes_only_what_is_its_own(tmp_path):
 def test_ranks_that_do_not_pass_the_same_step_or_metric(tmp_path):
     def fn(**different):
         with sv.CheckpointManager(sv.Checkpoint(v=sv.Variable(0.0)), tmp_path) as manager:
-            return [type(error) for error in raised(manager.save, **{key: value[sv.rank()] for key, value in different.items()})]
+            return type(caught(manager.save, **{key: value[sv.rank()] for key, value in different.items()}))
 
-    assert world(2, functools.partial(fn, step=(1, 2))) == [[sv.MismatchError]] * 2
-    assert world(2, functools.partial(fn, metric=(0.1, 0.2))) == [[sv.MismatchError]] * 2
-    assert world(2, functools.partial(fn, step=(1, -1))) == [[sv.MismatchError], [sv.ConfigError]]
-    assert world(2, functools.partial(fn, metric=(0.1, "low"))) == [[sv.MismatchError], [sv.ConfigError]]
+    assert world(2, functools.partial(fn, step=(1, 2))) == [sv.MismatchError] * 2
+    assert world(2, functools.partial(fn, metric=(0.1, 0.2))) == [sv.MismatchError] * 2
+    assert world(2, functools.partial(fn, step=(1, -1))) == [sv.MismatchError, sv.ConfigError]
+    assert world(2, functools.partial(fn, metric=(0.1, "low"))) == [sv.MismatchError, sv.ConfigError]
     assert os.listdir(tmp_path) == []
 
 

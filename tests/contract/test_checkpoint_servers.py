@@ -4,12 +4,13 @@ import os
 
 import numpy as np
 import pytest
+from harness import caught
 
 import syncvar as sv
 from syncvar.checkpoint.files import Folder
 from syncvar.checkpoint.reading import read_manifest
 from syncvar.config import RuntimeConfig
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.servers.local import LocalServers
 from syncvar.serving.tally import Tally, put_tallies, take_tallies, tally_path
 from syncvar.strategies.parameter_server import ServersHere
@@ -25,15 +26,6 @@ def workers(count, fn, *arguments, servers=2, config=CONFIG):
         if isinstance(result, BaseException):
             raise result
     return results
-
-
-def raised(fn, *arguments, **keywords):
-    """Return [the error]: in a list, because an exception as a result means that the rank failed."""
-    try:
-        fn(*arguments, **keywords)
-    except Exception as error:
-        return [error]
-    return []
 
 
 def begun(shards=2, staleness=0, dtype="float32", optimizer=lambda: sv.optimizers.Adam(0.1)):
@@ -182,8 +174,8 @@ def test_what_does_not_fit_is_refused_on_every_worker_and_nothing_changes(tmp_pa
         made_of_wrong_shape = sv.Checkpoint(table=other, bias=bias, made=made, epoch=7)
         more = sv.Checkpoint(table=table, bias=bias, made=made, epoch=7, more=other)
         errors = [
-            *raised(made_of_wrong_shape.restore, tmp_path / "c"), *raised(more.restore, tmp_path / "c"),
-            *raised(checkpoint.restore, tmp_path / "nothing"),
+            caught(made_of_wrong_shape.restore, tmp_path / "c"), caught(more.restore, tmp_path / "c"),
+            caught(checkpoint.restore, tmp_path / "nothing"),
         ]  # fmt: skip
         assert (table.numpy().tobytes(), float(other.numpy()[0, 0]), made_of_wrong_shape.epoch, more.epoch) == (before, 5.0, 7, 7)
         more.restore(tmp_path / "c", partial=True)
@@ -227,7 +219,7 @@ def test_rank_0_saves_and_other_workers_go_on(tmp_path):
         if sv.rank():
             assert checkpoint.save(tmp_path / "c") == str(tmp_path / "c")  # rank 0 never calls it
             assert checkpoint.save(tmp_path / "c", async_op=True).wait() == str(tmp_path / "c")
-            return [os.path.exists(tmp_path / "c"), os.path.basename(manager.save(3)), str(*raised(manager.save))]
+            return [os.path.exists(tmp_path / "c"), os.path.basename(manager.save(3)), str(caught(manager.save))]
         return manager.save(3, async_op=True).wait()
 
     there, name, error = workers(2, program)[1]
@@ -240,7 +232,7 @@ def test_a_worker_waits_for_rank_0_to_restore_and_is_told_when_it_does_not(tmp_p
         _, _, _, _, checkpoint = begun(staleness=None)
         if sv.rank() == 0:
             return ""
-        return str(*raised(checkpoint.restore, tmp_path / "c", timeout=0.2))
+        return str(caught(checkpoint.restore, tmp_path / "c", timeout=0.2))
 
     assert "rank 0" in workers(2, program)[1]
 
@@ -250,7 +242,7 @@ def test_a_worker_waits_for_rank_0_to_restore_and_is_told_when_it_does_not(tmp_p
             checkpoint.save(tmp_path / "0")
             checkpoint.restore(tmp_path / "0")
             return None
-        return raised(checkpoint.restore, tmp_path / "1")
+        return [caught(checkpoint.restore, tmp_path / "1")]
 
     (error,) = workers(2, disagree)[1]
     assert isinstance(error, sv.MismatchError)

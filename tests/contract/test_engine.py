@@ -1,10 +1,12 @@
 """The engine of a process over in-process worlds: credit, early frames, poison, mismatch, deadlines, ends, epochs."""
 
+import gc
 import random
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.engine.engine import Engine
-from syncvar.engine.executor import LinkOperation
-from syncvar.engine.operation import Stage
+from syncvar.engine.links import link_operation
+from syncvar.engine.operation import Operation, Stage
 from syncvar.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -23,7 +25,7 @@ from syncvar.errors import (
     PeerLost,
     UsageError,
 )
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
@@ -59,14 +61,14 @@ class Pair:
 
 
 def barrier_operation(rank, call):
-    from syncvar.engine.executor import prepare
+    from syncvar.engine.prepared_plans import prepare
     from syncvar.plans import build
 
     def body():
         yield Stage(prepare(build("barrier", "dissemination", rank, 2), (0, 1)), np.empty(0, np.uint8))
         return call
 
-    return LinkOperation(0, (0, 1), call, 11, f"barrier {call}", body())
+    return link_operation(0, (0, 1), call, 11, f"barrier {call}", body())
 
 
 def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept():
@@ -95,6 +97,48 @@ def test_frames_of_calls_that_were_passed_over_are_dropped_and_their_credit_is_g
         one.start(later[1], None)
         assert zero.wait(later[0]) == 5
         assert one.wait(later[1]) == 5
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_call_over_links_has_made_goes_with_its_last_reference():
+    def fn():
+        work = sv.all_reduce(np.ones(1000), async_op=True)
+        made = weakref.ref(work.wait())
+        del work
+        until = time.monotonic() + 5.0
+        while made() is not None and time.monotonic() < until:  # whoever drives may still be at it
+            time.sleep(0.01)
+        return made() is None
+
+    gc.disable()
+    try:
+        assert results(2, fn) == [True, True]
+    finally:
+        gc.enable()
+
+
+def test_a_failure_from_another_thread_ends_a_call_that_is_in_a_step():
+    began, goes_on = threading.Event(), threading.Event()
+
+    def steps():
+        began.set()
+        assert goes_on.wait(10)
+        yield 1
+
+    operation = Operation(0, (0, 1), 0, 11, "a call").follow(steps())
+    driver = threading.Thread(target=operation.advance, args=(None,))
+    driver.start()
+    assert began.wait(10)
+    failure = GroupBroken("it broke")
+    operation.fail(failure)
+    goes_on.set()
+    driver.join(10)
+    assert not driver.is_alive()
+    assert operation.is_over
+    assert operation.error is failure
+    assert operation.result is None
 
 
 # -- credit -------------------------------------------------------------------------------------------------------
@@ -195,14 +239,14 @@ def test_only_the_driver_uses_the_control_channel():
 
     class Watched:
         def __init__(self, engine):
-            self.engine, self.control = engine, engine._control
+            self.engine, self.control = engine, engine._link._control
 
         def send(self, data):
-            alone.append(self.engine._lock.locked())
+            alone.append(self.engine._turns.lock.locked())
             self.control.send(data)
 
         def receive(self):
-            alone.append(self.engine._lock.locked())
+            alone.append(self.engine._turns.lock.locked())
             return self.control.receive()
 
         def close(self, linger_s):
@@ -210,7 +254,7 @@ def test_only_the_driver_uses_the_control_channel():
 
     def fn():
         engine = current().engine
-        engine._control = Watched(engine)
+        engine._link._control = Watched(engine)
         sv.barrier()
         caught(lambda: sv.all_reduce(1.0, "nonsense" if sv.rank() == 0 else "sum"))
         communicator = current().world
@@ -401,11 +445,11 @@ def test_a_loss_is_told_to_the_launcher_once():
         engine = current().engine
         sv.barrier()
         error = caught(sv.barrier)
-        tell, engine._tell = engine._tell, lambda kind, **_: said.append(kind)
-        with engine._lock:
+        tell, engine._link.tell = engine._link.tell, lambda kind, **_: said.append(kind)
+        with engine._turns.lock:
             for number in range(3):
-                engine._timers(time.monotonic() + number)
-        engine._tell = tell
+                engine._driver.timers(time.monotonic() + number)
+        engine._link.tell = tell
         return error
 
     run_ranks(2, fn, config=SOON, faults=Faults(cut=(0, 1, 1)))
@@ -432,7 +476,8 @@ import signal, sys, threading, time
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
-from syncvar.joining.context import Context, use
+from syncvar.joining.context import Context
+from syncvar.joining.process import use
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire import Coordinator
 
@@ -547,7 +592,7 @@ def test_a_call_that_waits_to_be_started_is_finished_before_a_rank_leaves():
         engine = current().engine
         sv.barrier()
         if sv.rank() == 0:
-            with engine._lock:  # another thread drives just now, so that the call can only be queued
+            with engine._turns.lock:  # another thread drives just now, so that the call can only be queued
                 kept.append(sv.all_reduce(5, async_op=True))
         else:
             kept.append(sv.all_reduce(5, async_op=True))
@@ -574,7 +619,7 @@ def test_a_rank_that_leaves_a_block_early_is_told_and_the_next_block_is_aligned(
                     raise KeyError("mine")
                 for _ in range(4):
                     sv.barrier()
-                communicator.end_epoch(end)
+                communicator.begin_epoch()
             except (KeyError, MismatchError) as error:
                 communicator.leave_epoch(end, error)
                 seen.append(type(error).__name__)
@@ -605,7 +650,8 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
 
 def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
     from syncvar.env import RankEnvironment
-    from syncvar.joining.context import Context, use
+    from syncvar.joining.context import Context
+    from syncvar.joining.process import use
 
     network = MemoryNetwork(3, coordinator=Coordinator(3, "j", SOON))
     seen = [[] for _ in range(3)]
@@ -632,7 +678,7 @@ def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
 
 def test_two_threads_of_a_rank_use_two_groups_at_the_same_time():
     def fn():
-        from syncvar.joining.context import use
+        from syncvar.joining.process import use
 
         context = current()
         groups = [sv.new_group([0, 1, 2]) for _ in range(2)]
@@ -656,7 +702,7 @@ def test_two_threads_of_a_rank_use_two_groups_at_the_same_time():
 
 def test_a_second_thread_on_the_same_group_is_refused_and_disturbs_nothing():
     def fn():
-        from syncvar.joining.context import use
+        from syncvar.joining.process import use
 
         context = current()
         sv.barrier()

@@ -10,10 +10,10 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
-from syncvar.arena.boxes import ATTENDED, FILLED, NEWS, RING, USED, Boxes, Form, Inbox, Outbox, what_of
+from syncvar.arena.box import ATTENDED, FILLED, NEWS, RING, USED, Form, Inbox, Outbox, what_of
+from syncvar.arena.boxes import Boxes
 from syncvar.config import RuntimeConfig
-from syncvar.engine.messages import methods
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.kernel import Count, message_end
 
 pytestmark = pytest.mark.needs_kernel
@@ -57,14 +57,12 @@ class End:
         self.added, self.handed = [], []
         self.busy, self.lock = threading.Lock(), threading.Lock()
         self.count = Count(IDENTITY, CALL)
-        objects = (
-            self.count, SimpleNamespace(is_quiet=True), SimpleNamespace(uneven=None), self.added.append, self._go_on,
-            *methods(self.busy), *methods(self.lock), {}, [], np.ndarray, np.empty,
-        )  # fmt: skip
         self.native = message_end(
-            pair.memory, BOX, BOX + 256, RING_BYTES, RING_BYTES // 2, 65536, ABORT_AT, IDENTITY, 400, False, int(patience_s * 1e9), objects
-        )
-        self.native.remember(x.dtype, x.shape, what_of(1, 7, x.ndim), x.nbytes, "told")
+            pair.memory, BOX, BOX + 256, RING_BYTES, RING_BYTES // 2, 65536, ABORT_AT, IDENTITY, 400, False, int(patience_s * 1e9),
+            count=self.count, engine=SimpleNamespace(is_quiet=True), context=SimpleNamespace(uneven=None), add=self.added.append,
+            go_on=self._go_on, busy=self.busy, box=self.lock, kept={}, shared=[],
+        )  # fmt: skip
+        self.native.remember(x.dtype, x.shape, what_of(1, 7, x.ndim), "told")
 
     def _go_on(self, array, call, begin, number, done, error):
         assert self.busy.locked()

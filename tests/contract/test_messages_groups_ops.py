@@ -10,7 +10,7 @@ import syncvar as sv
 from syncvar.collectives.groups import Group, communicator_of
 from syncvar.config import RuntimeConfig
 from syncvar.execution.kernels import identity, reduction
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)

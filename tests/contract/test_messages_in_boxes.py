@@ -10,11 +10,12 @@ from contract.harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.arena import boxes
-from syncvar.arena.boxes import Boxes, Form, what_of
+from syncvar.arena.box import Form, what_of
+from syncvar.arena.boxes import Boxes
 from syncvar.config import RuntimeConfig
 from syncvar.engine.at_once import NOT_YET
 from syncvar.errors import ArenaFull
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
@@ -361,7 +362,7 @@ def test_two_threads_of_a_rank_receive_different_tags_from_the_same_rank():
         failures = []
 
         def talk(tag):
-            from syncvar.joining.context import use
+            from syncvar.joining.process import use
 
             try:
                 with use(context):

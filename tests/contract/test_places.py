@@ -11,7 +11,7 @@ from prepared_calls import fill_the_arena
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)

@@ -10,6 +10,7 @@ from prepared_calls import PREPARED, Rank, fill_the_arena, register_ops
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
+from syncvar.execution import moves
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_arena="on")
@@ -24,6 +25,7 @@ def short_segments(monkeypatch):
     for name, module in list(sys.modules.items()):
         if name.startswith("syncvar.") and hasattr(module, "SEGMENT_BYTES"):
             monkeypatch.setattr(module, "SEGMENT_BYTES", SHORT_BYTES)
+    monkeypatch.setattr(moves, "_READ_BYTES", 2 * SHORT_BYTES)  # and blocks of two of them are read where they lie
 
 
 LAYOUTS = {
@@ -49,7 +51,7 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
         return rank.number, bool(held)
 
     register_ops()
-    done = run_ranks(size, fn, config=CONFIG, timeout_s=600, **LAYOUTS[layout])
+    done = run_ranks(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]})
     errors = [one for one in done if isinstance(one, BaseException)]
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
@@ -65,6 +67,50 @@ def test_random_calls(short_segments, layout, size):
 @pytest.mark.parametrize(("layout", "size", "collectives"), [("arena", 2, PREPARED), ("full", 2, PREPARED[:1])])
 def test_every_pair_of_manners(short_segments, layout, size, collectives):
     make_calls(layout, size, 1, pairs=collectives)
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i4"])
+def test_long_means_of_which_some_ranks_make_a_prepared_call(short_segments, dtype):
+    def fn():
+        made = []
+        for turn in range(6):
+            x = np.full(30_000, sv.rank() + 1, dtype)
+            if turn % 3 == sv.rank():
+                made.append(sv.reduce(x, "mean", root=1, async_op=True).wait())
+            else:
+                made.append(sv.reduce(x, "mean", root=1))
+            sums = [sv.scan(x, "mean", async_op=True).wait() if turn % 3 == sv.rank() else sv.scan(x, "mean")]
+            sums.append(sv.exscan(x, "mean", async_op=True).wait() if turn % 3 == sv.rank() else sv.exscan(x, "mean"))
+            assert [set(one.tolist()) for one in sums] == [{1 + sv.rank() / 2}, {[0.0, 1.0, 1.5][sv.rank()]}]
+        return [None if one is None else sorted(set(one.tolist())) for one in made]
+
+    for layout in ("arena", "python"):
+        done = run_ranks(3, fn, timeout_s=60, **{"config": CONFIG, **LAYOUTS[layout]})
+        assert done == [[None] * 6, [[2.0]] * 6, [None] * 6]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "python"])
+@pytest.mark.parametrize("collective", [sv.reduce, sv.scan, sv.exscan])
+def test_a_first_long_call_that_finds_no_room_is_refused_and_the_group_goes_on(kernel, collective):
+    def fn():
+        sv.barrier()  # calls are prepared from here on
+        held = fill_the_arena() if sv.rank() == 1 else []
+        found = []
+        for _ in range(2):
+            try:
+                collective(np.ones(100_000))
+            except sv.SyncvarError as error:
+                found.append(type(error).__name__)
+        held.clear()
+        return [*found, float(sv.all_reduce(1.0)), None if collective(np.ones(100_000)) is None else "made"]
+
+    done = run_ranks(2, fn, shared=True, arena_bytes=64 * MIB, config=CONFIG.replaced(kernel=kernel), timeout_s=60)
+    last = None if collective is sv.reduce else "made"
+    assert done == [["MismatchError"] * 2 + [2.0, "made"], ["ArenaFull"] * 2 + [2.0, last]]
+
+
+def test_scans_in_place_of_several_ranks(short_segments):
+    make_calls("python", 3, 1, pairs=("scan", "exscan"))
 
 
 @pytest.mark.slow

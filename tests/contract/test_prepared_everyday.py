@@ -13,8 +13,7 @@ import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.engine import prepared_moves, prepared_reductions
 from syncvar.engine.group import Communicator
-from syncvar.joining import finite
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.kernel import why_not_native
 from syncvar.testing import run_ranks
 from syncvar.variables import Variable, pace
@@ -128,7 +127,6 @@ def test_a_call_is_prepared_once_and_then_never_goes_the_long_way(counted, calls
 @pytest.mark.parametrize("world", [{}, {"shared": True, "hosts": 2}, {"shared": True, "config": RuntimeConfig(check_finite="warn")}])
 def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
     made = []
-    monkeypatch.setattr(finite, "is_on", finite.is_on)  # a context turns it on for the process
     for module in (prepared_reductions, prepared_moves):
         monkeypatch.setattr(module, "preparation_of", lambda *_: made.append(1))
 
@@ -141,10 +139,8 @@ def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
     assert not made
 
 
-def test_a_gradient_that_is_a_list_is_looked_at_as_an_array_is(monkeypatch):
+def test_a_gradient_that_is_a_list_is_looked_at_as_an_array_is():
     """With `check_finite` every list of gradients raised AttributeError."""
-    monkeypatch.setattr(finite, "is_on", finite.is_on)
-
     def fn():
         v = sv.Variable([1.0, 2.0])
         optimizer = sv.optimizers.SGD(1.0)

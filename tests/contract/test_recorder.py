@@ -15,7 +15,7 @@ from syncvar.cli.records import as_record, load
 from syncvar.config import RuntimeConfig
 from syncvar.engine.recorder import RING, UNRECORDED, Recorder, Told
 from syncvar.errors import MismatchError, PeerLost, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 TOLD = Told("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "arena small")
@@ -322,7 +322,7 @@ def test_an_interrupted_call_has_failed():
             def look(*_):
                 raise Alarm
 
-            engine._look = look
+            engine._driver.look = look
             with pytest.raises(Alarm):
                 sv.all_reduce(1.0)
             interrupted.set()

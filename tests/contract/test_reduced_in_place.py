@@ -8,7 +8,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.engine.executor import prepare
+from syncvar.engine.prepared_plans import prepare
 from syncvar.errors import MismatchError
 from syncvar.plans import ALGORITHMS, build
 
@@ -115,7 +115,7 @@ def test_where_ranks_disagree_out_is_as_it_was(size):
 
 def test_no_copy_of_a_long_vector_is_made(monkeypatch):
     """It passes through no buffer of our own: neither on the way in nor, of two ranks, on the way out."""
-    module = sys.modules["syncvar.collectives.all_reduce"]
+    module = sys.modules["syncvar.collectives.fused"]
     copied = []
     for plain in (module.contribution, module.outcome):
         monkeypatch.setattr(module, plain.__name__, lambda *args, plain=plain: (copied.append(args), plain(*args))[1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.variables.storage import Storage
 

@@ -4,9 +4,10 @@ import gc
 
 import numpy as np
 import pytest
+from harness import caught
 
 import syncvar as sv
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 
@@ -16,13 +17,6 @@ def everywhere(size, program, **world):
         if isinstance(one, BaseException):
             raise one
     return results
-
-
-def caught(fn):
-    try:
-        return fn()
-    except Exception as error:
-        return error
 
 
 def place(array):

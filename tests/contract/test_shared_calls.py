@@ -17,7 +17,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.execution import reductions as shared_reduce
 from syncvar.execution import running
 from syncvar.execution.reductions import is_direct
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.kernel import run as native_run
 from syncvar.testing import run_ranks
 

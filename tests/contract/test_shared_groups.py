@@ -17,7 +17,7 @@ from harness import caught, covering, everywhere
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ArenaFull, ConfigError, MismatchError, UsageError
-from syncvar.joining.context import current, use
+from syncvar.joining.process import current, use
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 COUNTS = (1, 50, 5_000, 20_000, 150_000)  # everybody sums, each its part, several segments

@@ -8,6 +8,7 @@ import syncvar as sv
 from syncvar.arena.reaching import Reach
 from syncvar.collectives.groups import communicator_of
 from syncvar.config import RuntimeConfig
+from syncvar.execution import moves
 from syncvar.testing import run_ranks
 
 COUNTS = [0, 1, 7, 5_000, 40_000, 300_000]  # nothing, small slots, one window, several
@@ -23,8 +24,9 @@ def block(rank, count, dtype="f4", turn=0):
 
 
 @pytest.mark.parametrize(("size", "way"), covering([2, 3, 4], WAYS, strength=1))
-def test_prepared_and_first_calls_give_the_same(size, way):
+def test_prepared_and_first_calls_give_the_same(monkeypatch, size, way):
     count, single_copy = way
+    monkeypatch.setattr(moves, "_READ_BYTES", 400_000)  # the C runner reads the longest
 
     def fn():
         rank = sv.rank()
@@ -67,8 +69,9 @@ def test_prepared_and_first_calls_give_the_same(size, way):
         ["all", "none", "all but rank 1"],
     ),
 )
-def test_blocks_are_taken_wherever_they_lie(what, of_x, reads):
+def test_blocks_are_taken_wherever_they_lie(monkeypatch, what, of_x, reads):
     (size, dtype, op), count = what, 20_000
+    monkeypatch.setattr(moves, "_READ_BYTES", 0)  # the C runner reads too
 
     def placed(values):
         is_resident = of_x == "resident" or (of_x != "private" and sv.rank() % 2 == 0)
@@ -126,13 +129,15 @@ def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
         return True
 
     monkeypatch.setattr(Reach, "finds", finds)
+    monkeypatch.setattr(moves, "_READ_BYTES", 0)
     config = RuntimeConfig(collective_timeout_s=1.0)
     found = run_ranks(2, lambda: sv.broadcast(np.ones(100_000)), shared=True, timeout_s=30, config=config)
     assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found[1:]), found
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
-def test_memory_that_others_cannot_read_goes_by_windows(monkeypatch, is_prepared):
+def test_memory_that_others_cannot_read_goes_by_cells(monkeypatch, is_prepared):
+    monkeypatch.setattr(moves, "_READ_BYTES", 0)
     def fn():
         ground = bytearray(400_000)  # not NumPy's: it may be anything
         x = np.frombuffer(ground, np.float32)
@@ -147,7 +152,9 @@ def test_memory_that_others_cannot_read_goes_by_windows(monkeypatch, is_prepared
     results(2, fn)
 
 
-def test_a_call_that_is_refused_keeps_nothing_alive():
+def test_a_call_that_is_refused_keeps_nothing_alive(monkeypatch):
+    monkeypatch.setattr(moves, "_READ_BYTES", 0)  # what lies here is read by the other rank
+
     def fn():
         x = np.ones(100_000)
         for _ in range(3):

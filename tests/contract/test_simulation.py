@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.engine.executor import prepare
 from syncvar.engine.group import Request
 from syncvar.engine.operation import Stage
+from syncvar.engine.prepared_plans import prepare
 from syncvar.plans import (
     ALGORITHMS,
     Buffer,

@@ -8,7 +8,7 @@ import syncvar as sv
 from syncvar.arena.channels import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ArenaFull
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
 PLAIN = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, kernel="python")
@@ -81,7 +81,7 @@ def test_each_rank_is_read_where_it_tells_that_it_has_put_its_vector():
         for turn in range(3 * RING_SLOTS):
             x = _brought(4000, sv.rank(), turn)
             assert np.array_equal(sv.all_reduce(x), _brought(4000, 0, turn) + _brought(4000, 1, turn))
-            seen.add(context.world.channel.put_offset(0, x.nbytes))
+            seen.add(context.world.channel.slots_now(x.nbytes)[0])
         return len(seen), context._channels.ring(context.world.channel.entry) != 0
 
     (places, has_ring), (_, other_has) = everywhere(2, fn, shared=True, config=NATIVE)

@@ -6,7 +6,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.errors import ConfigError, MismatchError, UsageError
-from syncvar.joining.context import current, use
+from syncvar.joining.process import current, use
 from syncvar.testing import run_ranks
 
 

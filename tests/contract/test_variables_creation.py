@@ -5,10 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
+from harness import caught
 
 import syncvar as sv
 from syncvar.errors import ConfigError, MismatchError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 
@@ -18,12 +19,6 @@ def everywhere(size, fn):
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
     return results
-
-
-def caught(error, fn, match=None):
-    with pytest.raises(error, match=match) as info:
-        fn()
-    return info.value
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,8 @@ def test_a_given_dtype():
             (1e300, "float32"),
             (1, "bool"),
         ):
-            caught(ConfigError, lambda value=value, dtype=dtype: sv.Variable(value, dtype=dtype))
+            with pytest.raises(ConfigError):
+                sv.Variable(value, dtype=dtype)
         return float(sv.Variable(1.0, aggregation="SUM").assign_add(1.0))
 
     assert everywhere(2, program) == [3.0, 3.0]
@@ -71,11 +67,13 @@ def test_a_given_dtype():
 )  # fmt: skip
 def test_wrong_arguments_raise_there_and_mismatch_elsewhere(wrong):
     def program():
-        caught(ConfigError, lambda: sv.Variable(**wrong))
+        with pytest.raises(ConfigError):
+            sv.Variable(**wrong)
         if sv.rank() == 1:
-            caught(ConfigError, lambda: sv.Variable(**wrong))
+            with pytest.raises(ConfigError):
+                sv.Variable(**wrong)
         else:
-            error = caught(MismatchError, lambda: sv.Variable(0.0))
+            error = caught(lambda: sv.Variable(0.0))
             assert "ConfigError" in error.table[1]
         v = sv.Variable(0.0, aggregation="SUM")
         assert v.name == "Variable"
@@ -107,7 +105,7 @@ def test_replicas_that_ask_for_different_variables(different):
     def program():
         same = {"initial_value": 0.0, "name": "v"}
         wish = {**same, **different} if sv.rank() == 1 else same
-        error = caught(MismatchError, lambda: sv.Variable(**wish))
+        error = caught(lambda: sv.Variable(**wish))
         assert set(error.table) == {0, 1, 2}
         assert error.table[0] != error.table[1]
         assert error.table[0] == error.table[2]
@@ -133,7 +131,7 @@ def test_strict_makes_a_different_initial_value_an_error():
     def program():
         strategy = sv.MirroredStrategy(strict=True)
         with strategy.scope():
-            error = caught(MismatchError, lambda: sv.Variable(float(sv.rank()), name="seeded"))
+            error = caught(lambda: sv.Variable(float(sv.rank()), name="seeded"))
             assert set(error.table) == {0, 1}
             return float(sv.Variable(2.0, name="seeded"))
 
@@ -160,7 +158,8 @@ def test_a_callable_that_fails_on_the_chief():
         def initial():
             raise RuntimeError("no data")
 
-        caught(RuntimeError if sv.rank() == 0 else MismatchError, lambda: sv.Variable(initial), "no data")
+        with pytest.raises(RuntimeError if sv.rank() == 0 else MismatchError, match="no data"):
+            sv.Variable(initial)
         return float(sv.Variable(1.0))
 
     assert everywhere(3, program) == [1.0] * 3
@@ -170,7 +169,7 @@ def test_options_of_the_strategy_are_compared():
     def program():
         strategy = sv.MirroredStrategy(reproducible=sv.rank() == 1)
         with strategy.scope():
-            error = caught(MismatchError, lambda: sv.Variable(0.0))
+            error = caught(lambda: sv.Variable(0.0))
         return "reproducible=True" in error.table[1]
 
     assert everywhere(2, program) == [True, True]

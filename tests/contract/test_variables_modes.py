@@ -5,7 +5,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.errors import ConfigError, MismatchError, NoAggregation, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SIZES = (1, 2, 3, 4)

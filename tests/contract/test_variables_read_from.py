@@ -10,7 +10,7 @@ import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.engine import engine as engine_module
 from syncvar.errors import ConfigError, DeadlineExceeded, PeerLost, UsageError
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.transports.memory import Faults
 
@@ -249,7 +249,7 @@ def test_many_threads_ask_at_once():
         sv.barrier()
 
         def ask():
-            from syncvar.joining.context import use
+            from syncvar.joining.process import use
 
             with use(context):
                 seen.extend(float(v.read_from(1 - sv.rank())) for _ in range(20))
@@ -286,7 +286,7 @@ def test_without_an_answer_only_the_asking_call_fails():
         engine = current().engine
         sv.barrier()
         if sv.rank() == 1:
-            with engine._lock:  # nobody drives: as a stopped process
+            with engine._turns.lock:  # nobody drives: as a stopped process
                 asked.wait(10)
         else:
             with pytest.raises(DeadlineExceeded, match=r"not answered within 0.3 s by rank 1; the group is not affected"):

@@ -1,11 +1,14 @@
 """The C runner of prepared calls gives the bytes of the Python runner, and leaves to it what is unusual."""
 
+import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sanitizing import NOT_LOADED, loaded, sanitized, variables
 
@@ -71,6 +74,36 @@ assert (sv.all_reduce(np.ones(100_000), "added") == size).all()
 """
 
 
+FORMS = """
+import numpy as np, syncvar as sv
+
+for _ in range(4):
+    for dtype in ("uint64", "float64", "int32", "float64"):
+        got = sv.exscan(np.full(3, sv.rank() + 1, dtype), "mean")
+        assert got.tolist() == [float(sv.rank())] * 3, (dtype, got)
+        assert sv.scan(np.full(3, 2, dtype), "mean").tolist() == [2.0] * 3
+    for count in (10, 5000, 100000):
+        for dtype in ("uint8", "float32"):
+            got = sv.gather(np.full(count, sv.rank() + 1, dtype))
+            assert (got is None) == bool(sv.rank()), (dtype, count, got)
+            assert sv.rank() or (got == np.repeat(np.array([1, 2], dtype), count)).all()
+            assert (sv.reduce(np.full(count, 2, dtype)) is None) == bool(sv.rank())
+    x = np.full(200_000, sv.rank() + 1, "int64")
+    for call in (sv.scan, sv.exscan):  # one rank makes a prepared call, the other cannot
+        got = call(x, "mean") if sv.rank() else call(x, "mean", async_op=True).wait()
+        assert set(got.tolist()) == {1 + sv.rank() / 2 if call is sv.scan else float(sv.rank())}, got
+    got = sv.reduce(x, "mean") if sv.rank() else sv.reduce(x, "mean", async_op=True).wait()
+    assert sv.rank() or set(got.tolist()) == {1.5}, got
+assert sv.all_reduce(1) == 2
+"""
+
+
+@pytest.mark.needs_kernel
+def test_whoever_brings_or_gets_nothing_does_not_take_one_form_for_another(launch):
+    job = launch(FORMS, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait(60) == 0, str(job)
+
+
 @pytest.mark.needs_kernel
 def test_ops_that_numpy_has_no_loop_for_are_not_looked_for_among_its_loops(launch):
     job = launch(LOCATED, workers=3, env={"SYNCVAR_KERNEL": "c"})
@@ -80,7 +113,7 @@ def test_ops_that_numpy_has_no_loop_for_are_not_looked_for_among_its_loops(launc
 STARTED = """
 import numpy as np, syncvar as sv
 from probe import note
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 x, engine = np.ones(4), current().engine
 for _ in range(3):
@@ -116,7 +149,7 @@ INTERRUPTED = """
 import signal
 import numpy as np, syncvar as sv
 from probe import failure, gate, note
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 
 x = np.ones(4)
 for _ in range(3):
@@ -190,6 +223,67 @@ def test_dry_run_and_log_say_what_runs(launch):
         assert words in job.out.splitlines()
 
 
+GROUPS = """
+import sys
+import numpy as np, syncvar as sv
+from probe import note
+
+calls = []
+turned = sv.new_group([1, 0])
+x, mine = np.arange(3.0), sv.rank()
+
+
+def made():
+    total, theirs = sv.all_reduce(x + mine, group=turned), sv.broadcast(x + mine, root=0, group=turned)
+    sv.barrier(group=turned)
+    halves = sv.all_reduce((x + mine).astype(np.float16), group=turned)
+    return halves.tolist(), total.tolist(), theirs.tolist(), sv.all_gather(np.array([mine]), group=turned).tolist(), sv.all_gather(np.array([mine])).tolist()
+
+
+def seen(frame, event, _):
+    if event == "call" and frame.f_code.co_name in ("all_reduce", "broadcast", "barrier", "all_gather"):
+        calls.append(frame.f_code.co_name)
+
+
+first = [made() for _ in range(3)]
+sys.setprofile(seen)
+for _ in range(20):
+    last = made()
+sys.setprofile(None)
+assert all(one == last for one in first)
+shapes = [(first, 7) for first in range(1, 120)]
+for _ in range(2):  # more than are remembered in some places
+    for shape in shapes:
+        assert (sv.all_reduce(np.ones(shape, np.float32)) == 2).all()
+errors = []
+for wrong in ("world", 3, sv):
+    try:
+        sv.all_reduce(x, group=wrong)
+    except sv.ConfigError as error:
+        errors.append(type(error).__name__)
+sys.setprofile(seen)
+for shape in shapes:
+    sv.all_reduce(np.ones(shape, np.float32))
+sys.setprofile(None)
+turned.destroy()
+try:
+    sv.all_reduce(x + mine, group=turned)
+except sv.UsageError as error:
+    errors.append(type(error).__name__)
+note("groups", last=last, errors=errors, calls=calls)
+"""
+
+
+@pytest.mark.needs_kernel
+def test_calls_of_groups_and_of_many_forms_are_entered_in_c(launch):
+    job = launch(GROUPS, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait(60) == 0, str(job)
+    for event in job.events("groups"):
+        assert event["last"] == [[1.0, 3.0, 5.0], [1.0, 3.0, 5.0], [1.0, 2.0, 3.0], [1, 0], [0, 1]]
+        assert event["errors"] == ["ConfigError"] * 3 + ["UsageError"]
+        assert len(event["calls"]) < 40, "of 20 * 5 and 119 calls so many went Python's way, more than after slow peers"
+
+
 @pytest.mark.needs_kernel
 def test_entrances_are_like_the_functions_they_stand_for():
     import inspect
@@ -220,6 +314,22 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
     assert len({rank["digest"] for rank in seen}) == 1, seen
     assert all(rank["native"] > 40 for rank in seen)
     assert loaded(tmp_path) >= 3
+
+
+@pytest.mark.needs_kernel
+@pytest.mark.parametrize("past", [False, True])
+def test_copies_to_memory_that_others_read_are_exact(past):
+    """Past the caches whole lines go, and what is left at both ends as usual."""
+    copy = importlib.import_module("syncvar.kernel.native").copy_once
+    draw = np.random.default_rng(5)
+    source = np.frombuffer(draw.bytes(40_000), np.uint8)
+    for nbytes in (0, 1, 63, 64, 1023, 1024, 1025, 1087, 4096, 8191, 33_333):
+        for first, start in itertools.product((0, 1, 8, 63), (0, 1, 16, 63)):
+            target = np.full(40_000, 7, np.uint8)
+            copy(target[start:], source[first:], nbytes, past)
+            assert np.array_equal(target[start : start + nbytes], source[first : first + nbytes]), (nbytes, first, start)
+            assert (target[:start] == 7).all()
+            assert (target[start + nbytes :] == 7).all()
 
 
 FUZZ = str(Path(__file__).with_name("program_fuzz.py"))

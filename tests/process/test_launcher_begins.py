@@ -13,7 +13,7 @@ from launching import await_true
 from syncvar_launcher.limits import needed_files
 
 MODULE = (sys.executable, "-m", "syncvar_launcher")
-ENTRY = (sys.executable, "-c", "import sys; from syncvar_launcher.run import main; sys.exit(main())")  # as the installed command does
+ENTRY = (sys.executable, "-c", "import sys; from syncvar_launcher.run import program; sys.exit(program())")  # as the installed command does
 
 
 def launched(line, folder, **keywords):

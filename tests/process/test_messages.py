@@ -79,7 +79,7 @@ def test_both_runners_and_links_bring_the_same_messages(launch, steps, transport
 @pytest.mark.needs_kernel
 @pytest.mark.slow
 def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
-    variables = sanitized("messages", tmp_path)
+    variables = sanitized("native", tmp_path)
     job = launch(
         TALKING, arguments=["3000"], options=["--start-method", "spawn", *(f"--env={name}={value}" for name, value in variables.items())],
         env={"SYNCVAR_KERNEL": "c"},

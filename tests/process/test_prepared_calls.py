@@ -57,3 +57,37 @@ def test_training_where_the_arena_of_one_rank_is_full(launch):
     seen = {event["rank"]: (event["first"], event["last"], event["equal"], event["held"] > 0) for event in job.events("trained")}
     assert seen == {0: (wanted, wanted, True, False), 1: (wanted, wanted, True, True)}
     assert "variables of this rank take private memory from now on" in job.err
+
+
+PARTS = """
+import numpy as np
+import syncvar as sv
+from probe import note
+
+rank, size = sv.rank(), sv.world_size()
+rows, made = np.arange(2.0 * size).reshape(2 * size, 1) + 100 * rank, np.empty((2 * size, 1))
+wanted = [(np.arange(2.0 * rank, 2.0 * rank + 2) + 100 * peer).reshape(2, 1) for peer in range(size)]
+for _ in range(3):
+    for into in (None, made, [np.empty((2, 1)) for _ in range(size)]):
+        parts = sv.all_to_all(rows, out=into)
+        assert type(parts) is list and all(map(np.array_equal, parts, wanted)), parts
+        assert into is not made or all(np.shares_memory(part, made) for part in parts)
+        assert type(into) is not list or all(one is part for one, part in zip(parts, into, strict=True))
+    flat = sv.all_to_all(np.arange(float(size)))
+    assert [part.shape for part in flat] == [(1,)] * size
+    numbers = sv.all_to_all([float(rank)] * size)  # a list has a part for each rank: these are no rows of an array
+    assert [part.shape for part in numbers] == [()] * size and numbers == list(range(size)), numbers
+    try:
+        sv.all_to_all(rows, out=rows)
+    except sv.ConfigError as error:
+        assert "overlaps" in str(error)
+    else:
+        raise AssertionError("an out that overlaps the parts was taken")
+note("over")
+"""
+
+
+def test_parts_that_are_exchanged_again_and_again(launch):
+    job = launch(PARTS, workers=2)
+    assert job.wait(60) == 0, str(job)
+    assert len(job.events("over")) == 2

@@ -183,6 +183,25 @@ def test_how_workers_begin_by_default(launch, tmp_path, text, why):
     assert job.lines(0) == job.lines(1) == [f"{why.startswith('forked')} 2"], str(job)
 
 
+BEGUN = """
+import os, sys
+import syncvar as sv
+print(int(sv.all_reduce(1)), sys.flags.hash_randomization, os.environ.get("COLOUR"), os.environ.get("SYNCVAR_KEY"), len(sys.argv), sys.orig_argv[3:] == sys.argv)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "hashes", "colour"),
+    [((), 1, "blue"), (("-x", "COLOUR=red"), 1, "red"), (("-x", "PYTHONHASHSEED=0"), 0, "blue"), (("--env-clear",), 1, "None")],
+    ids=["nothing", "one for scripts", "one for interpreters", "next to none"],
+)
+def test_a_server_started_ahead_has_what_one_started_later_has(launch, options, hashes, colour):
+    """Whatever variables workers are given, and however long their command line is: what cannot be brought later starts another server."""
+    job = launch(BEGUN, start="auto", options=options, arguments=map(str, range(40_000)), env={"COLOUR": "blue", "SYNCVAR_LOST_AFTER_S": "9", "PYTHONHASHSEED": "random"})
+    assert job.wait() == 0, str(job)
+    assert job.lines(0) == job.lines(1) == [f"2 {hashes} {colour} None 40001 True"], str(job)
+
+
 LAST = """
 import atexit, sys, types
 import numpy as np

@@ -22,7 +22,7 @@ SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 import syncvar as sv
-from syncvar.joining.context import current
+from syncvar.joining.process import current
 from syncvar.execution.gil import crowd
 try:
     sv.init()

@@ -4,6 +4,7 @@ import pytest
 
 from syncvar.preloaded import READ_ONCE, blas_threads
 from syncvar_launcher.beginning import plan_beginning
+from syncvar_launcher.forking import started_ahead
 
 
 @pytest.fixture
@@ -71,3 +72,18 @@ def test_variables_that_can_be_set_later_are_not_read_once():
 )
 def test_threads_are_those_that_openblas_takes(environ, threads):
     assert blas_threads(environ, 4) == threads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ([], {}),
+        (["--version"], {}),
+        (["-n", "2", "--start-method=spawn", "train.py"], {}),
+        (["-n", "2", "train.py"], {"PYTHONVERBOSE": "1"}),
+        (["-n", "2", "train.py"], {"PYTHONPROFILEIMPORTTIME": "1"}),
+        (["-n", "2", "train.py"], {"SYNCVAR_PASS_FDS": "7"}),
+    ],
+)
+def test_nothing_is_started_ahead_that_would_show_or_lack_something(arguments, environ):
+    assert started_ahead(arguments, environ) is None

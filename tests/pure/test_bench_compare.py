@@ -256,3 +256,26 @@ def test_where_there_can_be_no_hosts_their_parts_say_why(bench, monkeypatch):
         assert found.verdicts
         assert {one.word for one in found.verdicts} == {"not measured"}
         assert not found.failed
+
+
+def test_the_page_of_a_run_marks_what_misses_its_bound(bench):
+    bounds, page = bench("comparison.bounds"), bench("comparison.page")
+    rows = [
+        {"workers": 2, "collective": "all_reduce", "kind": "private", "size": 8, "us": {"mpich": [1, 1, 1], "syncvar": [2, 2, 2]}, "ratio": 0.5},
+        {"workers": 2, "collective": "broadcast", "kind": "private", "size": 65536, "us": {"mpich": [9, 9, 9], "syncvar": [3, 3, 3]}, "ratio": 3.0},
+        {"workers": 2, "collective": "scan", "kind": "private", "size": 8, "us": {"syncvar": [3, 3, 3]}},
+    ]
+    everyday = [{"group": "calls", "row": "sv.barrier()", "size": 8, "us": {"syncvar": [1, 1234.4, 1]}, "ratio": 0.7, "times": [1, 1.5, 1]}]
+    found = bounds.judge_rows(rows[:2], "float32")
+    found.append(bounds.Verdict("sv.barrier(), 8 B, 2 workers, against best peer", 0.7, bounds.Bound(0.8)))
+    found.append(bounds.judge("import", 70.0, "import of syncvar"))
+    told = [{**one._asdict(), "bound": one.bound._asdict(), "verdict": one.word} for one in found]
+    lines = page.page({"comparison": [{"rows": rows}], "everyday": [{"workers": 2, "rows": everyday}], "bounds": told})
+    assert "| 2 workers, ordinary arrays, `out=` given | 0.50 (2) † |" in lines
+    assert "| broadcast, 2 workers | 3.00 (3) |" in lines
+    assert "| `sv.barrier()` | 8 B | 1 234 | 1.50 | 0.70 † |" in lines
+    assert "| import of syncvar | 70 † | <= 60 ms |" in lines
+    missed = sum(one.word == "MISSED" for one in found)
+    assert missed >= 3
+    assert lines[-1] == f"Of {len(found)} bounds {len(found) - missed - 2} were reached, {missed} missed, 2 not measured."
+    assert page.page({}) == []

@@ -1,11 +1,15 @@
 """Which place of an engine is which rank, what each is told, and which arguments `sv.run` refuses before it asks any engine."""
 
+import errno
+import socket
 import sys
 
 import pytest
+import zmq
 
 import syncvar as sv
 from syncvar.engines.part import End, Part, Place, packed, parts, unpacked
+from syncvar.engines.place import _let_go, arrive
 from syncvar.topology import told_elsewhere
 
 
@@ -38,6 +42,18 @@ def test_each_start_is_another_job_and_knows_its_number():
 )
 def test_what_engines_carry_comes_back_as_it_was(value):
     assert unpacked(type(value), packed(value)) == value
+
+
+def test_the_port_of_a_place_is_kept_for_it():
+    place = unpacked(Place, arrive("127.0.0.1"))
+    with socket.socket() as other:
+        with pytest.raises(OSError) as raised:
+            other.bind((place.address, place.port))
+        assert raised.value.errno == errno.EADDRINUSE
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as rank_0:
+        rank_0.bind(f"tcp://{place.address}:{place.port}")
+    assert unpacked(Place, arrive("127.0.0.1")).port != place.port, "the place of another call"
+    _let_go()
 
 
 @pytest.mark.parametrize(("name", "module"), [("ray", "ray"), ("dask", "distributed")])

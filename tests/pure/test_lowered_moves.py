@@ -13,8 +13,8 @@ from syncvar.execution.program import Await, Copy, Kind
 from syncvar.plans import ALGORITHMS, Buffer, Recv, RecvReduce, Send, build_all, publications, unsuited
 from syncvar.plans import Copy as CopyStep
 
-COUNTS = (1, 2, 3, 5, 7, 12)
-WINDOW = 3
+COUNTS = (1, 2, 3, 5, 7, 12, 16, 25)
+CELL = 3
 
 
 class Call:
@@ -103,23 +103,26 @@ def every_order(size, calls, draw):
     run(size, calls, draw.choice)
 
 
-def moves(kind, size, count, tell):
+def moves(kind, size, count, tell, lag=2):
     """Return the calls of all ranks that move blocks: kind of the call, and who tells where its blocks lie."""
-    folds, root = kind in ("reduce_scatter", "converted"), 0
-    puts = size - 1 if kind in ("all_to_all", "reduce_scatter", "converted") else 1
+    folds, root = kind in ("reduce_scatter", "converted"), size // 2
+    puts = size - 1 if kind in ("all_to_all", "reduce_scatter", "converted", "scatter") else 1
     made = []
     for rank in range(size):
         others = [peer for peer in range(size) if peer != rank]
-        if kind == "broadcast":
-            takes, mine = ([] if rank == root else [(root, 0)]), int(rank == root)
+        if kind in ("broadcast", "scatter"):
+            place = rank - (rank > root) if kind == "scatter" else 0
+            takes, mine = ([] if rank == root else [(root, place)]), puts * (rank == root)
+        elif kind == "gather":
+            takes, mine = ([(peer, 0) for peer in others] if rank == root else []), int(rank != root)
         else:
             takes, mine = [(peer, (rank - (rank > peer)) if puts > 1 else 0) for peer in others], puts
-        keeps = kind != "broadcast"
-        move = Move(rank, count, WINDOW, mine, tuple(takes), keeps=keeps, folds=folds, converts=kind == "converted", makes_first=kind == "converted")
+        keeps = kind != "broadcast" and (rank == root or kind not in ("gather", "scatter"))
+        move = Move(rank, count, CELL, lag, puts, mine, tuple(takes), keeps=keeps, folds=folds, converts=kind == "converted", makes_first=kind == "converted")
         everyone = len(tell) == size
-        way = Way.LYING if everyone else Way.SLOTS if count <= 2 and not tell else Way.WINDOWS
-        has_told = way == Way.WINDOWS and rank in tell and mine > 0
-        program = lower_move(move, way, has_told=has_told, some_told=way == Way.WINDOWS and bool(tell))
+        way = Way.LYING if everyone else Way.SLOTS if count <= 2 and not tell else Way.CELLS
+        has_told = way == Way.CELLS and rank in tell and mine > 0
+        program = lower_move(move, way, has_told=has_told, some_told=way == Way.CELLS and bool(tell))
         held = {(Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)] for place in range(mine + keeps)}
         if folds:
             terms = [rank if peer == rank else peer for peer in range(size)]
@@ -133,22 +136,22 @@ def moves(kind, size, count, tell):
     return made
 
 
-KINDS = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "converted")
+KINDS = ("all_gather", "broadcast", "gather", "scatter", "all_to_all", "reduce_scatter", "converted")
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_order_moves_all_blocks(size):
+@pytest.mark.parametrize(("size", "lag"), [(2, 2), (2, 4), (3, 2), (3, 3), (4, 2)])
+def test_every_order_moves_all_blocks(size, lag):
     draw = random.Random(size)
     everyone = frozenset(range(size))
     for kind, count, tell in itertools.product(KINDS, COUNTS, (frozenset(), frozenset({0}), frozenset({size - 1}), everyone)):
         if kind == "converted" and tell:
             continue  # what has another dtype cannot be taken where it lies
-        other = moves(draw.choice(KINDS[:4]), size, draw.choice(COUNTS), draw.choice([frozenset(), everyone]))
-        every_order(size, [moves(kind, size, count, tell), other, moves(kind, size, count, tell)], draw)
+        other = moves(draw.choice(KINDS[:6]), size, draw.choice(COUNTS), draw.choice([frozenset(), everyone]), lag)
+        every_order(size, [moves(kind, size, count, tell, lag), other, moves(kind, size, count, tell, lag)], draw)
 
 
 @pytest.mark.parametrize("change", ["no wait", "a copy less"])
-@pytest.mark.parametrize("way", ["lying", "windows"])
+@pytest.mark.parametrize("way", ["lying", "cells"])
 def test_a_move_that_is_changed_is_found_out(way, change):
     calls = [moves("all_gather", 2, 12, frozenset({0, 1} if way == "lying" else ())) for _ in range(2)]
     program = calls[0][0].program
@@ -170,7 +173,7 @@ def planned(collective, algorithm, size, count, *, small, late):
     ends = run_plainly(plans, works)
     made = []
     for rank in range(size):
-        program = lower_rounds(publications(plans, rank), rank, WINDOW, 0 if late else small)
+        program = lower_rounds(publications(plans, rank), rank, CELL, 0 if late else small)
         made.append(Call(program, {(Kind.TARGET, 0): works[rank]}, {(Kind.TARGET, 0): ends[rank]}, by_tail=False, late=late))
     return made
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from syncvar.execution.lower_reduce import Cells, Places, lower_reduce
+from syncvar.execution.lower_reduce import EVERYWHERE, Cells, Ends, Places, lower_reduce, lower_small
 from syncvar.execution.program import Await, Copy, Fold, Kind, Memory, Publish, Stretch, assemble, extents
 from syncvar.plans import tree_order
 
@@ -48,9 +48,9 @@ def perform(program, world, rank, number, published, read, write):
             yield (number, published - step.back)
 
 
-def call(world, rank, number, count, cells, places, in_place):
+def call(world, rank, number, count, cells, places, in_place, ends):
     """Make a call as a rank; yields where it waits."""
-    program = lower_reduce(rank, world.size, count, cells, places, BLOCK)
+    program = lower_reduce(rank, world.size, count, cells, places, BLOCK, ends)
     first = world.tails[rank] ^ 1
 
     def key(memory, of_call=number):
@@ -93,13 +93,18 @@ def call(world, rank, number, count, cells, places, in_place):
 
 
 def calls(world, rank, plan):
-    for number, (count, cells, places, in_place) in enumerate(plan, 1):
+    for number, (count, cells, places, in_place, *given) in enumerate(plan, 1):
+        ends = given[0] if given else EVERYWHERE
         held = world.memory.setdefault(("TARGET" if in_place else "SOURCE", rank, number), {})
         held.update({place: f"{number}.{rank}.{place}" for place in range(count)})
-        yield from call(world, rank, number, count, cells, places, in_place)
-        made = world.memory["TARGET", rank, number]
-        wanted = [tree(f"{number}.{one}.{place}" for one in range(world.size)) for place in range(count)]
-        assert [made[place] for place in range(count)] == wanted, f"rank {rank}, call {number}"
+        yield from call(world, rank, number, count, cells, places, in_place, ends)
+        terms = ends.terms(rank, world.size)
+        if terms:
+            made = world.memory["TARGET", rank, number]
+            wanted = [tree(f"{number}.{one}.{place}" for one in terms) for place in range(count)]
+            assert [made[place] for place in range(count)] == wanted, f"rank {rank}, call {number}"
+        elif not in_place:
+            assert ("TARGET", rank, number) not in world.memory
 
 
 def run(size, plan, choose):
@@ -142,6 +147,35 @@ def test_every_order_gives_the_tree_of_all_ranks(size, lag, sums_all):
             order = [*range(first, size), *range(first)]
             run(size, plan, lambda ready, order=order: min(ready, key=order.index))  # one goes as far ahead as it may
         run(size, plan, draw.choice)
+
+
+@pytest.mark.parametrize("ends", [Ends("reduce", 0), Ends("reduce", 1), Ends("scan"), Ends("exscan")])
+@pytest.mark.parametrize(("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 4, False)])
+def test_every_order_gives_each_rank_what_it_ends_with(size, lag, sums_all, ends):
+    cells = Cells(4, lag, sums_all)
+    draw = random.Random(size * 100 + lag)
+    everyone = frozenset(range(size))
+    kinds = [
+        (Places(), False), (Places(), True), (Places(goes_on=True), False), (Places(frozenset({0})), False), (Places(frozenset({size - 1})), False),
+        (Places(everyone), False), (Places(everyone - {1}, makes_first=True), False), (Places(converts=True, makes_first=True), False),
+    ]  # fmt: skip
+    for count, (places, in_place) in itertools.product(COUNTS, kinds):
+        other = draw.choice([EVERYWHERE, Ends("scan"), Ends("reduce", size - 1)])
+        plan = [(count, cells, places, in_place, ends), (draw.choice(COUNTS), cells, Places(), False, other), (count, cells, places, in_place, ends)]
+        for first in range(size):
+            order = [*range(first, size), *range(first)]
+            run(size, plan, lambda ready, order=order: min(ready, key=order.index))
+        run(size, plan, draw.choice)
+
+
+@pytest.mark.parametrize("ends", [EVERYWHERE, Ends("reduce", 2), Ends("scan"), Ends("exscan")])
+def test_slots_are_combined_by_those_who_end_with_them(ends):
+    for rank in range(4):
+        opening, steps, *_ = lower_small(rank, 4, 5, ends=ends)
+        terms = [Stretch(Memory(Kind.SLOT, one), 0, 5) for one in ends.terms(rank, 4)]
+        target = Stretch(Memory(Kind.TARGET), 0, 5)
+        assert opening == (Copy(Stretch(Memory(Kind.SOURCE), 0, 5), Stretch(Memory(Kind.SLOT, rank), 0, 5)),)
+        assert steps == ((Fold(tuple(terms), target),) if len(terms) > 1 else tuple(Copy(one, target) for one in terms))
 
 
 @pytest.mark.parametrize("change", ["no wait", "a shorter wait", "a copy less"])

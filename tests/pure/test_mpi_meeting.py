@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from syncvar.config import RuntimeConfig
+from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError
-from syncvar.joining import context, mpi_meeting
+from syncvar.joining import connecting, mpi_meeting
+from syncvar.joining.roll_call import answer_roll_call
 from syncvar.transports import Control, Transport
 from syncvar.wire import pack_message, parse_message
 from syncvar_launcher.options import parse
@@ -27,7 +29,7 @@ def test_syncvar_launch_starts_no_processes_of_mpi(tmp_path):
 
 def test_a_rank_of_syncvar_launch_does_not_join_by_mpi():
     with pytest.raises(ConfigError, match=r"SYNCVAR_TRANSPORT=mpi contradicts SYNCVAR_RANK=0.*mpirun"):
-        context._met_by_mpi(RuntimeConfig(transport="mpi"), MPI, object.__new__(_Rank), alone=False)
+        connecting._met_by_mpi(RuntimeConfig(transport="mpi"), MPI, object.__new__(_Rank), alone=False)
 
 
 class _Rank:
@@ -85,7 +87,7 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
     """The launcher may tell it on the new channel: that rank 1 leaves, or what became of a call, of the generation before."""
     roll = pack_message("roll", generation=1, addresses={0: "a", 1: "b"}, hosts={}, places={0: 0, 1: 0}, without_arena={})
     verdict = pack_message("verdict", group=0, call=1, last_call=1, text="", table={}, waits=False)
-    rank = context.RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")
+    rank = RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")
     links, channel = _Links(), _Channel(pack_message("left", rank=1, entered={}, skipped=[]), verdict, roll)
-    context._meet(rank, RuntimeConfig(), links, channel, 1, "")
+    answer_roll_call(rank, RuntimeConfig(), links, channel, 1, "")
     assert links.opened == ({0: "a", 1: "b"}, 1)

@@ -5,7 +5,6 @@ is not a change. A mutant that becomes the very same plan when empty chunks are 
 same plan. Nothing else survives.
 """
 
-from dataclasses import replace
 
 import pytest
 
@@ -40,8 +39,8 @@ PAIRS = [
 
 def mutated_chunks(chunk):
     for start, stop in [(1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)]:
-        yield replace(chunk, start=chunk.start + start, stop=chunk.stop + stop)
-    yield replace(chunk, buffer=Buffer.SCRATCH if chunk.buffer == Buffer.WORK else Buffer.WORK)
+        yield chunk._replace(start=chunk.start + start, stop=chunk.stop + stop)
+    yield chunk._replace(buffer=Buffer.SCRATCH if chunk.buffer == Buffer.WORK else Buffer.WORK)
 
 
 def mutated_steps(step, world_size):
@@ -51,11 +50,11 @@ def mutated_steps(step, world_size):
     for name in ("chunk", "source", "target"):
         if hasattr(step, name):
             for chunk in mutated_chunks(getattr(step, name)):
-                yield (replace(step, **{name: chunk}),)
+                yield (step._replace(**{name: chunk}),)
     if hasattr(step, "peer"):
         for peer in range(-1, world_size + 1):
             if peer != step.peer:
-                yield (replace(step, peer=peer),)
+                yield (step._replace(peer=peer),)
     match step:
         case Recv(peer, chunk):
             yield (RecvReduce(peer, chunk, incoming_left=False),)

@@ -1,0 +1,315 @@
+"""A channel: this rank's end of a group's, by which it publishes how far it is, waits for the others, and finds their data.
+
+`channels.py` says what stands in the entries of the table, and why words and phases only grow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from syncvar.arena.channels import (
+    CHECK,
+    DONE,
+    NATIVE_RANKS_MAX,
+    PHASE,
+    RING_RANKS_MAX,
+    SEGMENT_BYTES,
+    SEGMENTS,
+    SMALL,
+    SMALL_BYTES,
+    SOURCE,
+    TARGET,
+    WIDE_BYTES,
+    group_key,
+)
+from syncvar.arena.layout import ABORT, PAGE_BYTES
+from syncvar.errors import InternalError
+from syncvar.kernel import ChannelState, bind, slot_call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from syncvar.arena.channels import Channels
+    from syncvar.arena.reaching import Reach
+
+__all__ = ["Channel"]
+
+
+class Channel(ChannelState):
+    """This rank's end of a group's channels; the others find it by the group's identity.
+
+    Args:
+        channels: Whose it is.
+        group: The group's identity, the same on all its ranks.
+        members: Its ranks in the world, of which this process is one.
+
+    Raises:
+        ArenaFull: The table of entries is full, or the memory.
+    """
+
+    __slots__ = (
+        "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "are_native", "arena", "entry", "found", "group", "hold",
+        "is_native", "is_open", "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
+    )  # fmt: skip
+
+    def __init__(self, channels: Channels, group: int, members: Sequence[int]) -> None:
+        self._channels = channels
+        self.arena = channels.arena
+        self.words = channels.words
+        self.wait = channels.wait
+        self.hold = channels.hold
+        self.group = group_key(group)
+        self.members = tuple(members)
+        self.regions = channels.regions_of(members)
+        self.rank = self.regions.index(channels.arena.local_rank)
+        self.size = len(members)
+        self.entry = channels.take_entry(self.group, self.regions)
+        channels.let_go_with(self, self.entry)
+        self.side = 0
+        self.last = 0  # the last word published, without its side
+        self.phase = 0  # the last phase published
+        self.is_settled = True  # everyone has reached it, or will before this rank is told that the call has ended
+        self.tail = 0  # the side on which a segment was published last
+        self.queue: deque[Any] = deque()  # started calls, oldest first
+        self.is_open = self.size == 1
+        self.is_native = False  # programs run in C here
+        self.are_native = False  # and on all ranks of the group
+        self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
+        self.reach: Reach | None = None  # where the memory of all of them can be read
+        self._kept: list[Any] = []
+        self._entries = [0] * self.size
+        self._entries[self.rank] = self.entry
+        self._views: dict[tuple[int, int, np.dtype[Any]], NDArray[Any]] = {}
+        self.found: dict[Any, list[Any]] = {}  # where memories of programs lie, see `execution/running.py`
+        self._segments = [0] * self.size
+        self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
+
+    # -- finding the others ---------------------------------------------------------------------------------------
+
+    def open(self) -> tuple[int, ...]:
+        """Look for the other ranks' channels; returns the ranks of the group whose channel is not there yet."""
+        missing = []
+        for distance in range(1, self.size):
+            rank = (self.rank + distance) % self.size
+            if not self._entries[rank]:
+                self._entries[rank] = self._channels.find(self.regions[rank], self.group)
+                if not self._entries[rank]:
+                    missing.append(rank)
+        if not missing:
+            self.others = tuple(self._entries[(self.rank + distance) % self.size] for distance in range(1, self.size))
+            self.reach = self._channels.reach(self.regions)
+            self.is_native = self._channels.is_native and self._bind()
+            self.are_native = self.size <= NATIVE_RANKS_MAX and self._channels.are_native(self.regions)
+            self.is_open = True
+        return tuple(missing)
+
+    # -- publishing and waiting -----------------------------------------------------------------------------------
+
+    def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
+        """Publish phase 0 of a call; returns what the others have to reach, for `is_reached` and `wait`.
+
+        Args:
+            call: Its number.
+            check: `check_of` it.
+            source: What the call says of the arrays to read, see `Vector.told` and `Said`.
+            target: The same of the arrays to write.
+        """
+        words, entry = self.words, self.entry
+        side = self.side = self.side ^ 1
+        words[entry + CHECK + side] = check
+        words[entry + SOURCE + side] = source
+        words[entry + TARGET + side] = target
+        last = self.last = (call + 1) << 1
+        if self.phase or words[entry + DONE]:
+            words[entry + DONE] = self.phase
+            self.phase = words[entry + PHASE] = 0
+        words[entry] = last | side
+        return last
+
+    def publish(self) -> int:
+        """Publish the next phase of the call; returns what the others have to reach: minus the phase."""
+        phase = self.phase = self.words[self.entry + PHASE] = self.phase + 1
+        return -phase
+
+    def next_parity(self) -> int:
+        """Return the side of the segments for data that are published next, in a phase after 0: the same on all ranks."""
+        return (self.phase + 1) & 1
+
+    def _is_at(self, entry: int, need: int) -> bool:
+        words = self.words
+        word = words[entry]
+        if need > 0:
+            return word >= need
+        return words[entry + (DONE if word >= self.last + 2 else PHASE)] >= -need
+
+    def is_reached(self, need: int) -> bool:
+        """Return whether all other ranks have published `need` or something later.
+
+        Args:
+            need: A word, or minus a phase of the call that this rank published last.
+        """
+        return all(self._is_at(other, need) for other in self.others)
+
+    def missing(self, need: int) -> tuple[int, ...]:
+        """Return the ranks of the world that have not published `need` yet."""
+        if not self.is_open:
+            return tuple(self.members[rank] for rank in range(self.size) if not self._entries[rank])
+        return tuple(
+            self.members[rank]
+            for rank, entry in enumerate(self._entries)
+            if rank != self.rank and not self._is_at(entry, need)
+        )
+
+    def passed(self) -> tuple[int, ...]:
+        """Return the ranks of the group that are past this call."""
+        return tuple(rank for rank, entry in enumerate(self._entries) if self.words[entry] >= self.last + 2)
+
+    def side_of(self, rank: int) -> int:
+        """Return on which side a rank of the group, this one too, has published phase 0 of this call."""
+        word = self.words[self._entries[rank]]
+        side = word & 1
+        return side if word < self.last + 2 else side ^ 1
+
+    def own_side(self, side: int) -> tuple[int, ...]:
+        """Return sides by rank of which only this rank's is known; -1 for the others."""
+        return (*(-1,) * self.rank, side, *(-1,) * (self.size - self.rank - 1))
+
+    def sides(self) -> tuple[int, ...]:
+        """Return on which side each rank has published phase 0 of this call."""
+        return tuple([self.side_of(rank) for rank in range(self.size)])
+
+    def disagreeing(self, check: int) -> tuple[int, ...]:
+        """Return the ranks of the group whose phase 0 of this call says something else."""
+        words = self.words
+        return tuple(
+            rank
+            for rank, entry in enumerate(self._entries)
+            if rank != self.rank and words[entry + CHECK + self.side_of(rank)] != check
+        )
+
+    def arrays(self) -> tuple[list[int], list[int]]:
+        """Return source and target of all ranks in this call, as given to `begin`."""
+        words = self.words
+        sources, targets = [], []
+        for rank, entry in enumerate(self._entries):
+            side = self.side_of(rank)
+            sources.append(words[entry + SOURCE + side])
+            targets.append(words[entry + TARGET + side])
+        return sources, targets
+
+    def tell_places(self, places: Sequence[int]) -> None:
+        """Tell with phase 0 of the next call where this rank's blocks lie: numbers of 64 bits, in its small slot."""
+        first = self.told_word(self.rank, self.side ^ 1)
+        for index, place in enumerate(places):
+            self.words[first + index] = place
+
+    def told_place(self, rank: int, index: int) -> int:
+        """Return where a block of a rank lies, as told in this call."""
+        return self.words[self.told_word(rank, self.side_of(rank)) + index]
+
+    def told_word(self, rank: int, side: int) -> int:
+        """Return the word in which a rank tells on a side where its first block lies."""
+        return self.small_offset(rank, side) // 8
+
+    def keep(self, arrays: Any) -> None:
+        """Keep arrays alive as long as the channel: a call has failed in which others may still read them."""
+        self._kept.append(arrays)
+
+    def _bind(self) -> bool:
+        """Tell the C runner where the words of all ranks are; returns whether it takes so many."""
+        looks, shares_cores = self._channels.patience(self.regions)
+        return bind(
+            self, self.arena.memory, self.entry, (CHECK, PHASE, DONE, SOURCE, TARGET, ABORT, SEGMENTS), self.others,
+            tuple(self.words[entry + SMALL] for entry in self._entries), (SMALL_BYTES, SEGMENT_BYTES, self._part_bytes), self.rank,
+            shares_cores, looks, () if self.reach is None else self.reach.processes,
+        )  # fmt: skip
+
+    def slot_call(self, *parts: Any, **objects: Any) -> Any:
+        """Return the C runner of a call through small slots, or None where Python has to run it; see `kernel.slot_call`."""
+        return slot_call(*parts, channel=self, queue=self.queue, **objects) if self.is_native else None
+
+    def ring_of(self, nbytes: int) -> int:
+        """Return what the C runner is told of the slots of this rank that take turns, for vectors that everybody sums.
+
+        Returns:
+            Where they begin; 0 where there are none; -1 for a vector whose slot nobody tells.
+        """
+        if nbytes <= WIDE_BYTES:
+            return -1
+        return self._channels.ring(self.entry) if self.is_native and self.size <= RING_RANKS_MAX else 0
+
+    def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+        """Return what all ranks have put to be summed by everybody, in their order, as published in this call."""
+        return [self.resident(offset, count, dtype) for offset in self.slots_now(count * dtype.itemsize)]
+
+    def slots_now(self, nbytes: int) -> tuple[int, ...]:
+        """Return where in the arena the slot of each rank begins, as published in this call with so many bytes in it."""
+        found = []
+        for rank, entry in enumerate(self._entries):
+            side = self.side_of(rank)
+            told = self.words[entry + TARGET + side] if nbytes > WIDE_BYTES else 0
+            found.append(told or self.small_offset(rank, side))
+        return tuple(found)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def small(self, rank: int, side: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a view of a rank's small slot."""
+        return self.resident(self.small_offset(rank, side), count, dtype)
+
+    def small_offset(self, rank: int, side: int) -> int:
+        """Return where a rank's small slot begins in the arena."""
+        return self.words[self._entries[rank] + SMALL] + side * SMALL_BYTES
+
+    def smalls(self, side: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return the small slots of all ranks as one array (rank, *shape): without a copy where they are evenly spaced.
+
+        Raises:
+            ValueError: They are not.
+        """
+        return self.arena.rows([self.small_offset(rank, side) for rank in range(self.size)], shape, dtype)
+
+    def reserve_segments(self) -> None:
+        """Take memory for this rank's segments, before the call that needs them is published.
+
+        Raises:
+            ArenaFull: There is no room.
+        """
+        if not self._segments[self.rank]:
+            made = self.arena.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
+            self.words[self.entry + SEGMENTS] = made
+            self._segments[self.rank] = made
+
+    def segment(self, rank: int, number: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a view of a rank's segment; numbers 0 and 1 hold what is brought, by side, and 2 and 3 hold results."""
+        return self.resident(self.segment_offset(rank, number), count, dtype)
+
+    def segment_offset(self, rank: int, number: int) -> int:
+        """Return where a rank's segment begins in the arena, see `segment`."""
+        base = self._segments[rank]
+        if not base:
+            base = self._segments[rank] = self.words[self._entries[rank] + SEGMENTS]
+            if not base:
+                raise InternalError(f"rank {rank} of the group has taken no memory for segments, and one is to be looked at")
+        place = number * SEGMENT_BYTES if number < 2 else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
+        return int(base + place)
+
+    def resident(self, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a flat view of an array anywhere in the arena."""
+        key = (offset, count, dtype)
+        found = self._views.get(key)
+        if found is not None:
+            return found
+        try:
+            view = self.arena.view(offset, count, dtype)
+        except InternalError as error:
+            raise InternalError(f"rank {self.members[self.rank]}, call {(self.last >> 1) - 1} of group {self.group}: {error}") from None
+        if not self.arena.is_checked:  # else it is checked again each time
+            if len(self._views) >= 4096:
+                self._views.clear()
+            self._views[key] = view
+        return view

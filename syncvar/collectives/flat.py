@@ -1,0 +1,102 @@
+"""Stages that move flat arrays whose counts all ranks know, and bytes whose length only some know.
+
+Calls of many kinds are made of them; none of them checks an argument.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._headers import BYTES, Record, exchange, exchange_bytes
+from syncvar.engine.operation import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.engine.group import Communicator
+
+__all__ = ["AT_ONCE", "HEAD", "broadcast_bytes", "broadcast_flat", "gather_bytes", "gather_flat", "scatter_flat"]
+
+AT_ONCE = 248  # bytes that travel with their length; with it four cache lines
+HEAD = struct.Struct(f"<Q{AT_ONCE}s")
+
+
+def broadcast_flat(
+    communicator: Communicator,
+    mine: NDArray[Any] | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    root: int,
+    algorithm: str | None = None,
+) -> Generator[Stage, None, NDArray[Any]]:
+    """Broadcast an array whose shape and dtype all ranks know; `mine` is the root's value."""
+    result: NDArray[Any] = np.empty(shape, dtype) if mine is None else np.array(mine, dtype=dtype, order="C", copy=True)
+    work = result.reshape(-1)
+    yield Stage(communicator.plan("broadcast", work.size, work.itemsize, root=root, algorithm=algorithm), work)
+    return result
+
+
+def broadcast_bytes(communicator: Communicator, mine: bytes, root: int) -> Generator[Stage, None, bytes]:
+    """Broadcast bytes whose length only the root knows."""
+    records = yield from exchange(communicator, Record(BYTES, nbytes=len(mine)))
+    data = np.frombuffer(mine, np.uint8) if communicator.member_rank == root else None
+    result = yield from broadcast_flat(communicator, data, (records[root].nbytes,), np.dtype(np.uint8), root)
+    return result.tobytes()
+
+
+def gather_flat(
+    communicator: Communicator,
+    mine: NDArray[Any],
+    counts: tuple[int, ...],
+    root: int | None = None,
+    algorithm: str | None = None,
+) -> Generator[Stage, None, NDArray[Any]]:
+    """Gather flat blocks whose counts are known on all ranks; returns the concatenation (on the root, if there is one)."""
+    work = np.empty(sum(counts), mine.dtype)
+    rank = communicator.member_rank
+    start = list(accumulate(counts, initial=0))[rank]
+    work[start : start + counts[rank]] = mine
+    collective = "all_gather" if root is None else "gather"
+    plan = communicator.plan(collective, counts, work.itemsize, root=root or 0, algorithm=algorithm)
+    yield Stage(plan, work)
+    return work
+
+
+def scatter_flat(
+    communicator: Communicator,
+    whole: NDArray[Any] | None,
+    dtype: np.dtype[Any],
+    counts: tuple[int, ...],
+    root: int,
+    algorithm: str | None = None,
+) -> Generator[Stage, None, NDArray[Any]]:
+    """Scatter a flat array whose counts all ranks know; returns a view of this rank's block."""
+    work = np.empty(sum(counts), dtype) if whole is None else whole
+    start = list(accumulate(counts, initial=0))[communicator.member_rank]
+    yield Stage(communicator.plan("scatter", counts, work.itemsize, root=root, algorithm=algorithm), work)
+    return work[start : start + counts[communicator.member_rank]]
+
+
+def gather_bytes(
+    communicator: Communicator, mine: bytes, root: int | None = None
+) -> Generator[Stage, None, list[bytes]]:
+    """Gather bytes, of any length from each rank: on the root, or on every rank (None).
+
+    Cost: one exchange of small frames; where somebody has more than these hold, another round for all.
+    """
+    heads = [HEAD.unpack(head) for head in (yield from exchange_bytes(communicator, HEAD.pack(len(mine), mine)))]
+    counts = tuple(count for count, _ in heads)
+    if max(counts) <= AT_ONCE:
+        return [data[:count] for count, data in heads]
+    flat = yield from gather_flat(communicator, np.frombuffer(mine, np.uint8), counts, root)
+    if root is not None and communicator.member_rank != root:
+        return []
+    data = flat.tobytes()
+    ends = list(accumulate(counts))
+    return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -1,0 +1,174 @@
+"""The all-reduce of one array or several as part of a call: arrays that are reduced alike travel as one vector (fusion).
+
+What lies in shared memory is combined where it lies, and over links a copy of it is; both write the result where it goes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives._reducing import contribution, outcome
+from syncvar.collectives.overlap import apart, are_same
+from syncvar.engine.operation import Stage
+from syncvar.engine.prepared_plans import Prepared
+from syncvar.execution.kernels import divided
+from syncvar.execution.pieces import store, store_pieces
+from syncvar.execution.reductions import Vector
+from syncvar.execution.rounds import Published
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.engine.group import Communicator
+    from syncvar.execution.kernels import Reduction
+
+__all__ = ["reduce_one", "reduce_together"]
+
+
+def reduce_together(
+    communicator: Communicator,
+    arrays: list[NDArray[Any]],
+    hows: list[Reduction],
+    targets: Sequence[NDArray[Any] | None],
+    reproducible: bool,
+    apply: np.ufunc | None = None,
+    algorithm: str | None = None,
+    *,
+    are_apart: bool = False,
+) -> Generator[Stage, None, list[Any]]:
+    """Reduce several arrays with as few transfers as there are kinds of reduction among them.
+
+    Each result goes to its target, None for a new array; with `apply` a target becomes apply(target, result). `are_apart` says
+    that no array lies where the result of another one goes. Returns the results, in order.
+    """
+    if not are_apart:
+        arrays = apart(arrays, targets)
+    kinds: dict[Reduction, list[int]] = {}
+    if len(set(map(id, hows))) == 1:
+        kinds[hows[0]] = list(range(len(hows)))
+    else:
+        for index, how in enumerate(hows):
+            kinds.setdefault(how, []).append(index)
+    results: list[Any] = [None] * len(arrays)
+    for how, places in kinds.items():
+        if len(places) == 1:
+            index = places[0]
+            results[index] = yield from reduce_one(
+                communicator, arrays[index], how, targets[index], reproducible, apply, algorithm
+            )
+            continue
+        made = yield from _fused(
+            communicator, [arrays[index] for index in places], how, [targets[index] for index in places],
+            reproducible, apply, algorithm,
+        )  # fmt: skip
+        for index, result in zip(places, made, strict=True):
+            results[index] = result
+    return results
+
+
+def _fused(
+    communicator: Communicator,
+    arrays: list[NDArray[Any]],
+    how: Reduction,
+    targets: list[NDArray[Any] | None],
+    reproducible: bool,
+    apply: np.ufunc | None,
+    algorithm: str | None,
+) -> Generator[Stage, None, list[Any]]:
+    size = communicator.size
+    count = sum([how.count(array) for array in arrays])
+    plan = communicator.plan(
+        "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
+    )
+    if _is_shared(plan, how) or not (how.is_packed or any(target is None for target in targets)):
+        return (yield from _stored(plan, arrays, how, targets, size, apply))
+    rank = communicator.home_rank
+    work = np.concatenate([contribution(array, how, rank) for array in arrays])
+    yield Stage(plan, work, how.ufunc)
+    made = []
+    start = 0
+    for array, target in zip(arrays, targets, strict=True):
+        stop = start + how.count(array)
+        made.append(outcome(how, work[start:stop], size, array.shape, target))
+        start = stop
+    return made
+
+
+def _is_shared(plan: Any, how: Reduction) -> bool:
+    """Return whether arrays are combined in shared memory from where they lie."""
+    return isinstance(plan, Published) and plan.reduces and not how.is_packed
+
+
+def _stored(
+    plan: Any, arrays: list[NDArray[Any]], how: Reduction, targets: Sequence[NDArray[Any] | None], size: int, apply: np.ufunc | None
+) -> Generator[Stage, None, list[Any]]:
+    """Reduce arrays as one vector, and store what becomes of it in their targets."""
+    results = [np.empty(array.shape, how.result) if target is None else target for array, target in zip(arrays, targets, strict=True)]
+    outs, sources = _flat(results), _flat(arrays)
+    if _is_shared(plan, how):
+        vector = Vector(sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply)
+        yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)
+    else:
+        work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
+        yield Stage(plan, work, how.ufunc)
+        store_pieces(outs, divided(how, work, size), apply)
+    for one, out in zip(results, outs, strict=True):
+        if one is not out and not one.flags.c_contiguous:
+            one[...] = out.reshape(one.shape)
+    return results
+
+
+def _flat(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return flat views of arrays, and flat copies of those that are not contiguous."""
+    return [
+        array if array.ndim == 1 and array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1) for array in arrays
+    ]
+
+
+def reduce_one(
+    communicator: Communicator,
+    array: NDArray[Any],
+    how: Reduction,
+    target: NDArray[Any] | None,
+    reproducible: bool,
+    apply: np.ufunc | None = None,
+    algorithm: str | None = None,
+) -> Generator[Stage, None, Any]:
+    """Reduce one array; arguments as of `reduce_together`. minloc and maxloc give two arrays."""
+    size = communicator.size
+    plan = communicator.plan(
+        "all_reduce", how.count(array), how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
+    )
+    if _is_shared(plan, how):
+        if target is not None and array is not target and np.may_share_memory(array, target) and not are_same(array, target):
+            array = array.copy()
+        (result,) = yield from _stored(plan, [array], how, [target], size, apply)
+        return result
+    if isinstance(plan, Prepared) and plan.apart is not None and array.flags.c_contiguous and array.dtype == how.accumulate and not how.is_packed:
+        flat = array.reshape(-1)
+        if target is not None and _takes_sums(target, flat, how, size) and apply is None:
+            yield Stage(plan, target.reshape(-1), how.ufunc, brought=flat)
+            return target
+        work = np.empty(flat.size, how.accumulate)
+        yield Stage(plan, work, how.ufunc, brought=flat)
+    else:
+        work = contribution(array, how, communicator.home_rank)
+        yield Stage(plan, work, how.ufunc)
+    if apply is not None and target is not None:
+        store(target, divided(how, work, size).reshape(array.shape), apply)
+        return target
+    return outcome(how, work, size, array.shape, target)
+
+
+def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, size: int) -> bool:
+    """Return whether a plan over links may work where the result goes, which must be as it was if the ranks disagree.
+
+    Of two ranks the first frame tells that they agree, and nothing is written before it; of more, it tells of one rank.
+    A mean is not made in place: what it is made of may still be on its way.
+    """
+    is_plain = size == 2 and not how.is_mean and target.dtype == how.accumulate and target.flags.c_contiguous
+    return is_plain and (not np.may_share_memory(brought, target) or are_same(brought, target.reshape(-1)))

@@ -1,0 +1,128 @@
+"""The calls of an ordered pair of ranks with one tag, and what each end does for one message.
+
+A message is two stages over a link: a record of fixed length, by which the receiver learns dtype and shape, and the array. Where the
+ranks share an arena it goes through a box instead; see `engine/message_ends.py`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.arena.box import what_of
+from syncvar.collectives._headers import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
+from syncvar.engine.at_once import Line
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.message_ends import Inward, Outward
+from syncvar.engine.messages import Letter, Receiving, Sending
+from syncvar.engine.operation import Stage
+from syncvar.engine.prepared_plans import prepare
+from syncvar.joining.process import current
+from syncvar.kernel import Count
+from syncvar.plans import Chunk, Plan, Recv, Send
+from syncvar.wire import dtype_from_index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from numpy.typing import NDArray
+
+    from syncvar.engine.group import Communicator
+    from syncvar.engine.message_ends import Landing
+    from syncvar.engine.prepared_plans import Prepared
+    from syncvar.plans import Step
+
+__all__ = ["line_of", "sending_words", "to_receive", "to_send"]
+
+_SOURCE, _DEST = 0, 1  # ranks of the pair
+_STREAMS_MAX = 128  # of a group: beyond, pairs and tags that wait for nothing are let go
+
+
+def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> Line:
+    """Return the pair's own calls: message number k of the sender meets message number k of the receiver.
+
+    A tag may be a step's number. What is kept of one that is not used any more is the number of its next message.
+    """
+    streams = communicator.streams
+    found = streams.get((source, dest, tag))
+    if found is None:
+        if len(streams) >= _STREAMS_MAX:
+            _let_go(streams)
+        identity = fingerprint("message", communicator.identity, source, dest, tag)
+        pair = (communicator.members[source], communicator.members[dest])
+        context = current()
+        made = context.communicator(identity, pair, shares=False)
+        post, engine = context.post, context.engine
+        end: Inward | Outward | None = None
+        if post is not None and engine is not None and all(map(post.serves, pair)):
+            end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
+            made.count = Count(identity, made.next_call)
+            engine.count_by(made.count)
+        found = streams[source, dest, tag] = Line(context, made, end, ARRAY, partial(_begun, tag))
+    return found
+
+
+def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
+    for key, line in list(streams.items()):
+        stream, engine = line.stream, line.stream.engine
+        if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
+            del streams[key]
+            engine.rest(stream.identity, stream.members[1 - stream.member_rank])
+
+
+def sending_words(name: str, line: Line, array: NDArray[Any], kind: int, tag: int) -> str:
+    """Return in words that a message is sent."""
+    shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
+    return f"{name}({shown} to rank {line.stream.members[_DEST]}, tag {tag})"
+
+
+def to_send(name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool) -> Request:
+    """Return the call that sends an array, or an object as bytes; `waits` for a long one, which waits for its receiver."""
+    stream = line.stream
+    work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(-1)
+    told = array_record(array, int(waits))._replace(kind=kind)
+    record = np.frombuffer(pack_record(told), np.uint8)
+
+    def body() -> Generator[Stage, None, None]:
+        yield Stage(_plan(stream, Send(_DEST, Chunk(0, record.size))), record)
+        rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
+        yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
+
+    letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
+    message = Sending(line.end, letter) if isinstance(line.end, Outward) else None
+    return Request(sending_words(name, line, array, kind, tag), fingerprint("message"), body(), message)
+
+
+def to_receive(name: str, line: Line, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]) -> Request:
+    """Return the call that receives a message."""
+    stream = line.stream
+
+    def body() -> Generator[Stage, None, Any]:
+        data = np.empty(RECORD_BYTES, np.uint8)
+        yield Stage(_plan(stream, Recv(_SOURCE, Chunk(0, data.size))), data)
+        record = unpack_record(data.tobytes())
+        made: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
+        work = made.reshape(-1)
+        rounds: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
+        yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
+        return finish(record.kind, made)
+
+    what = f"{name}(from rank {stream.members[_SOURCE]}, tag {tag})"
+    message = Receiving(line.end, landing, finish) if isinstance(line.end, Inward) else None
+    return Request(what, fingerprint("message"), body(), message)
+
+
+def _begun(tag: int, line: Line, array: NDArray[Any]) -> Request:
+    """Return the call of a long array's message that the C runner has begun, with the array that goes, or where it comes to."""
+    if isinstance(line.end, Outward):
+        return to_send("send", line, array, ARRAY, tag, waits=True, copies=False)
+    return to_receive("recv", line, tag, lambda *_: None, lambda _kind, made: made)
+
+
+def _plan(stream: Communicator, *steps: Step) -> Prepared:
+    """Return a plan of one step for each round, for this end of the pair."""
+    count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
+    rounds = tuple((step,) for step in steps)
+    return prepare(Plan("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members)

@@ -1,0 +1,58 @@
+"""Calls by which ranks meet at a point of their programs: with nothing, or with an object of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.collectives.flat import gather_bytes
+from syncvar.engine.group import Communicator, Request, fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.wire import pack_object, unpack_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Hashable
+
+__all__ = ["gather_objects", "meet"]
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def meet(
+    communicator: Communicator,
+    what: str,
+    parts: tuple[Hashable, ...],
+    timeout: float | None,
+    check: Callable[[], None] | None = None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Meet at a point that all ranks name alike; `parts` is compared."""
+
+    def request() -> Request:
+        if check is not None:
+            check()
+        return Request(what, fingerprint(*parts), _body(communicator))
+
+    return communicator.perform(what, request, timeout, async_op=async_op)
+
+
+def _body(communicator: Communicator) -> Generator[Stage, None, None]:
+    yield Stage(communicator.plan("barrier", 0), _NOTHING)
+
+
+def gather_objects(
+    communicator: Communicator, name: str, make: Callable[[], Any], timeout: float | None, *, async_op: bool = False
+) -> Any:
+    """Gather what `make` returns; what it raises is the caller's error, of which the group is told."""
+
+    def check() -> Request:
+        mine = pack_object(make())
+
+        def body() -> Generator[Stage, None, list[Any]]:
+            return [unpack_object(data) for data in (yield from gather_bytes(communicator, mine))]
+
+        return Request(name, fingerprint(name), body())
+
+    return communicator.perform(name, check, timeout, async_op=async_op)

@@ -1,0 +1,218 @@
+"""What this process is in: its context, made by `init` or by the first call that needs it, and left by `shutdown`.
+
+There is one context per process. Threads of an in-process test world each have their own, which `use` binds to them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from syncvar.env import RankEnvironment
+from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.kernel import entrance, message_door
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+
+    from syncvar.joining.context import Context
+    from syncvar.stacks import Frame
+
+__all__ = [
+    "abandon", "current", "entered_by_door", "entered_natively", "environment_here", "init", "is_initialized", "joined", "member", "on_join", "shutdown", "use",
+]  # fmt: skip
+
+
+class _State:
+    """The default context of the process, and the one that each thread of a test world has instead."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.default: Context | None = None
+        self.thread = threading.local()
+        self.is_bound = False  # some thread has had a context of its own
+        self.forked: UsageError | None = None
+        self.generations = 0
+        self.hooked = False
+        self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
+        self.joiners: list[Callable[[Context], None]] = []
+
+
+_state = _State()
+
+
+def init(*, alone: bool = False) -> None:
+    """Join the job. Does nothing when this process has joined already.
+
+    A process that no launcher has started becomes a world of one. One that another engine has started, such as srun,
+    mpirun, torchrun or an indexed job of Kubernetes, joins the others by what that tells it. One that is told of others and
+    not how to meet them is refused: it would compute numbers of its own. After `shutdown`, `init` joins anew, together with
+    all other ranks.
+
+    Args:
+        alone: Be a world of one on purpose, whatever other launchers say; as the variable SYNCVAR_WORLD_SIZE=1 says it.
+
+    Raises:
+        RendezvousError: Not all ranks came in time; the missing ones are named.
+        ConfigError: The environment or a setting is wrong, or two launchers contradict each other; or one has started this
+            process and others and does not say how they meet, and the message names the variable and what to write; or
+            `alone` contradicts `syncvar-launch`, or what this process has joined already.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.init()
+        >>> sv.rank(), sv.world_size()
+        (0, 1)
+    """
+    context = current(alone=alone)
+    if alone and context.world_size > 1:
+        raise ConfigError(f"sv.init(alone=True), but this process has joined already: as rank {context.rank} of {context.world_size}")
+
+
+def shutdown() -> None:
+    """Leave the job in order. Not a barrier; later calls to this rank raise PeerLost there. Idempotent.
+
+    Raises:
+        SyncvarError: A started call that nobody waited for had failed.
+    """
+    with _state.lock:
+        context: Context | None = getattr(_state.thread, "context", None) or _state.default
+        if context is None or context.is_closed:
+            return
+        if context is _state.default:
+            _state.default = None
+        context.close(orderly=True)
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined and not left."""
+    context = getattr(_state.thread, "context", None) or _state.default
+    return context is not None and not context.is_closed
+
+
+def joined() -> Context | None:
+    """Return the context of this thread or process; None where it has not joined, which asking does not change."""
+    context: Context | None = getattr(_state.thread, "context", None) or _state.default
+    return None if context is None or context.is_closed else context
+
+
+def environment_here() -> RankEnvironment | None:
+    """Return who a launcher says that this process is, without joining."""
+    return RankEnvironment.from_mapping(_state.environ)
+
+
+def on_join(listener: Callable[[Context], None]) -> None:
+    """Call `listener(context)` whenever this process joins a job from now on."""
+    _state.joiners.append(listener)
+
+
+def current(*, alone: bool = False) -> Context:
+    """Return the context of this thread or process, joining first if need be (`alone`: as a world of one)."""
+    context = getattr(_state.thread, "context", None) or _state.default
+    if context is not None and not context.is_closed:
+        return context
+    return _join(alone=alone)
+
+
+def entered_natively(function: Any, **arguments: Any) -> Any:
+    """Return a callable that runs a public function's prepared calls in C where they are of the job of this process; see `entrance`."""
+    return entrance(function, _state, **arguments)
+
+
+def entered_by_door(function: Any, *, is_sending: bool) -> Any:
+    """Return the same for `send` and `recv`; see `message_door`."""
+    return message_door(function, _state, is_sending=is_sending)
+
+
+@contextlib.contextmanager
+def use(context: Context) -> Iterator[None]:
+    """Bind a context to this thread."""
+    _state.is_bound = True
+    _state.thread.context = context
+    try:
+        yield
+    finally:
+        del _state.thread.context
+
+
+def abandon(reason: str = "it ends with an error", stack: Sequence[Frame] = ()) -> None:
+    """Let go of the job without a goodbye: this process is about to end with an error.
+
+    Args:
+        reason: Which, for the flight record.
+        stack: Where it came up in the main thread, likewise.
+    """
+    context = _state.default
+    if context is not None and context.process == os.getpid():
+        _state.default = None
+        context.close(orderly=False, reason=reason, stack=stack)
+
+
+@contextlib.contextmanager
+def member(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let a mapping tell this process who it is, in place of its environment, until a block ends; then it leaves the job.
+
+    For processes that are an engine's before and after they are a rank: actors of Ray, workers of Dask. A block that raises
+    leaves without a goodbye.
+
+    Raises:
+        UsageError: This process is a rank already.
+        SyncvarError: A started call that nobody waited for had failed.
+    """
+    with _state.lock:
+        if _state.environ is not os.environ or (_state.default is not None and not _state.default.is_closed):
+            raise UsageError(f"process {os.getpid()} is a rank already: each rank needs a process of its own")
+        _state.environ, _state.generations = environ, 0
+    try:
+        yield
+        shutdown()
+    except BaseException as error:
+        from syncvar.stacks import frames_before
+
+        abandon(f"{type(error).__name__}: {error}"[:2000], frames_before(error.__traceback__))
+        raise
+    finally:
+        with _state.lock:
+            _state.environ = os.environ
+
+
+def _join(*, alone: bool) -> Context:
+    if getattr(_state.thread, "context", None) is not None:
+        raise UsageError("this thread's context has been shut down")
+    with _state.lock:
+        if _state.forked is not None:
+            raise _state.forked
+        if _state.default is not None and not _state.default.is_closed:
+            return _state.default
+        # The engine, the arena and the sockets: only a process that joins needs them.
+        from syncvar.joining.connecting import connect
+
+        _state.default = connect(_state.environ, _state.generations, alone=alone)
+        for listener in _state.joiners:
+            listener(_state.default)
+        _state.generations += 1
+        if not _state.hooked:
+            _state.hooked = True
+            os.register_at_fork(after_in_child=_forked)
+            atexit.register(_at_exit)
+        return _state.default
+
+
+def _forked() -> None:
+    if _state.default is not None:
+        _state.forked = _state.default.disown()
+        _state.default = None
+
+
+def _at_exit() -> None:
+    context = _state.default
+    if context is None or context.process != os.getpid():
+        return
+    failing = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    _state.default = None
+    with contextlib.suppress(SyncvarError):
+        context.close(orderly=not failing)

@@ -1,0 +1,153 @@
+/* Calls that have begun, and are waited for later. */
+#include "calls.h"
+
+enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED };
+
+/* While it is BEGUN it is the only entry of the channel's queue: nobody publishes before it has ended, or the engine has
+ * adopted it. */
+typedef struct {
+    PyObject_HEAD SlotCall *call;
+    PyObject *number, *begin, *timeout, *made, *site, *instruction, *operation;
+    uint64_t check;
+    int state;
+} Begun;
+
+PyTypeObject *begun_type;
+
+/* Take a call out of the lists of those that are to be ended; an error that is set stays. */
+static void withdraw(Begun *self) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (call_one(self->call->queue, name_remove, (PyObject *)self) < 0) PyErr_Clear(); /* it is not there */
+    if (call_one(self->call->begun, name_remove, (PyObject *)self) < 0) PyErr_Clear();
+    PyErr_Restore(type, error, trace);
+}
+
+/* End a call that has begun if the others have come, or come soon: 1; 0 where it has to go on; -1 with an error. */
+int end_begun(PyObject *object, int64_t patience_ns) {
+    Begun *self = (Begun *)object;
+    if (self->state == ENDED) return 1;
+    if (self->state != BEGUN || !is_true(self->call->engine, name_is_quiet)) return 0;
+    SlotCall *call = self->call;
+    if (patience_ns == 0 && call->channel->shares_cores) patience_ns = YIELD_NS;
+    if (!fits(&call->made, call->array_type, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0; /* any more */
+    if (!all_agree(call, self->check, patience_ns)) return 0;
+    finish(call, (int)call->channel->side, NULL, ((Array *)self->made)->data);
+    self->state = ENDED;
+    call->channel->begun = NULL;
+    Py_INCREF(object); /* its lists may be all that keep it */
+    withdraw(self);
+    const int recorded = record(call->add, call->told, self->number, self->begin);
+    Py_DECREF(object);
+    return recorded < 0 ? -1 : 1;
+}
+
+/* Begin a call that is waited for later; returns what waits for it, or None where nothing has been done. What this rank
+ * brings is taken now. */
+PyObject *begin_slots(
+    SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site, PyObject *instruction
+) {
+    ChannelState *channel = self->channel;
+    if (self->adopt == Py_None || !accepts(self, x, out)) Py_RETURN_NONE;
+    Begun *begun = new_object(begun_type);
+    if (begun == NULL) return NULL;
+    PyObject *work = NULL;
+    int taken = 0;
+    begun->call = (SlotCall *)Py_NewRef((PyObject *)self);
+    begun->timeout = Py_NewRef(timeout);
+    begun->site = Py_NewRef(site);
+    begun->instruction = Py_NewRef(instruction);
+    begun->made = make_result(self, out);
+    if (begun->made == NULL) goto done;
+    work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
+    begun->begin = PyLong_FromLongLong(now_ns());
+    if (work == NULL || begun->begin == NULL) goto done;
+    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
+    if (!may_begin(self)) goto done;
+    taken = 1;
+    if (call_one(self->begun, name_append, (PyObject *)begun) < 0 ||
+        call_one(self->queue, name_append, (PyObject *)begun) < 0)
+        goto done;
+    const long long call = take_number(self, &begun->number);
+    if (call < 0) goto done;
+    const int side = (int)(channel->side ^= 1);
+    const uint64_t told = put_own(self, side, ((Array *)x)->data);
+    begun->check = self->digest + (uint64_t)call * SPREAD + self->detail;
+    begun->state = BEGUN;
+    channel->begun = (PyObject *)begun;
+    publish_call(self, call, begun->check, begun->check - self->detail, told);
+done:
+    if (PyErr_Occurred()) {
+        Py_CLEAR(work);
+        if (taken) withdraw(begun);
+    }
+    if (work != NULL && !taken) {
+        Py_DECREF(work);
+        work = Py_NewRef(Py_None);
+    }
+    Py_DECREF(begun);
+    return work;
+}
+
+static PyObject *begun_end(PyObject *object, PyObject *arguments) {
+    int waits;
+    if (!PyArg_ParseTuple(arguments, "p", &waits)) return NULL;
+    const int ended = end_begun(object, waits ? 0 : -1);
+    return ended < 0 ? NULL : Py_NewRef(ended ? ((Begun *)object)->made : Py_None);
+}
+
+/* Let the engine go on with it. Others wait for that where they would queue a call of the group: its caller has a lock. */
+static PyObject *begun_adopt(PyObject *object, PyObject *unused) {
+    (void)unused;
+    Begun *self = (Begun *)object;
+    if (self->state != BEGUN) Py_RETURN_NONE;
+    SlotCall *call = self->call;
+    self->state = ADOPTED;
+    call->channel->begun = NULL;
+    Py_INCREF(object);
+    self->operation = PyObject_CallFunctionObjArgs(
+        call->adopt, self->number, self->begin, self->made, self->timeout, self->site, self->instruction, NULL
+    );
+    if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
+    withdraw(self);
+    Py_DECREF(object);
+    return self->operation == NULL ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *begun_is_over(PyObject *object, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(((Begun *)object)->state == ENDED);
+}
+
+static int begun_clear(PyObject *object) {
+    Begun *self = (Begun *)object;
+    if (self->state == BEGUN && self->call->channel != NULL) self->call->channel->begun = NULL;
+    self->state = ADOPTED;
+    return clear_held(object);
+}
+
+static PyMemberDef begun_members[] = {
+    HELD(Begun, call), HELD(Begun, number), HELD(Begun, begin), HELD(Begun, timeout), HELD(Begun, made),
+    HELD(Begun, site), HELD(Begun, instruction), HELD(Begun, operation), {NULL},
+};
+
+static PyGetSetDef begun_getters[] = {{"is_over", begun_is_over, NULL, NULL, NULL}, {NULL}};
+
+static PyMethodDef begun_methods[] = {
+    {"end", begun_end, METH_VARARGS, "Return the result if it is there, or, end(True), comes soon; else None."},
+    {"adopt", begun_adopt, METH_NOARGS, "Let the engine go on with it, as `operation`; nothing where it has ended."},
+    {NULL},
+};
+
+static PyType_Slot begun_slots[] = {
+    {Py_tp_members, begun_members},
+    {Py_tp_getset, begun_getters},
+    {Py_tp_methods, begun_methods},
+    {Py_tp_traverse, traverse_held},
+    {Py_tp_clear, begun_clear},
+    {Py_tp_dealloc, dealloc_held},
+    {Py_tp_doc, "A prepared call that has begun, and is waited for later."},
+    {0, NULL},
+};
+
+PyType_Spec begun_spec = TYPE_OF(Begun, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, begun_slots);

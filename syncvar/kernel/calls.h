@@ -1,0 +1,71 @@
+/* Prepared calls: `slot_calls.c` makes them, `running.c` runs them, `begun.c` those that are waited for later, `entrances.c` finds them. */
+#ifndef SYNCVAR_CALLS_H
+#define SYNCVAR_CALLS_H
+#include "native.h"
+
+#define SPREAD 0x9E3779B97F4A7C15ull /* as in channels.py */
+#define RING_SLOTS 32                /* of a rank's, that take turns; as in channels.py */
+#define PATTERNS 4
+
+/* What is copied: from what this rank brings into its slot, or from somewhere into the result. */
+typedef struct {
+    Py_ssize_t from, to, nbytes, rank; /* whose slot it comes from; -1 for what this rank brings */
+} Copy;
+
+/* What is done with long vectors that lie in some way. */
+typedef struct {
+    uint64_t sources;        /* ranks whose vector lies in the arena, as bits */
+    int into_all, by_owners; /* all targets lie there; a target is its source */
+    int last_side;           /* of the cells, see program.py; -1 where none is written */
+    Program *program;
+} Known;
+
+typedef struct {
+    PyObject_HEAD ChannelState *channel;
+    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *plain, *later, *hand_over, *interrupt, *saying,
+        *begun, *work, *adopt;
+    PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
+    PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */
+    PyObject *make_arguments;
+    PyObject *entrance, *op, *prepared_calls; /* where it is remembered, if anywhere, and by what */
+    Form brought, made;
+    Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
+    int put_count, take_count, term_count;
+    int parts; /* the caller gets a list of so many parts of the result; 0: the result */
+    uint64_t digest, detail;
+    int tells; /* of blocks that others take: the check without the detail, and where long ones lie */
+    int reads; /* and these are read in the processes of their ranks */
+    int half; /* what is brought and made are halves of a kind, and float32 in the slots; 0: they are the same everywhere */
+    Py_ssize_t ring; /* where the slots that take turns begin; 0 where there are none; -1 of a call that does not look for them */
+    Arithmetic how;
+    Step apply;
+    int is_long, everyone; /* of a long vector: everybody ends with all of it; else what others read is never written over */
+    Known known[PATTERNS]; /* of a long vector: what is done, by where the vectors lie; the first one brings all of them */
+    int memories;          /* that these have at most, and scratch memory that they need */
+    int64_t scratch_bytes;
+} SlotCall;
+
+/* Return how long an array of the caller is in the slots. */
+static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) { return self->half ? 2 * form->nbytes : form->nbytes; }
+
+/* of running.c */
+int accepts(const SlotCall *self, PyObject *x, PyObject *out);
+int are_all_put(const SlotCall *self);
+int brings_nothing(const SlotCall *self);
+PyObject *make_result(const SlotCall *self, PyObject *out);
+int may_begin(const SlotCall *self);
+long long take_number(const SlotCall *self, PyObject **number);
+uint64_t put_own(const SlotCall *self, int side, const char *x);
+void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source, uint64_t target);
+int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns);
+void finish(const SlotCall *self, int side, const char *brought, char *out);
+void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said);
+
+/* of begun.c */
+int end_begun(PyObject *begun, int64_t patience_ns);
+PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site, PyObject *instruction);
+
+/* of entrances.c */
+void forget_call(SlotCall *call);
+
+#endif

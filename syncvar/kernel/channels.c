@@ -1,0 +1,124 @@
+/* How a rank waits for the others of its group, and what both runners know of a channel. */
+#include "native.h"
+
+#define LOOKS_AGAIN 8 /* between two times that a rank gives way */
+
+PyTypeObject *channel_state_type;
+
+static PyMemberDef channel_state_members[] = {
+    {"side", T_LONGLONG, offsetof(ChannelState, side), 0, NULL},
+    {"last", T_LONGLONG, offsetof(ChannelState, last), 0, NULL},
+    {"phase", T_LONGLONG, offsetof(ChannelState, phase), 0, NULL},
+    {"tail", T_LONGLONG, offsetof(ChannelState, tail), 0, NULL},
+    {"is_settled", T_BOOL, offsetof(ChannelState, is_settled), 0, NULL},
+    {NULL},
+};
+
+/* Return whether a rank has published a word, or, with a negative need, minus the phase of the call published last. */
+static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long need) {
+    if (need > 0) return seen(channel->words + other) >= (uint64_t)need;
+    return seen(channel->words + other + channel->phase_at) >= (uint64_t)-need ||
+           (seen(channel->words + other) >= (uint64_t)channel->last + 2 &&
+            seen(channel->words + other + channel->done_at) >= (uint64_t)-need);
+}
+
+/* Wait a short while until all others have published what is needed; with a patience below 0, only look. */
+int have_come(const ChannelState *channel, long long need, int64_t patience_ns) {
+    int64_t until = 0;
+    for (int other = 0; other < channel->size - 1; other++) {
+        const Py_ssize_t place = channel->others[other];
+        int looks = 0;
+        while (!is_at(channel, place, need)) {
+            if (patience_ns < 0) return 0;
+            if (++looks <= channel->looks) {
+                RELAX();
+                continue;
+            }
+            if (seen(channel->words + channel->abort_at)) return 0;
+            const int64_t now = now_ns();
+            if (until == 0) until = now + patience_ns;
+            if (now >= until) return 0;
+            looks = channel->looks - LOOKS_AGAIN;
+            if (patience_ns > YIELD_NS || channel->shares_cores) sched_yield();
+        }
+    }
+    return 1;
+}
+
+/* Learn where the words of all ranks are: bind(memory, entry, fields, others, slots, side_bytes, rank, shares_cores,
+ * looks, processes): processes whose memory can be read, or none. */
+static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
+    ChannelState *self = (ChannelState *)object;
+    PyObject *memory, *fields, *others, *slots, *sizes, *processes;
+    Py_ssize_t places[7], lengths[3];
+    if (self->is_bound) {
+        PyErr_SetString(PyExc_ValueError, "a channel is bound once");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(
+            arguments, "OnOOOOiiiO", &memory, &self->entry, &fields, &others, &slots, &sizes, &self->rank,
+            &self->shares_cores, &self->looks, &processes
+        ) ||
+        read_numbers(fields, places, 7) != 7 || read_numbers(sizes, lengths, 3) != 3)
+        return NULL;
+    self->segments_at = places[6];
+    self->side_bytes = lengths[0];
+    self->segment_bytes = lengths[1];
+    self->part_bytes = lengths[2];
+    self->check_at = places[0];
+    self->phase_at = places[1];
+    self->done_at = places[2];
+    self->source_at = places[3];
+    self->target_at = places[4];
+    self->abort_at = places[5];
+    self->size = (int)read_numbers(slots, self->slots, RANKS_MAX);
+    if (PyErr_Occurred()) return NULL;
+    const Py_ssize_t readable = read_numbers(processes, self->processes, RANKS_MAX);
+    if (readable != 0 && readable != self->size) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a process of each rank, or of none");
+        return NULL;
+    }
+    int good = self->size >= 2 && self->rank >= 0 && self->rank < self->size &&
+               read_numbers(others, self->others, RANKS_MAX) == self->size - 1;
+    if (!good || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a channel of 2 to 64 ranks");
+        return NULL;
+    }
+    const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len;
+    good = is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
+    for (int field = 0; field < 5; field++) good = good && is_within(8 * places[field], 16, entry_bytes);
+    good = good && is_within(8 * self->segments_at, 8, entry_bytes);
+    for (int other = 0; other < self->size - 1; other++)
+        good = good && is_within(8 * self->others[other], entry_bytes, arena);
+    for (int rank = 0; rank < self->size; rank++)
+        good = good && is_within(self->slots[rank], 2 * self->side_bytes, arena);
+    if (!good) {
+        PyBuffer_Release(&self->memory);
+        PyErr_SetString(PyExc_ValueError, "a channel would use memory outside the arena");
+        return NULL;
+    }
+    self->words = self->memory.buf;
+    self->is_bound = 1;
+    Py_RETURN_NONE;
+}
+
+static void channel_state_dealloc(PyObject *object) {
+    ChannelState *self = (ChannelState *)object;
+    if (self->is_bound) PyBuffer_Release(&self->memory);
+    dealloc_object(object);
+}
+
+static PyMethodDef channel_state_methods[] = {
+    {"bind", channel_state_bind, METH_VARARGS, "Learn where the words of all ranks are, for the C runner."},
+    {NULL},
+};
+
+static PyType_Slot channel_state_slots[] = {
+    {Py_tp_members, channel_state_members},
+    {Py_tp_methods, channel_state_methods},
+    {Py_tp_dealloc, channel_state_dealloc},
+    {Py_tp_doc, "What a rank has published last in a group, and whether everyone has reached it."},
+    {0, NULL},
+};
+
+PyType_Spec channel_state_spec = TYPE_OF(ChannelState, Py_TPFLAGS_BASETYPE, channel_state_slots);

@@ -1,0 +1,77 @@
+/* Copying bytes between the caches of cores. */
+#include "native.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define SLOW_NS_PER_KIB 140 /* of ordinary stores: 20 to 120 where cores share a cache, 100 to 600 where they do not (measured) */
+#define PASSING_LEAST 1024  /* bytes */
+#define TIMED_EACH 8        /* of so many copies by ordinary stores one is timed */
+#define PASSING_FOR 256     /* copies, before ordinary stores are tried again: what runs the cores may move them any time */
+
+/* The C library takes string instructions for so much, which are slower here by a tenth, and by half where the cores are far from
+ * each other (measured); the barrier keeps the compiler from calling it. */
+#define COPIES_BY(bytes)                                                                                   \
+    (char *target, const char *source, size_t nbytes) {                                                    \
+        typedef uint64_t Vector __attribute__((vector_size(bytes), aligned(1), may_alias));                \
+        enum { VECTORS = 2 * LINE / (bytes) };                                                             \
+        size_t done = 0;                                                                                   \
+        for (; done + 2 * LINE <= nbytes; done += 2 * LINE) {                                              \
+            const Vector *from = (const Vector *)(source + done);                                          \
+            Vector *to = (Vector *)(target + done), held[VECTORS];                                         \
+            _Pragma("GCC unroll 8") for (int each = 0; each < VECTORS; each++) held[each] = from[each];    \
+            _Pragma("GCC unroll 8") for (int each = 0; each < VECTORS; each++) to[each] = held[each];      \
+            __asm__ volatile("" ::: "memory");                                                             \
+        }                                                                                                  \
+        memcpy(target + done, source + done, nbytes - done);                                               \
+    }
+
+static void copy_by_16 COPIES_BY(16)
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void copy_by_32 COPIES_BY(32)
+#endif
+
+void (*copy_bytes)(char *target, const char *source, size_t nbytes) = copy_by_16;
+
+#if defined(__x86_64__)
+/* Copy past the caches: the lines need not be fetched from where they have been read last. */
+static void copy_past(char *target, const char *source, size_t nbytes) {
+    const size_t head = -(uintptr_t)target % LINE;
+    memcpy(target, source, head);
+    size_t done = head;
+    for (; done + LINE <= nbytes; done += LINE)
+        for (size_t place = done; place < done + LINE; place += sizeof(__m128i))
+            _mm_stream_si128((__m128i *)(target + place), _mm_loadu_si128((const __m128i *)(source + place)));
+    memcpy(target + done, source + done, nbytes - done);
+    _mm_sfence(); /* before anything is published */
+}
+#else
+#define copy_past copy_bytes
+#endif
+
+/* Copy to memory from which another core has read, and will read again.
+ *
+ * An ordinary store fetches its line first. Where the cores share a cache that is quick; where they do not it takes longer than all
+ * else in a call, and stores that pass the caches take a tenth of it, while what they have written is read more slowly. Virtual
+ * machines do not tell which is so, and it changes while they run: so ordinary stores are timed. */
+void copy_out(Stores *stores, char *target, const char *source, size_t nbytes) {
+    if (nbytes < PASSING_LEAST || stores->left > 0) {
+        const int is_passing = stores->slow == SLOW_LEAST && nbytes >= PASSING_LEAST;
+        (is_passing ? copy_past : copy_bytes)(target, source, nbytes);
+        stores->left -= nbytes >= PASSING_LEAST;
+        return;
+    }
+    const int64_t begin = now_ns();
+    copy_bytes(target, source, nbytes);
+    const int was_slow = (now_ns() - begin) * 1024 > SLOW_NS_PER_KIB * (int64_t)nbytes;
+    stores->slow = was_slow ? stores->slow + (stores->slow < SLOW_LEAST) : 0;
+    stores->left = stores->slow == SLOW_LEAST ? PASSING_FOR : was_slow ? 0 : TIMED_EACH - 1;
+}
+
+/* Take the best copy that this processor has. */
+void choose_copy(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) copy_bytes = copy_by_32;
+#endif
+}

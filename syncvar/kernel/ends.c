@@ -1,0 +1,282 @@
+/* The ends of messages, and the doors of `send` and `recv`, which find them without a step of Python. */
+#include "messages.h"
+
+#define REMEMBERED 64   /* ends, by peer and tag; of two in one place the newer one stays */
+#define BOX_NDIM_MAX 13 /* of what is known */
+
+PyTypeObject *count_type, *end_type;
+
+/* Stands for `send` or `recv`. */
+typedef struct {
+    Face face;
+    int is_sending;
+    struct {
+        End *end; /* borrowed: it takes itself out here when it goes */
+        long long peer, tag;
+    } ends[REMEMBERED];
+} Door;
+
+/* -- how far they are ----------------------------------------------------------------------------------------------- */
+
+static PyMemberDef count_members[] = {
+    {"identity", T_OBJECT_EX, offsetof(Count, identity), READONLY, NULL},
+    {"next_call", T_LONGLONG, offsetof(Count, next_call), 0, NULL},
+    {"number", T_LONGLONG, offsetof(Count, number), 0, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Count, references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyObject *count_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *identity;
+    long long next_call;
+    if (keywords != NULL || !PyArg_ParseTuple(arguments, "OL", &identity, &next_call)) return NULL;
+    Count *self = new_object(type);
+    if (self == NULL) return NULL;
+    self->identity = Py_NewRef(identity);
+    self->next_call = self->number = next_call;
+    return (PyObject *)self;
+}
+
+static void count_dealloc(PyObject *object) {
+    if (((Count *)object)->references != NULL) PyObject_ClearWeakRefs(object);
+    Py_CLEAR(((Count *)object)->identity);
+    dealloc_object(object);
+}
+
+static PyType_Slot count_slots[] = {
+    {Py_tp_new, count_new},
+    {Py_tp_dealloc, count_dealloc},
+    {Py_tp_members, count_members},
+    {Py_tp_doc, "How far the messages of a pair and tag are."},
+    {0, NULL},
+};
+
+PyType_Spec count_spec = TYPE_OF(Count, 0, count_slots);
+
+/* -- ends ---------------------------------------------------------------------------------------------------------- */
+
+/* remember(dtype, shape, what, told): messages of this dtype and shape are taken from now on. */
+static PyObject *end_remember(PyObject *object, PyObject *arguments) {
+    End *self = (End *)object;
+    PyObject *dtype, *shape, *told;
+    unsigned long long what;
+    if (!PyArg_ParseTuple(arguments, "OO!KO", &dtype, &PyTuple_Type, &shape, &what, &told)) return NULL;
+    if (PyTuple_Size(shape) > BOX_NDIM_MAX) Py_RETURN_NONE;
+    Sort made = {.shape = shape, .told = told, .what = what};
+    PyObject *held = read_form(dtype, shape, &made.form) ? PyTuple_Pack(3, dtype, shape, told) : NULL;
+    Py_DECREF(made.form.dtype); /* it is held with the others */
+    int is_known = held == NULL;
+    for (int which = 0; which < SORTS && !is_known; which++) {
+        const Sort *one = &self->sorts[which];
+        is_known = one->told != NULL && one->what == what && one->form.dtype == dtype && one->form.ndim == made.form.ndim &&
+                   memcmp(one->form.shape, made.form.shape, made.form.ndim * sizeof(intptr_t)) == 0;
+    }
+    if (is_known) {
+        Py_XDECREF(held);
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    }
+    const int place = self->next_sort++ % SORTS;
+    self->sorts[place] = made;
+    return PyList_SetItem(self->kept_sorts, place, held) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* Take an end out of where it is remembered. */
+static void forget_end(End *end) {
+    Door *door = (Door *)end->door;
+    if (door == NULL) return;
+    for (int place = 0; place < REMEMBERED; place++)
+        if (door->ends[place].end == end) door->ends[place].end = NULL;
+    Py_CLEAR(end->door);
+}
+
+static int end_clear(PyObject *object) {
+    End *self = (End *)object;
+    forget_end(self);
+    for (int which = 0; which < SORTS; which++) self->sorts[which].told = NULL;
+    return clear_held(object);
+}
+
+static void end_dealloc(PyObject *object) {
+    Py_buffer memory = ((End *)object)->memory;
+    const int has_memory = ((End *)object)->has_memory;
+    dealloc_held(object);
+    if (has_memory) PyBuffer_Release(&memory);
+}
+
+/* End(memory, box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort, identity, looks, shares_cores, patience_ns, *, what it
+ * holds): box, ring and abort are bytes from the beginning of the memory. */
+static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *memory;
+    unsigned long long box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort_at, identity;
+    int looks, shares_cores;
+    long long patience_ns;
+    if (!PyArg_ParseTuple(
+            arguments, "OKKKKKKKipL", &memory, &box, &ring, &ring_bytes, &entry_bytes_max, &eager_bytes, &abort_at, &identity, &looks,
+            &shares_cores, &patience_ns
+        ))
+        return NULL;
+    End *self = new_holding(type, keywords);
+    if (self == NULL) return NULL;
+    if ((self->kept_sorts = PyList_New(SORTS)) == NULL) goto failed;
+    for (int which = 0; which < SORTS; which++) PyList_SetItem(self->kept_sorts, which, Py_NewRef(Py_None));
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
+    self->has_memory = 1;
+    const uint64_t whole = (uint64_t)self->memory.len;
+    if (Py_TYPE((PyObject *)self->count) != count_type || ring_bytes == 0 || ring_bytes % LINE || ring % LINE ||
+        box % LINE || abort_at % 8 || ring_bytes > whole || ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
+        entry_bytes_max > ring_bytes) {
+        PyErr_SetString(PyExc_ValueError, "the box does not lie in this memory");
+        goto failed;
+    }
+    char *start = self->memory.buf;
+    self->words = (uint64_t *)(start + box);
+    self->ring = start + ring;
+    self->abort = (uint64_t *)(start + abort_at);
+    self->ring_bytes = ring_bytes;
+    self->entry_bytes_max = entry_bytes_max;
+    self->eager_bytes = eager_bytes;
+    self->identity = identity;
+    self->used = seen(self->words + USED);
+    self->looks = looks;
+    self->shares_cores = shares_cores;
+    self->patience_ns = patience_ns;
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static PyMethodDef end_methods[] = {
+    {"send", send_now, METH_O, "send(x): True when the message is in the box, False when nothing has been done"},
+    {"receive", receive_now, METH_O, "receive(out): the message, or None when nothing has been done"},
+    {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, told)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef end_members[] = {
+    HELD(End, count), HELD(End, engine), HELD(End, context), HELD(End, add), HELD(End, go_on), HELD(End, busy),
+    HELD(End, box), HELD(End, kept), HELD(End, shared), HELD(End, array_type), HELD(End, make),
+    HOLDS(End, door, "_door"), HOLDS(End, kept_sorts, "_sorts"), {NULL},
+};
+
+static PyType_Slot end_slots[] = {
+    {Py_tp_new, end_new},
+    {Py_tp_members, end_members},
+    {Py_tp_methods, end_methods},
+    {Py_tp_traverse, traverse_held},
+    {Py_tp_clear, end_clear},
+    {Py_tp_dealloc, end_dealloc},
+    {Py_tp_doc, "One end of the messages of a pair and tag."},
+    {0, NULL},
+};
+
+PyType_Spec end_spec = TYPE_OF(End, Py_TPFLAGS_HAVE_GC, end_slots);
+
+/* -- the door: send and recv ---------------------------------------------------------------------------------------- */
+
+static unsigned place_of(long long peer, long long tag) {
+    return (unsigned)((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
+}
+
+/* Return a number, or -1 where the value is no plain integer of this range. */
+static long long plain_number(PyObject *value) {
+    if (Py_TYPE(value) != &PyLong_Type) return -1;
+    const long long number = PyLong_AsLongLong(value);
+    if (number == -1 && PyErr_Occurred()) PyErr_Clear();
+    return number;
+}
+
+/* Return whether an end is of this thread's world, outside a block of sv.uneven. That of a job that has been left refuses itself. */
+static int is_current(const Door *self, const End *end) {
+    const int same = peek(self->face.state, name_is_bound) == Py_False && peek(end->context, name_uneven) == Py_None;
+    if (PyErr_Occurred()) PyErr_Clear();
+    return same;
+}
+
+/* Return what the end makes of a call; None or False where the function has to make it, NULL for an error. */
+static PyObject *through_end(Door *self, PyObject *arguments, PyObject *keywords) {
+    const Py_ssize_t positions = self->is_sending ? 2 : 1;
+    PyObject *out = Py_None, *name, *value;
+    long long tag = 0;
+    if (PyTuple_Size(arguments) != positions) Py_RETURN_NONE;
+    if (keywords != NULL) {
+        Py_ssize_t place = 0;
+        while (PyDict_Next(keywords, &place, &name, &value)) {
+            if (name == name_tag)
+                tag = plain_number(value);
+            else if (name == name_out && !self->is_sending)
+                out = value;
+            else
+                Py_RETURN_NONE;
+        }
+    }
+    const long long peer = plain_number(PyTuple_GetItem(arguments, positions - 1));
+    if (peer < 0 || tag < 0) Py_RETURN_NONE;
+    const unsigned place = place_of(peer, tag);
+    End *end = self->ends[place].end;
+    if (end == NULL || self->ends[place].peer != peer || self->ends[place].tag != tag) Py_RETURN_NONE;
+    if (!is_current(self, end)) Py_RETURN_NONE;
+    Py_INCREF((PyObject *)end);
+    PyObject *made = self->is_sending ? send_now((PyObject *)end, PyTuple_GetItem(arguments, 0)) : receive_now((PyObject *)end, out);
+    Py_DECREF((PyObject *)end);
+    return made;
+}
+
+static PyObject *door_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Door *self = (Door *)object;
+    PyObject *made = through_end(self, arguments, keywords);
+    if (made == Py_True) {
+        Py_DECREF(made);
+        Py_RETURN_NONE;
+    }
+    if (made != Py_None && made != Py_False) return made;
+    Py_DECREF(made);
+    return PyObject_Call(self->face.function, arguments, keywords);
+}
+
+/* remember(end, peer, tag): messages of the world with this peer and tag come and go here. */
+static PyObject *door_remember(PyObject *object, PyObject *arguments) {
+    Door *self = (Door *)object;
+    PyObject *end;
+    long long peer, tag;
+    if (!PyArg_ParseTuple(arguments, "OLL", &end, &peer, &tag)) return NULL;
+    if (Py_TYPE(end) == end_type && ((End *)end)->door == NULL) {
+        const unsigned place = place_of(peer, tag);
+        if (self->ends[place].end != NULL) forget_end(self->ends[place].end);
+        self->ends[place].end = (End *)end;
+        self->ends[place].peer = peer;
+        self->ends[place].tag = tag;
+        ((End *)end)->door = Py_NewRef(object);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Door(is_sending, *, what it holds). */
+static PyObject *door_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    int is_sending;
+    if (!PyArg_ParseTuple(arguments, "p", &is_sending)) return NULL;
+    Door *self = new_holding(type, keywords);
+    if (self != NULL) self->is_sending = is_sending;
+    return (PyObject *)self;
+}
+
+static PyMethodDef door_methods[] = {
+    {"remember", door_remember, METH_VARARGS, "remember(end, peer, tag)"},
+    FACE_METHODS,
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef door_members[] = {HOLDS(Door, face.function, "function"), HOLDS(Door, face.state, "state"), {NULL}};
+
+static PyType_Slot door_slots[] = {
+    {Py_tp_new, door_new},
+    {Py_tp_call, door_call},
+    {Py_tp_members, door_members},
+    {Py_tp_methods, door_methods},
+    HOLDING,
+    FACE,
+    {Py_tp_doc, "send or recv: messages of the world that need no waiting take no step of Python; any other call is the function's."},
+    {0, NULL},
+};
+
+PyType_Spec door_spec = TYPE_OF(Door, Py_TPFLAGS_HAVE_GC, door_slots);

@@ -1,0 +1,203 @@
+/* The entrances of public functions: they find and run prepared calls without a step of Python. */
+#include "calls.h"
+
+static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
+
+static int is_integer(PyObject *value) { return Py_TYPE(value) == &PyLong_Type || Py_TYPE(value) == &PyBool_Type; }
+
+#define NUMBERS_MAX 64 /* of a list that is made an array here */
+
+/* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes an array of it. */
+static int are_numbers(PyObject *value) {
+    if (is_float(value) || is_integer(value)) return 1;
+    const int is_list = Py_TYPE(value) == &PyList_Type;
+    if (!is_list && Py_TYPE(value) != &PyTuple_Type) return 0;
+    const Py_ssize_t count = is_list ? PyList_Size(value) : PyTuple_Size(value);
+    if (count < 1 || count > NUMBERS_MAX) return 0;
+    PyTypeObject *kind = NULL;
+    for (Py_ssize_t place = 0; place < count; place++) {
+        PyObject *item = is_list ? PyList_GetItem(value, place) : PyTuple_GetItem(value, place);
+        if ((!is_float(item) && !is_integer(item)) || (kind != NULL && kind != Py_TYPE(item))) return 0;
+        kind = Py_TYPE(item);
+    }
+    return 1;
+}
+
+#define REMEMBERED 256 /* calls, by what they are made of */
+#define TOGETHER 4     /* in one place: the one that was remembered last comes first, and the last one is forgotten for another */
+
+typedef struct {
+    Face face;
+    PyObject *array_type, *as_array, *nothing, *second, *usual, *home;
+    int positions;               /* how many arguments may be given by position */
+    SlotCall *calls[REMEMBERED]; /* borrowed: the group's table of prepared calls keeps them, and they take themselves out here */
+} Entrance;
+
+/* Return where calls of a group are remembered that combine, or move, arrays of a form. */
+static SlotCall **place_of(Entrance *self, PyObject *communicator, PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
+    uintptr_t mixed = (((uintptr_t)communicator >> 4) * 31 + ((uintptr_t)op >> 4)) * 31 + ((uintptr_t)dtype >> 4);
+    for (int axis = 0; axis < ndim; axis++) mixed = mixed * 1000003u + (uintptr_t)shape[axis];
+    return self->calls + (mixed ^ mixed >> 17) % (REMEMBERED / TOGETHER) * TOGETHER;
+}
+
+/* Take a call out of where it is remembered; nothing where it is not. */
+void forget_call(SlotCall *call) {
+    Entrance *entrance = (Entrance *)call->entrance;
+    if (entrance == NULL) return;
+    for (int place = 0; place < REMEMBERED; place++)
+        if (entrance->calls[place] == call) entrance->calls[place] = NULL;
+    Py_CLEAR(call->entrance);
+    Py_CLEAR(call->op);
+}
+
+/* Return the remembered call of an array in a group, of the world for None, if it belongs to the job that this thread is in, and to
+ * the group as it is now; else NULL. */
+static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *array) {
+    const Array *form = (const Array *)array;
+    PyObject *job = peek(self->face.state, name_default),
+             *communicator = group == Py_None ? peek(job, name_world) : peek(group, name__communicator);
+    SlotCall **place = place_of(self, communicator, op, form->dtype, form->ndim, form->shape), *found = NULL;
+    for (int which = 0; which < TOGETHER && found == NULL; which++) {
+        SlotCall *call = place[which];
+        if (call != NULL && call->op == op && call->communicator == communicator && fits(&call->brought, self->array_type, array, 0)) found = call;
+    }
+    if (found != NULL && (peek(communicator, name_prepared_calls) != found->prepared_calls || is_true(self->face.state, name_is_bound) ||
+                          (group != Py_None && peek(job, name_engine) != found->engine)))
+        found = NULL;
+    if (PyErr_Occurred()) PyErr_Clear();
+    return found;
+}
+
+/* Begin a call that has been remembered; None where nothing has been done. The caller's place is put into words when
+ * somebody asks; where it is in this package, the function has to look further. */
+static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *array, PyObject *out, PyObject *timeout) {
+    PyFrameObject *frame = PyEval_GetFrame();
+    if (frame == NULL) Py_RETURN_NONE;
+    PyObject *code = (PyObject *)PyFrame_GetCode(frame), *made = NULL;
+    PyObject *instruction = PyObject_GetAttr((PyObject *)frame, name_f_lasti),
+             *file = instruction == NULL ? NULL : PyObject_GetAttr(code, name_co_filename);
+    const Py_ssize_t ours = file == NULL ? -1 : PyUnicode_Tailmatch(file, self->home, 0, PY_SSIZE_T_MAX, -1);
+    if (ours >= 0) made = ours ? Py_NewRef(Py_None) : begin_slots(call, array, out, timeout, code, instruction);
+    Py_DECREF(code);
+    Py_XDECREF(instruction);
+    Py_XDECREF(file);
+    return made;
+}
+
+/* Run a call that has been remembered; NULL without an error where the function itself has to be called. */
+static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *keywords) {
+    const Py_ssize_t given = PyTuple_Size(arguments);
+    PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing,
+             *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual;
+    PyObject *out = Py_None, *timeout = Py_None, *group = Py_None;
+    int later = 0;
+    if (given > self->positions || (given == 0) != (self->nothing != Py_None)) return NULL;
+    if (keywords != NULL) {
+        PyObject *name, *value;
+        Py_ssize_t place = 0;
+        while (PyDict_Next(keywords, &place, &name, &value)) {
+            if (name == name_out && given > 0)
+                out = value;
+            else if (name == self->second && given == 1)
+                op = value;
+            else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0)))
+                timeout = value;
+            else if (name == name_group)
+                group = value;
+            else if (name == name_async_op && PyBool_Check(value) && given > 0)
+                later = value == Py_True;
+            else
+                return NULL;
+        }
+    }
+    const int brings = x != Py_None || out == Py_None;
+    PyObject *array;
+    if (!brings) { /* who only takes may give nothing else but where it goes */
+        array = Py_NewRef(out);
+    } else if (self->as_array != Py_None && are_numbers(x)) {
+        array = PyObject_CallFunctionObjArgs(self->as_array, x, NULL);
+        if (array == NULL) PyErr_Clear();
+    } else {
+        array = Py_NewRef(x);
+    }
+    PyObject *result = NULL;
+    if (array != NULL && (PyObject *)Py_TYPE(array) == self->array_type) {
+        SlotCall *call = find_call(self, group, op, array);
+        if (call != NULL && (brings || brings_nothing(call))) {
+            Py_INCREF((PyObject *)call);
+            result = later ? begin_remembered(self, call, array, out, timeout)
+                           : run_slots((PyObject *)call, array, out, Py_None, timeout);
+            if (result == Py_None) {
+                Py_CLEAR(result); /* nothing has been done */
+            } else if (result != NULL && call->nothing != Py_None) {
+                Py_DECREF(result);
+                result = Py_NewRef(Py_None);
+            }
+            Py_DECREF(call);
+        }
+    }
+    Py_XDECREF(array);
+    return result;
+}
+
+static PyObject *entrance_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Entrance *self = (Entrance *)object;
+    PyObject *result = run_remembered(self, arguments, keywords);
+    return result != NULL || PyErr_Occurred() ? result : PyObject_Call(self->face.function, arguments, keywords);
+}
+
+/* Remember a prepared call: remember(op, call, prepared_calls). */
+static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
+    Entrance *self = (Entrance *)object;
+    PyObject *op, *call, *prepared_calls;
+    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
+    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->entrance == NULL) {
+        SlotCall *made = (SlotCall *)call,
+                 **place = place_of(self, made->communicator, op, made->brought.dtype, made->brought.ndim, made->brought.shape);
+        if (place[TOGETHER - 1] != NULL) forget_call(place[TOGETHER - 1]);
+        memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
+        *place = made;
+        made->entrance = Py_NewRef(object);
+        made->op = Py_NewRef(op);
+        PyObject *before = made->prepared_calls;
+        made->prepared_calls = Py_NewRef(prepared_calls);
+        Py_XDECREF(before);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Entrance(positions, *, what it holds). */
+static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    int positions;
+    if (!PyArg_ParseTuple(arguments, "i", &positions)) return NULL;
+    Entrance *self = new_holding(type, keywords);
+    if (self != NULL) self->positions = positions;
+    return (PyObject *)self;
+}
+
+static PyMemberDef entrance_members[] = {
+    HOLDS(Entrance, face.function, "function"), HOLDS(Entrance, face.state, "state"),
+    HOLDS(Entrance, array_type, "array_type"), HOLDS(Entrance, as_array, "as_array"),
+    HOLDS(Entrance, nothing, "nothing"), HOLDS(Entrance, second, "second"), HOLDS(Entrance, usual, "usual"),
+    HOLDS(Entrance, home, "home"), {NULL},
+};
+
+static PyMethodDef entrance_methods[] = {
+    {"remember", entrance_remember, METH_VARARGS, "Remember a prepared call: (op, call, prepared_calls)."},
+    FACE_METHODS,
+    {NULL},
+};
+
+static PyType_Slot entrance_slots[] = {
+    {Py_tp_new, entrance_new},
+    {Py_tp_call, entrance_call},
+    {Py_tp_members, entrance_members},
+    HOLDING,
+    FACE,
+    {Py_tp_methods, entrance_methods},
+    {Py_tp_doc, "A public function whose prepared calls are found and run without Python's steps; any other call is "
+                "the function's."},
+    {0, NULL},
+};
+
+PyType_Spec entrance_spec = TYPE_OF(Entrance, Py_TPFLAGS_HAVE_GC, entrance_slots);

@@ -1,0 +1,51 @@
+/* Messages through a box in the arena: `messages.c` sends and receives them, `ends.c` makes the ends and finds them.
+ *
+ * `arena/box.py` says what lies where in a box. */
+#ifndef SYNCVAR_MESSAGES_H
+#define SYNCVAR_MESSAGES_H
+#include "native.h"
+
+#define SORTS 16 /* dtypes and shapes that are known of a pair and tag; the oldest goes */
+
+/* Words of a box, and of an entry. */
+enum { FILLED = 0, NEWS = 1, NUMBER = 4, ATTENDED = 5, USED = 8, FULL = 9, ANSWERS = 16, GIVEN_UP = 24 };
+enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5, START = 5 };
+enum { GAP = 0, WHOLE = 1, TOLD = 2, PART = 3 };
+
+/* What messages of one dtype and shape have in common. */
+typedef struct {
+    Form form;
+    PyObject *shape, *told; /* NULL: not known yet */
+    uint64_t what;
+} Sort;
+
+/* How far the messages of a pair and tag are; `kernel` says what its members mean. */
+typedef struct {
+    PyObject_HEAD PyObject *identity, *references;
+    long long next_call, number;
+} Count;
+
+/* One end of a pair and tag. */
+typedef struct {
+    PyObject_HEAD Count *count;
+    PyObject *engine, *context, *add, *go_on, *kept, *shared, *array_type, *make;
+    PyObject *busy, *box; /* locks of the pair and tag, and of this end of the box */
+    PyObject *door;       /* where it is remembered, if anywhere */
+    PyObject *kept_sorts; /* what `sorts` refers to */
+    Py_buffer memory;
+    int has_memory;
+    uint64_t *words; /* of the box */
+    char *ring;
+    uint64_t ring_bytes, entry_bytes_max, eager_bytes, identity, used; /* as far as it has been looked at */
+    uint64_t *abort;
+    int looks, shares_cores;
+    Stores stores;
+    int64_t patience_ns; /* so long it waits in a long message without the lock, before the engine goes on */
+    Sort sorts[SORTS];
+    int next_sort;
+} End;
+
+PyObject *send_now(PyObject *end, PyObject *x);
+PyObject *receive_now(PyObject *end, PyObject *out);
+
+#endif

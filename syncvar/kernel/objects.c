@@ -1,0 +1,209 @@
+/* What the objects of the kernel have in common: how they hold others, what they look at before a call, what they record. */
+#include "native.h"
+
+#define DEFINED(NAME) PyObject *name_##NAME;
+NAMES(DEFINED)
+
+int intern_names(void) {
+#define INTERNED(NAME) \
+    if ((name_##NAME = PyUnicode_InternFromString(#NAME)) == NULL) return -1;
+    NAMES(INTERNED)
+    return 0;
+}
+
+/* -- holding ------------------------------------------------------------------------------------------------------- */
+
+static const PyMemberDef nothing[] = {{NULL}};
+
+static const PyMemberDef *members_of(PyObject *object) {
+    const PyMemberDef *members = PyType_GetSlot(Py_TYPE(object), Py_tp_members);
+    return members == NULL ? nothing : members;
+}
+
+static PyObject **held_by(PyObject *object, const PyMemberDef *member) {
+    return member->type == T_OBJECT ? (PyObject **)((char *)object + member->offset) : NULL;
+}
+
+int traverse_held(PyObject *object, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(object));
+    for (const PyMemberDef *member = members_of(object); member->name != NULL; member++)
+        if (held_by(object, member) != NULL) Py_VISIT(*held_by(object, member));
+    return 0;
+}
+
+int clear_held(PyObject *object) {
+    for (const PyMemberDef *member = members_of(object); member->name != NULL; member++)
+        if (held_by(object, member) != NULL) Py_CLEAR(*held_by(object, member));
+    return 0;
+}
+
+/* Give back the memory of an object, and what it has held of its type. */
+void dealloc_object(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+/* The same of one that holds others, of a type without subclasses: what tp_clear does is done before. */
+void dealloc_held(PyObject *object) {
+    PyObject_GC_UnTrack(object);
+    ((inquiry)PyType_GetSlot(Py_TYPE(object), Py_tp_clear))(object);
+    dealloc_object(object);
+}
+
+void *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+
+/* Make an object that holds what it is given by the names of its members. */
+void *new_holding(PyTypeObject *type, PyObject *keywords) {
+    PyObject *self = new_object(type);
+    Py_ssize_t wanted = 0;
+    if (self == NULL) return NULL;
+    for (const PyMemberDef *member = members_of(self); member->name != NULL; member++) {
+        if (held_by(self, member) == NULL || member->name[0] == '_') continue;
+        PyObject *value = keywords == NULL ? NULL : PyDict_GetItemString(keywords, member->name);
+        if (value != NULL) *held_by(self, member) = Py_NewRef(value);
+        wanted += value != NULL ? 1 : 1 << 16;
+    }
+    if (wanted == (keywords == NULL ? 0 : PyDict_Size(keywords))) return self;
+    Py_DECREF(self);
+    PyErr_SetString(PyExc_TypeError, "what an object of the kernel holds is given by name, all of it and nothing else");
+    return NULL;
+}
+
+/* Return memory that goes with what holds it; NULL with an error. */
+void *new_room(PyObject **holder, Py_ssize_t nbytes) {
+    *holder = PyBytes_FromStringAndSize(NULL, nbytes);
+    return *holder == NULL ? NULL : PyBytes_AsString(*holder);
+}
+
+/* -- looking at others --------------------------------------------------------------------------------------------- */
+
+/* Return 1 for True, 0 for anything else, also an attribute that is missing. */
+int is_true(PyObject *owner, PyObject *name) {
+    PyObject *value = PyObject_GetAttr(owner, name);
+    if (value == NULL) PyErr_Clear();
+    Py_XDECREF(value);
+    return value == Py_True;
+}
+
+/* Return an attribute without a reference of one's own: somebody else holds it as long as no Python runs. NULL with an error, or
+ * where there is no owner. */
+PyObject *peek(PyObject *owner, PyObject *name) {
+    PyObject *found = owner == NULL ? NULL : PyObject_GetAttr(owner, name);
+    Py_XDECREF(found);
+    return found;
+}
+
+int call_one(PyObject *owner, PyObject *name, PyObject *argument) {
+    PyObject *done = PyObject_CallMethodObjArgs(owner, name, argument, NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+int is_unlocked(PyObject *lock) {
+    PyObject *locked = PyObject_CallMethodObjArgs(lock, name_locked, NULL);
+    Py_XDECREF(locked);
+    if (locked == NULL) PyErr_Clear(); /* Python will say what is wrong */
+    return locked == Py_False;
+}
+
+/* Return whether no refusal is known, and nobody else is at what a lock guards. */
+int is_free(PyObject *engine, PyObject *lock) { return is_true(engine, name_is_quiet) && is_unlocked(lock); }
+
+/* Take a lock if nobody has it: 1; 0 where somebody has; -1 with an error. */
+int try_acquire(PyObject *lock) {
+    PyObject *taken = PyObject_CallMethodObjArgs(lock, name_acquire, Py_False, NULL);
+    Py_XDECREF(taken);
+    return taken == NULL ? -1 : taken == Py_True;
+}
+
+/* Let go of a lock; an error that is set stays. */
+void release(PyObject *lock) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (call_one(lock, name_release, NULL) < 0) PyErr_Clear();
+    PyErr_Restore(type, error, trace);
+}
+
+int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Add what is over to the flight recorder; without a number or a beginning an error is set. */
+int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
+    PyObject *end = PyLong_FromLongLong(now_ns()), *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+    const int are_there = number != NULL && begin != NULL && end != NULL && thread != NULL;
+    PyObject *entry = are_there ? PyTuple_Pack(5, told, number, begin, end, thread) : NULL;
+    PyObject *added = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(add, entry, NULL);
+    Py_XDECREF(end);
+    Py_XDECREF(thread);
+    Py_XDECREF(entry);
+    Py_XDECREF(added);
+    return added == NULL ? -1 : 0;
+}
+
+/* -- numbers and shapes -------------------------------------------------------------------------------------------- */
+
+/* Read a tuple of numbers; returns how many, or -1. */
+Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most) {
+    const Py_ssize_t count = PyTuple_Size(given);
+    if (count < 0 || count > most) {
+        if (count >= 0) PyErr_Format(PyExc_ValueError, "at most %zd numbers", most);
+        return -1;
+    }
+    for (Py_ssize_t place = 0; place < count; place++) {
+        into[place] = PyLong_AsSsize_t(PyTuple_GetItem(given, place));
+        if (into[place] == -1 && PyErr_Occurred()) return -1;
+    }
+    return count;
+}
+
+int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole) {
+    return start >= 0 && nbytes >= 0 && nbytes <= whole && start <= whole - nbytes;
+}
+
+/* Learn dtype, which is held then, and shape. */
+int read_form(PyObject *dtype, PyObject *shape, Form *form) {
+    Py_ssize_t lengths[NDIM_MAX];
+    form->dtype = Py_NewRef(dtype);
+    form->ndim = (int)read_numbers(shape, lengths, NDIM_MAX);
+    PyObject *itemsize = form->ndim < 0 ? NULL : PyObject_GetAttrString(dtype, "itemsize");
+    if (itemsize == NULL) return 0;
+    form->nbytes = PyLong_AsSsize_t(itemsize);
+    Py_DECREF(itemsize);
+    for (int axis = 0; axis < form->ndim; axis++) {
+        form->shape[axis] = lengths[axis];
+        form->nbytes *= lengths[axis];
+    }
+    return 1;
+}
+
+int fits(const Form *form, PyObject *array_type, PyObject *value, int flags) {
+    if ((PyObject *)Py_TYPE(value) != array_type) return 0;
+    const Array *array = (const Array *)value;
+    if (array->dtype != form->dtype || array->ndim != form->ndim || (array->flags & flags) != flags) return 0;
+    for (int axis = 0; axis < form->ndim; axis++)
+        if (array->shape[axis] != form->shape[axis]) return 0;
+    return 1;
+}
+
+/* -- standing for a public function -------------------------------------------------------------------------------- */
+
+/* What is not its own is the function's: its name, documentation, signature. */
+PyObject *face_getattr(PyObject *object, PyObject *name) {
+    static const char *const own[] = {"remember", "__class__", "__reduce__", "__reduce_ex__"};
+    PyObject *function = ((Face *)object)->function;
+    if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
+    for (size_t which = 0; which < sizeof own / sizeof *own; which++)
+        if (PyUnicode_CompareWithASCIIString(name, own[which]) == 0) return PyObject_GenericGetAttr(object, name);
+    return PyObject_GetAttr(function, name);
+}
+
+PyObject *face_reduce(PyObject *object, PyObject *unused) {
+    (void)unused;
+    return PyObject_GetAttrString(((Face *)object)->function, "__qualname__");
+}
+
+PyObject *face_repr(PyObject *object) { return PyObject_Repr(((Face *)object)->function); }

@@ -1,0 +1,430 @@
+/* The C runner of prepared calls in shared memory: put, publish, await, compare, combine.
+ *
+ * It does what syncvar/engine/prepared_reductions.py says in Python, step by step, for arrays that lie in one piece; whatever is
+ * unusual it leaves to that function, before it has changed anything.
+ *
+ * The interpreter's lock is kept of small calls: they take about a microsecond. What does not come soon goes on in Python.
+ */
+#include "calls.h"
+
+/* -- what a call works on ------------------------------------------------------------------------------------------ */
+
+int accepts(const SlotCall *self, PyObject *x, PyObject *out) {
+    return fits(&self->brought, self->array_type, x, IN_ONE_PIECE | ALIGNED) &&
+           (out == Py_None || fits(&self->made, self->array_type, out, IN_ONE_PIECE | ALIGNED | WRITEABLE));
+}
+
+/* Return where the result goes: `out`, or an array that is made now. */
+PyObject *make_result(const SlotCall *self, PyObject *out) {
+    if (self->nothing != Py_None) return Py_NewRef(self->nothing);
+    return out == Py_None ? PyObject_Call(self->make, self->make_arguments, NULL) : Py_NewRef(out);
+}
+
+/* Return whether the result is made of what has been put into slots, and of nothing else. */
+int are_all_put(const SlotCall *self) {
+    int all = self->take_count == 0 && !self->is_long;
+    for (int term = 0; term < self->term_count; term++) all = all && self->terms[term].rank >= 0;
+    return all;
+}
+
+/* Return whether nothing is looked at of what is given: the rank only takes. */
+int brings_nothing(const SlotCall *self) {
+    int nothing = self->put_count == 0 && !self->is_long;
+    for (int take = 0; take < self->take_count; take++) nothing = nothing && self->takes[take].rank >= 0;
+    return nothing;
+}
+
+/* Return whether a result may be written while parts of what is brought are still to be read. */
+static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
+    const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
+    if (self->is_long && !self->tells && brought == made) return 1;
+    return brought + self->brought.nbytes <= made || made + self->made.nbytes <= brought ||
+           (x == out && self->term_count == 0 && !self->parts) || are_all_put(self);
+}
+
+/* Return where the slot of a rank lies that it has published on a side. */
+static const char *slot_of(const SlotCall *self, int rank, int side) {
+    const ChannelState *channel = self->channel;
+    const char *memory = channel->memory.buf;
+    if (self->ring >= 0) {
+        const uint64_t told = seen(channel->words + entry_of(channel, rank) + channel->target_at + side);
+        if (told && told <= (uint64_t)channel->memory.len && is_within((Py_ssize_t)told, in_slots(self, &self->made), channel->memory.len))
+            return memory + told;
+    }
+    return memory + channel->slots[rank] + side * channel->side_bytes;
+}
+
+static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *brought) {
+    return (copy->rank < 0 ? brought : slot_of(self, copy->rank, side)) + copy->from;
+}
+
+/* Return whether what this rank brings may be read instead of its slot: as a whole, it is put there as it is, and the
+ * result does not cover up what is still to be read. */
+static int reads_brought(const SlotCall *self, const char *brought, const char *out) {
+    const Py_ssize_t nbytes = self->made.nbytes;
+    return self->ring >= 0 && !self->half && brought != NULL && (brought == out || brought + nbytes <= out || out + nbytes <= brought);
+}
+
+/* Combine the terms into the result, or apply the combination to it. */
+static void combine_terms(const SlotCall *self, int side, const char *brought, char *out) {
+    const char *terms[RANKS_MAX];
+    for (int term = 0; term < self->term_count; term++)
+        terms[term] = self->terms[term].rank == self->channel->rank && reads_brought(self, brought, out)
+                          ? brought
+                          : place_in(self, &self->terms[term], side, brought);
+    const Py_ssize_t whole = in_slots(self, &self->made), width = self->how.width;
+    if (self->apply.loop == NULL && !self->half) {
+        fold_terms(&self->how, terms, self->term_count, out, whole);
+        return;
+    }
+    _Alignas(64) char made[BLOCK], held[BLOCK]; /* the combination; what the result holds, where these are halves */
+    for (Py_ssize_t start = 0; start < whole; start += BLOCK) {
+        const Py_ssize_t left = whole - start, nbytes = left < BLOCK ? left : BLOCK, count = nbytes / width;
+        char *const part = out + (self->half ? start / 2 : start), *const target = self->half ? held : part;
+        fold_terms(&self->how, terms, self->term_count, made, nbytes);
+        if (self->apply.loop != NULL) {
+            if (self->half) widen(self->half, part, (float *)held, count);
+            combine(&self->apply, target, made, width, target, count, width);
+        }
+        if (self->half) round_all(self->half, (const float *)(self->apply.loop == NULL ? made : held), part, count);
+        for (int term = 0; term < self->term_count; term++) terms[term] += BLOCK;
+    }
+}
+
+/* Make the result of a call on which all ranks agree. */
+void finish(const SlotCall *self, int side, const char *brought, char *out) {
+    for (int take = 0; take < self->take_count; take++)
+        memmove(
+            out + self->takes[take].to, place_in(self, &self->takes[take], side, brought), self->takes[take].nbytes
+        );
+    if (self->term_count) combine_terms(self, side, brought, out);
+}
+
+/* -- beginning and publishing -------------------------------------------------------------------------------------- */
+
+/* Return whether a call may begin now: no refusal is known, nothing is queued, nobody else is in the group's calls. */
+int may_begin(const SlotCall *self) {
+    if (self->channel->begun != NULL && end_begun(self->channel->begun, 0) < 0) PyErr_Clear();
+    return self->channel->is_settled && PyObject_Size(self->queue) == 0 && is_free(self->engine, self->busy);
+}
+
+/* Take the number of the next call; -1 with an error. */
+long long take_number(const SlotCall *self, PyObject **number) {
+    *number = PyObject_GetAttr(self->communicator, name_next_call);
+    const long long call = *number == NULL ? -1 : PyLong_AsLongLong(*number);
+    PyObject *following = call < 0 ? NULL : PyLong_FromLongLong(call + 1);
+    const int done = following == NULL ? -1 : PyObject_SetAttr(self->communicator, name_next_call, following);
+    Py_XDECREF(following);
+    return done < 0 ? -1 : call;
+}
+
+/* Publish phase 0 of a call, on the side that has been chosen. */
+void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source, uint64_t target) {
+    ChannelState *channel = self->channel;
+    const int side = (int)channel->side;
+    uint64_t *entry = channel->words + channel->entry;
+    if (self->tells || self->is_long) /* what differs may be the detail alone: then the others need to know the call itself */
+        store(entry + channel->source_at + side, source);
+    channel->last = (call << 1) + 2;
+    if (channel->phase || entry[channel->done_at]) {
+        store(entry + channel->done_at, (uint64_t)channel->phase);
+        channel->phase = 0;
+        store(entry + channel->phase_at, 0);
+    }
+    if (self->tells || self->ring >= 0 || self->is_long) store(entry + channel->target_at + side, target);
+    store(entry + channel->check_at + side, check);
+    store(entry, (uint64_t)channel->last | (uint64_t)side);
+}
+
+/* Wait for phase 0 of the others; return whether they have said the same. Who has not been given up a call says it on
+ * the same side. */
+int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
+    const ChannelState *channel = self->channel;
+    int agree = have_come(channel, channel->last, patience_ns);
+    for (int other = 0; agree && other < channel->size - 1; other++)
+        agree = seen(channel->words + channel->others[other] + channel->check_at + (int)channel->side) == check;
+    return agree;
+}
+
+/* Put what this rank brings into its slot, or into the next of those that take turns; return where that is, or 0. */
+uint64_t put_own(const SlotCall *self, int side, const char *x) {
+    ChannelState *channel = self->channel;
+    uint64_t told = 0;
+    if (self->ring > 0) {
+        channel->turn = (channel->turn + 1) % RING_SLOTS;
+        told = (uint64_t)(self->ring + channel->turn * channel->side_bytes);
+    }
+    char *own = (char *)channel->memory.buf + (told ? (Py_ssize_t)told : channel->slots[channel->rank] + side * channel->side_bytes);
+    if (self->half)
+        widen(self->half, x, (float *)own, self->brought.nbytes / 2);
+    else
+        for (int put = 0; put < self->put_count; put++)
+            copy_out(&channel->stores, own + self->puts[put].to, x + self->puts[put].from, self->puts[put].nbytes);
+    return told;
+}
+
+/* -- running ------------------------------------------------------------------------------------------------------- */
+
+/* Make a call through the small slots; return whether all has been done. */
+static int run_small(SlotCall *self, long long call, uint64_t digest, const char *x, char *made) {
+    ChannelState *channel = self->channel;
+    const int side = (int)(channel->side ^= 1);
+    const uint64_t told = put_own(self, side, x);
+    const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
+    publish_call(self, call, check, plain, told);
+    if (!all_agree(self, check, channel->shares_cores ? YIELD_NS : 0)) return 0;
+    finish(self, side, x, made);
+    return 1;
+}
+
+/* Return where memory lies in the arena, or 0. */
+static uint64_t offset_of(const ChannelState *channel, const char *memory) {
+    const char *start = channel->memory.buf;
+    return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
+}
+
+/* Find what is done with vectors that lie as all ranks have told; NULL where that is not known yet. */
+static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t *targets) {
+    const ChannelState *channel = self->channel;
+    const int side = (int)channel->side;
+    uint64_t bits = 0;
+    int into_all = 1, by_owners = 0;
+    for (int rank = 0; rank < channel->size; rank++) {
+        const Py_ssize_t entry = entry_of(channel, rank);
+        sources[rank] = seen(channel->words + entry + channel->source_at + side);
+        targets[rank] = seen(channel->words + entry + channel->target_at + side);
+        bits |= (uint64_t)(sources[rank] > 1) << rank;
+        into_all = into_all && targets[rank] != 0;
+        by_owners = by_owners || (sources[rank] > 1 && sources[rank] >> 1 == targets[rank]);
+    }
+    for (int pattern = 0; pattern < PATTERNS; pattern++) {
+        const Known *known = &self->known[pattern];
+        if (known->program != NULL && known->sources == bits && known->into_all == into_all &&
+            known->by_owners == by_owners)
+            return known;
+    }
+    return NULL;
+}
+
+enum { READS = 1, RESIDENT = 2, TOLD = 4 }; /* what a rank offers with long blocks, as in moves.py */
+
+/* Tell where this rank's blocks lie, where that serves; returns the offer, 0 where they have to go by cells. */
+static uint64_t tell_places(const SlotCall *self, const char *x) {
+    const ChannelState *channel = self->channel;
+    uint64_t here = offset_of(channel, x), offer = RESIDENT | (self->reads ? READS : 0);
+    if (self->put_count == 0) return offer;
+    if (here == 0) {
+        if (!self->reads) return 0;
+        here = (uint64_t)(uintptr_t)x | ADDRESS;
+        offer = READS;
+    }
+    uint64_t *words = (uint64_t *)((char *)channel->memory.buf + channel->slots[channel->rank] + channel->side * channel->side_bytes);
+    for (int put = 0; put < self->put_count; put++) words[put] = here + (uint64_t)self->puts[put].from;
+    return offer | TOLD;
+}
+
+/* Return on which side the first cells are put, and, where they need one side only, the page on which they begin: other ones
+ * each time, so that their lines have left the other cores' caches when they are written again. */
+static uint64_t cells_for(const SlotCall *self) {
+    ChannelState *channel = self->channel;
+    const Program *program = self->known[0].program;
+    int64_t used = 0;
+    for (int memory = 0; memory < program->memories; memory++) {
+        const Named *named = &program->named[memory];
+        if (named->kind != CELLS || named->rank != channel->rank) continue;
+        used = named->place ? channel->segment_bytes : used > named->nbytes ? used : named->nbytes;
+    }
+    const uint64_t side = (uint64_t)(channel->tail ^ 1), pages = (uint64_t)(used + PAGE - 1) / PAGE;
+    if (pages == 0) return side;
+    channel->turn = (channel->turn + 1) % RING_SLOTS;
+    const uint64_t places = (uint64_t)channel->segment_bytes / PAGE / pages;
+    return side | (uint64_t)(channel->turn / 2) % places * pages << 1;
+}
+
+/* The same as find_known of blocks: they go by cells, or are taken where they lie. */
+static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
+    const ChannelState *channel = self->channel;
+    uint64_t all = READS | RESIDENT, any = 0;
+    for (int rank = 0; rank < channel->size; rank++) {
+        const uint64_t mark = seen(channel->words + entry_of(channel, rank) + channel->target_at + (int)channel->side);
+        sides[rank] = mark >> 3;
+        all &= mark;
+        any |= mark & TOLD;
+    }
+    const uint64_t pattern = all ? 1 : 0;
+    return (all || !any) && self->known[pattern].sources == pattern && self->known[pattern].program != NULL ? &self->known[pattern] : NULL;
+}
+
+/* Return whether the memory of an array is NumPy's, not of a device that others cannot read. */
+static int is_readable(const SlotCall *self, PyObject *array) {
+    while (!(((Array *)array)->flags & OWNED)) {
+        array = ((Array *)array)->base;
+        if (array == NULL || (PyObject *)Py_TYPE(array) != self->array_type) return 0;
+    }
+    return 1;
+}
+
+enum { DONE, UNKNOWN, WAITING };
+
+/* Make a call with a long vector, without Python's lock: DONE; or UNKNOWN, where phase 0 has been published and Python
+ * has to go on; or WAITING, where the run has to go on later. */
+static int run_long(SlotCall *self, Run *run, long long call, uint64_t digest, uint64_t source, char *x, char *made) {
+    ChannelState *channel = self->channel;
+    uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
+    const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
+    channel->side ^= 1;
+    const uint64_t offer = self->tells ? tell_places(self, x) : 0;
+    if (self->tells ? offer == 0 : source < 2) {
+        advance_run(run, run->program->opening);
+        channel->tail = (long long)(source & 1);
+    }
+    if (self->tells)
+        publish_call(self, call, check, plain, source << 3 | offer);
+    else
+        publish_call(self, call, check, source, offset_of(channel, made));
+    if (!all_agree(self, check, PATIENCE_NS)) return UNKNOWN;
+    const Known *known = self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
+    if (known == NULL) return UNKNOWN;
+    run->program = known->program; /* both are kept by this call; whose reference it is, is put right afterwards */
+    if (!bind_vector(run, x, self->brought.nbytes, made, self->made.nbytes, sources, targets, self->tells))
+        return UNKNOWN;
+    if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
+    run->place = known->program->opening;
+    return advance_run(run, known->program->length) ? WAITING : DONE;
+}
+
+/* -- handing over -------------------------------------------------------------------------------------------------- */
+
+/* Break the generation: the error that is set has left a call that others take part in. */
+void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *done = PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, said, NULL);
+    if (done == NULL) PyErr_Clear();
+    Py_XDECREF(done);
+    PyErr_Restore(type, error, trace);
+}
+
+/* Let Python go on with a call that has been published: it waits longer, and knows what else there is.
+ *
+ * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
+ * take part in, wherever a signal may have struck. */
+static PyObject *hand_on(
+    SlotCall *self, PyObject *number, PyObject *begin, PyObject *x, PyObject *out, PyObject *made, PyObject *said,
+    PyObject *timeout, PyObject *run
+) {
+    const int taken = self->is_long ? 0 : try_acquire(self->busy);
+    PyObject *told =
+        taken < 0 ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, run, self, NULL);
+    PyObject *result = NULL;
+    if (told == NULL) {
+        interrupt_call(self, number, begin, said);
+    } else if (PyTuple_GetItem(told, 0) == Py_True) {
+        result = Py_NewRef(PyTuple_GetItem(told, 1));
+    } else {
+        result =
+            PyObject_CallFunctionObjArgs(self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, timeout, NULL);
+    }
+    Py_XDECREF(told);
+    if (taken > 0) release(self->busy);
+    return result;
+}
+
+/* Return what the caller gets: the result, or the list of its parts. */
+static PyObject *given_of(const SlotCall *self, PyObject *made) {
+    if (self->parts == 0) return Py_NewRef(made);
+    const Py_ssize_t rows = (Py_ssize_t)self->made.shape[0] / self->parts;
+    PyObject *given = PyList_New(self->parts);
+    for (int part = 0; given != NULL && part < self->parts; part++) {
+        PyObject *one = PySequence_GetSlice(made, part * rows, (part + 1) * rows);
+        if (one == NULL)
+            Py_CLEAR(given);
+        else
+            PyList_SetItem(given, part, one);
+    }
+    return given;
+}
+
+/* -- a call -------------------------------------------------------------------------------------------------------- */
+
+/* Find the memories of a long call that this rank begins now: what it tells of its own is in `source`. */
+static int is_bound_to(SlotCall *self, Run *run, PyObject *x, char *target, uint64_t *source) {
+    const ChannelState *channel = self->channel;
+    char *const brought = ((Array *)x)->data;
+    const uint64_t lies = offset_of(channel, brought), told = self->everyone || brought != target ? lies : 0;
+    *source = self->tells ? cells_for(self) : told << 1 | (uint64_t)(channel->tail ^ 1);
+    uint64_t own[RANKS_MAX] = {0};
+    own[channel->rank] = *source;
+    return bind_vector(run, brought, self->brought.nbytes, target, self->made.nbytes, own, NULL, self->tells) &&
+           (!self->reads || lies != 0 || is_readable(self, x));
+}
+
+PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout) {
+    SlotCall *self = (SlotCall *)object;
+    ChannelState *channel = self->channel;
+    PyObject *told = NULL, *made = NULL, *number = NULL, *begin = NULL, *result = NULL;
+    Run *run = NULL;
+    int taken = 0;
+    uint64_t digest = self->digest, source = 0;
+    const int memories = self->memories; /* what other threads may have run until it begins may need more */
+    const int64_t scratch_bytes = self->scratch_bytes;
+
+    if (self->nothing != Py_None) out = Py_None; /* nobody looks at it */
+    if (!accepts(self, x, out) || (out != Py_None && !lie_apart(self, x, out))) goto unusual;
+    if (said == Py_None) {
+        told = Py_NewRef(self->told);
+    } else {
+        digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(said, 1));
+        told = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
+    }
+    made = told == NULL ? NULL : make_result(self, out);
+    if (made == NULL) goto done;
+    char *const brought = ((Array *)x)->data, *const target = ((Array *)made)->data;
+    if (self->is_long) {
+        if (is_true(self->crowd, name_is_alert)) goto unusual;
+        run = new_run(self->known[0].program, channel, Py_None, 0, memories, scratch_bytes);
+        if (run == NULL) goto done;
+    }
+    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
+    if (!may_begin(self)) goto unusual;
+    if (self->is_long) {
+        taken = try_acquire(self->busy);
+        if (taken < 0) goto done;
+        if (taken == 0 || memories != self->memories || scratch_bytes != self->scratch_bytes) goto unusual;
+        if (!is_bound_to(self, run, x, target, &source)) goto unusual;
+    }
+    begin = PyLong_FromLongLong(now_ns());
+    const long long call = begin == NULL ? -1 : take_number(self, &number);
+    if (call < 0) goto done;
+
+    /* From here to the end of the wait nothing can fail: others take part in the call now. */
+    int state;
+    if (self->is_long) {
+        Program *const first = run->program;
+        Py_BEGIN_ALLOW_THREADS state = run_long(self, run, call, digest, source, brought, target);
+        Py_END_ALLOW_THREADS Py_INCREF((PyObject *)run->program);
+        Py_DECREF((PyObject *)first);
+    } else {
+        state = run_small(self, call, digest, brought, target) ? DONE : UNKNOWN;
+    }
+    if (state != DONE)
+        result =
+            hand_on(self, number, begin, x, out, made, said, timeout, state == WAITING ? (PyObject *)run : Py_None);
+    else if (record(self->add, told, number, begin) == 0)
+        result = given_of(self, made);
+done:
+    if (taken > 0) release(self->busy);
+    Py_XDECREF(told);
+    Py_XDECREF(made);
+    Py_XDECREF(number);
+    Py_XDECREF(begin);
+    Py_XDECREF((PyObject *)run);
+    return result;
+
+unusual:
+    if (taken > 0) release(self->busy);
+    taken = 0;
+    result = PyObject_CallFunctionObjArgs(self->plain, x, out, said, timeout, NULL);
+    goto done;
+}

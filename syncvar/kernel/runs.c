@@ -1,0 +1,293 @@
+/* The C runner of programs: it does what syncvar/execution/interpreter.py does in Python, instruction by instruction.
+ *
+ * A Run is one call of a program; it goes on until the others have to come first, and says then what they have to reach.
+ * Meanwhile others may have Python's lock.
+ */
+#include "native.h"
+
+#include <errno.h>
+#if defined(__linux__)
+#include <sys/uio.h>
+#endif
+
+#define GONE (-((long long)1 << 40))   /* as `NEVER` in phases.py: that process is no more */
+#define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
+#define PATIENCE_LOCKED_NS 20000 /* so long others are waited for with Python's lock */
+
+PyTypeObject *run_type;
+
+/* Read the memory of another process; returns 0, or what ends the run. */
+static long long read_process(Py_ssize_t process, const char *there, char *into, Py_ssize_t nbytes) {
+#if defined(__linux__)
+    while (nbytes > 0) {
+        struct iovec here = {into, (size_t)nbytes}, remote = {(void *)there, (size_t)nbytes};
+        const ssize_t done = process_vm_readv((pid_t)process, &here, 1, &remote, 1, 0);
+        if (done <= 0) return done < 0 && errno == ESRCH ? GONE : UNREAD;
+        into += done;
+        there += done;
+        nbytes -= done;
+    }
+    return 0;
+#else
+    (void)process, (void)there, (void)into;
+    return nbytes > 0 ? UNREAD : 0;
+#endif
+}
+
+/* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of Python is touched. */
+long long advance_run(Run *self, Py_ssize_t end) {
+    const Program *program = self->program;
+    ChannelState *channel = self->channel;
+    const Py_ssize_t width = program->how.width;
+    const Bound *const bound = self->bound;
+    const char *terms[RANKS_MAX];
+    while (self->place < end) {
+        const int64_t *step = program->code + self->place;
+        switch (*step) {
+        case COPY:
+        case STORE:
+            if (bound[step[1]].process != 0) {
+                const long long failed = read_process(
+                    bound[step[1]].process, bound[step[1]].at + step[2] * width, bound[step[3]].at + step[4] * width,
+                    step[5] * width
+                );
+                if (failed) return failed;
+                self->place += 6;
+                break;
+            }
+            if (*step == STORE && program->apply.loop != NULL) {
+                char *target = bound[step[3]].at + step[4] * width;
+                const char *value = bound[step[1]].at + step[2] * width;
+                combine(&program->apply, target, value, width, target, step[5], width);
+                self->place += 6;
+                break;
+            }
+            if (program->named[step[3]].kind > SCRATCH) /* others read it, and nothing else lies there */
+                copy_out(
+                    &channel->stores, bound[step[3]].at + step[4] * width, bound[step[1]].at + step[2] * width, step[5] * width
+                );
+            else if (bound[step[3]].at + step[4] * width != bound[step[1]].at + step[2] * width)
+                memmove(bound[step[3]].at + step[4] * width, bound[step[1]].at + step[2] * width, step[5] * width);
+            self->place += 6;
+            break;
+        case FOLD:
+            for (int64_t term = 0; term < step[4]; term++)
+                terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;
+            fold_terms(&program->how, terms, (int)step[4], bound[step[1]].at + step[2] * width, step[3] * width);
+            self->place += 5 + 2 * step[4];
+            break;
+        case PUBLISH:
+            channel->phase += 1;
+            store(channel->words + channel->entry + channel->phase_at, (uint64_t)channel->phase);
+            self->place += 1;
+            break;
+        default: {
+            const long long need = step[1] - channel->phase;
+            if (need < 0 && !have_come(channel, need, self->keeps_lock ? PATIENCE_LOCKED_NS : PATIENCE_NS)) return need;
+            self->place += 2;
+        }
+        }
+    }
+    return 0;
+}
+
+static PyObject *run_next(PyObject *object) {
+    Run *self = (Run *)object;
+    long long need;
+    if (self->keeps_lock) {
+        need = advance_run(self, self->program->length);
+    } else {
+        Py_BEGIN_ALLOW_THREADS need = advance_run(self, self->program->length);
+        Py_END_ALLOW_THREADS
+    }
+    return need == 0 ? NULL : PyLong_FromLongLong(need);
+}
+
+/* A run of a program, and of others that have at most so many memories and need so much scratch memory. */
+Run *new_run(
+    Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock, int memories, int64_t scratch_bytes
+) {
+    Run *self = new_object(run_type);
+    if (self == NULL) return NULL;
+    self->bound = new_room(&self->kept_bound, memories * sizeof *self->bound);
+    if (scratch_bytes) self->scratch = new_room(&self->kept_scratch, scratch_bytes);
+    if (PyErr_Occurred()) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    memset(self->bound, 0, memories * sizeof *self->bound);
+    self->program = (Program *)Py_NewRef((PyObject *)program);
+    self->channel = (ChannelState *)Py_NewRef((PyObject *)channel);
+    self->arrays = Py_NewRef(arrays);
+    self->keeps_lock = keeps_lock;
+    return self;
+}
+
+/* Return where a memory of one long vector begins, from what all ranks have told of theirs; NULL where it is not within
+ * the arena. */
+static char *find_memory(
+    const ChannelState *channel, int kind, int rank, int place, int64_t nbytes, const uint64_t *sources,
+    const uint64_t *targets
+) {
+    uint64_t offset;
+    if (rank < 0 || rank >= channel->size) return NULL;
+    if (kind == LYING) {
+        offset = sources[rank] >> 1;
+    } else if (kind == GOAL) {
+        offset = targets[rank];
+    } else {
+        const uint64_t base = seen(channel->words + entry_of(channel, rank) + channel->segments_at);
+        if (base == 0 || place < 0 || place > 1) return NULL;
+        const uint64_t start = sources[rank] >> 1; /* of the cells, in pages */
+        if (kind == CELLS && (start > (uint64_t)channel->segment_bytes / PAGE ||
+                              !is_within((Py_ssize_t)(start * PAGE), nbytes, channel->segment_bytes)))
+            return NULL;
+        offset = kind == CELLS
+                     ? base + ((sources[rank] & 1) ^ (uint64_t)place) * (uint64_t)channel->segment_bytes + start * PAGE
+                     : base + 2 * (uint64_t)channel->segment_bytes + (uint64_t)place * (uint64_t)channel->part_bytes;
+    }
+    if (offset == 0 || offset > (uint64_t)channel->memory.len) return NULL;
+    return is_within((Py_ssize_t)offset, nbytes, channel->memory.len) ? (char *)channel->memory.buf + offset : NULL;
+}
+
+/* Find where a rank has told with phase 0 that a block lies: in the arena, or in its process. */
+static int find_told(const ChannelState *channel, int rank, int place, int64_t nbytes, Bound *found) {
+    if (rank < 0 || rank >= channel->size || place < 0 || place >= RANKS_MAX) return 0;
+    const char *memory = channel->memory.buf;
+    const uint64_t told = ((const uint64_t *)(memory + channel->slots[rank] + channel->side * channel->side_bytes))[place];
+    if (told & ADDRESS) {
+        *found = (Bound){(char *)(told ^ ADDRESS), channel->processes[rank]};
+        return found->process != 0;
+    }
+    *found = (Bound){(char *)memory + told, 0};
+    return told != 0 && told <= (uint64_t)channel->memory.len && is_within((Py_ssize_t)told, nbytes, channel->memory.len);
+}
+
+/* Find the memories of a program for arrays. Without `targets` only what this rank brings itself is known. Where ranks have
+ * told of blocks, of `sources` the sides of their cells are known. */
+int bind_vector(
+    Run *self, char *x, int64_t x_bytes, char *out, int64_t out_bytes, const uint64_t *sources, const uint64_t *targets,
+    int tells
+) {
+    const Program *program = self->program;
+    for (int memory = 0; memory < program->memories; memory++) {
+        const int kind = program->named[memory].kind, rank = program->named[memory].rank,
+                  place = program->named[memory].place;
+        const int64_t nbytes = program->named[memory].nbytes;
+        char **at = &self->bound[memory].at;
+        if (kind == SOURCE || kind == TARGET) {
+            *at = place != 0 || nbytes > (kind == SOURCE ? x_bytes : out_bytes) ? NULL : kind == SOURCE ? x : out;
+        } else if (kind == SCRATCH) {
+            *at = self->scratch;
+        } else if (targets == NULL && rank != self->channel->rank) {
+            continue;
+        } else if (kind == LYING && tells) {
+            if (!find_told(self->channel, rank, place, nbytes, &self->bound[memory])) return 0;
+            if (self->bound[memory].process && program->how.fold.loop != NULL) return 0; /* what is combined lies here */
+        } else {
+            *at = find_memory(self->channel, kind, rank, place, nbytes, sources, targets);
+        }
+        if (*at == NULL) return 0;
+    }
+    return 1;
+}
+
+/* Return whether all memories of an opening have been found. */
+static int is_opening_bound(const Run *self) {
+    const Program *program = self->program;
+    for (Py_ssize_t place = 0; place < program->opening; place += 6) {
+        const int64_t *step = program->code + place;
+        if (self->bound[step[1]].at == NULL || self->bound[step[3]].at == NULL) return 0;
+    }
+    return 1;
+}
+
+/* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] where offsets[k] is -1, else that
+ * place of the arena. Its opening has been done; or is done now, and nothing else may be then: arrays[k] is None of what
+ * it does not use. */
+static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *program, *channel, *arrays, *given;
+    int keeps_lock, opens;
+    (void)type;
+    if (keywords != NULL || !PyArg_ParseTuple(
+                                arguments, "O!O!O!Opp", program_type, &program, channel_state_type, &channel,
+                                &PyTuple_Type, &arrays, &given, &keeps_lock, &opens
+                            ))
+        return NULL;
+    const Program *made = (const Program *)program;
+    const ChannelState *state = (const ChannelState *)channel;
+    if (!state->is_bound || PyTuple_Size(given) != made->memories || PyTuple_Size(arrays) != made->memories) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a run takes an array or an offset for each memory");
+        return NULL;
+    }
+    Run *self = new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock, made->memories, 0);
+    if (self == NULL) return NULL;
+    self->place = made->opening;
+    for (int memory = 0; memory < made->memories; memory++) {
+        const Named *named = &made->named[memory];
+        Bound *bound = &self->bound[memory];
+        const Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GetItem(given, memory));
+        Py_ssize_t room = -1;
+        if (PyErr_Occurred()) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        if (offset >= (Py_ssize_t)ADDRESS) {
+            if (named->kind == LYING && made->how.fold.loop == NULL && made->apply.loop == NULL && named->rank >= 0 &&
+                named->rank < state->size && state->processes[named->rank] != 0) {
+                *bound = (Bound){(char *)(offset - (Py_ssize_t)ADDRESS), state->processes[named->rank]};
+                room = named->nbytes;
+            }
+        } else if (offset >= 0) {
+            bound->at = (char *)state->memory.buf + offset;
+            room = state->memory.len - offset;
+        } else if (opens && PyTuple_GetItem(arrays, memory) == Py_None) {
+            continue;
+        } else {
+            const Array *array = (const Array *)PyTuple_GetItem(arrays, memory);
+            PyObject *nbytes = PyObject_GetAttrString((PyObject *)array, "nbytes");
+            room = nbytes == NULL ? -1 : PyLong_AsSsize_t(nbytes);
+            Py_XDECREF(nbytes);
+            if ((array->flags & (IN_ONE_PIECE | ALIGNED)) != (IN_ONE_PIECE | ALIGNED)) room = -1;
+            bound->at = array->data;
+        }
+        if (room < named->nbytes) {
+            Py_DECREF(self);
+            PyErr_Format(PyExc_ValueError, "memory %d of a program is shorter than it is used", memory);
+            return NULL;
+        }
+    }
+    if (opens) {
+        if (!is_opening_bound(self)) {
+            Py_DECREF(self);
+            PyErr_SetString(PyExc_ValueError, "an opening uses a memory that is not known");
+            return NULL;
+        }
+        self->place = 0;
+        if (keeps_lock) {
+            advance_run(self, made->opening);
+        } else {
+            Py_BEGIN_ALLOW_THREADS advance_run(self, made->opening);
+            Py_END_ALLOW_THREADS
+        }
+        self->place = made->length; /* what follows needs all memories */
+    }
+    return (PyObject *)self;
+}
+
+static PyMemberDef run_members[] = {
+    HOLDS(Run, program, "_program"),  HOLDS(Run, channel, "_channel"),       HOLDS(Run, arrays, "_arrays"),
+    HOLDS(Run, kept_bound, "_bound"), HOLDS(Run, kept_scratch, "_scratch"), {NULL},
+};
+
+static PyType_Slot run_slots_of_type[] = {
+    {Py_tp_new, run_new},
+    {Py_tp_members, run_members},
+    HOLDING,
+    {Py_tp_iter, PyObject_SelfIter},
+    {Py_tp_iternext, run_next},
+    {Py_tp_doc, "A call of a program: yields what the others have to reach before it can go on."},
+    {0, NULL},
+};
+
+PyType_Spec run_spec = TYPE_OF(Run, Py_TPFLAGS_HAVE_GC, run_slots_of_type);

@@ -1,0 +1,183 @@
+/* Prepared calls whose data go through a channel: what is known of them, and that it lies where it may. */
+#include "calls.h"
+
+PyTypeObject *slot_call_type;
+
+/* Learn what is done with long vectors that lie in some way: learn(sources, into_all, by_owners, last_side, program);
+ * the first time, where all are brought. */
+static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
+    SlotCall *self = (SlotCall *)object;
+    Known found = {0};
+    unsigned long long sources;
+    if (!PyArg_ParseTuple(
+            arguments, "KppiO!", &sources, &found.into_all, &found.by_owners, &found.last_side, program_type,
+            &found.program
+        ))
+        return NULL;
+    found.sources = sources;
+    int pattern = 0;
+    for (; pattern < PATTERNS && self->known[pattern].program != NULL; pattern++) {
+        const Known *known = &self->known[pattern];
+        if (known->sources == found.sources && known->into_all == found.into_all && known->by_owners == found.by_owners)
+            Py_RETURN_NONE; /* it went this way when the others came late */
+    }
+    if (pattern == PATTERNS) Py_RETURN_NONE; /* so many ways do */
+    Py_INCREF((PyObject *)found.program);
+    self->known[pattern] = found;
+    if (found.program->memories > self->memories) self->memories = found.program->memories;
+    if (found.program->scratch_bytes > self->scratch_bytes) self->scratch_bytes = found.program->scratch_bytes;
+    Py_RETURN_NONE;
+}
+
+static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    const Py_ssize_t given = PyTuple_Size(arguments);
+    if (given < 2 || given > 4 || keywords != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a prepared call takes (x, out, said, timeout)");
+        return NULL;
+    }
+    PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
+             *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
+    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
+}
+
+/* begin(x, out, timeout, site): see begin_slots; `site` is the place in the program, in words. */
+static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
+    PyObject *x, *out, *timeout, *site;
+    if (!PyArg_ParseTuple(arguments, "OOOO", &x, &out, &timeout, &site)) return NULL;
+    return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
+}
+
+static int slot_call_clear(PyObject *object) {
+    forget_call((SlotCall *)object);
+    return clear_held(object);
+}
+
+/* Read tuples (from, to, nbytes, rank); returns how many, or -1. */
+static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
+    const Py_ssize_t count = PyTuple_Size(given);
+    if (count > most) PyErr_Format(PyExc_ValueError, "at most %zd copies", most);
+    if (count < 0 || count > most) return -1;
+    for (Py_ssize_t place = 0; place < count; place++) {
+        Py_ssize_t numbers[4];
+        if (read_numbers(PyTuple_GetItem(given, place), numbers, 4) != 4) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a copy is (from, to, nbytes, rank)");
+            return -1;
+        }
+        into[place] = (Copy){numbers[0], numbers[1], numbers[2], numbers[3]};
+    }
+    return (int)count;
+}
+
+/* Look whether all that a call can touch lies in the slots and in its arrays: nothing is compared later. */
+static int check_places(const SlotCall *self) {
+    const Py_ssize_t slot = self->channel->side_bytes, brought = in_slots(self, &self->brought), made = in_slots(self, &self->made);
+    int good = 1;
+    for (int put = 0; put < self->put_count; put++)
+        good = good && is_within(self->puts[put].from, self->puts[put].nbytes, brought) &&
+               is_within(self->puts[put].to, self->puts[put].nbytes, slot);
+    for (int take = 0; take < self->take_count + self->term_count; take++) {
+        const Copy *copy = take < self->take_count ? &self->takes[take] : &self->terms[take - self->take_count];
+        good = good && copy->rank < self->channel->size &&
+               is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : slot);
+        good = good && is_within(copy->to, copy->nbytes, made) && (take < self->take_count || copy->nbytes == made);
+    }
+    if (self->ring >= 0) /* the terms are what the ranks bring, whole */
+        good = good && self->put_count == 1 && self->puts[0].nbytes == brought && (self->term_count == 0 || brought == made) && !self->is_long &&
+               is_within(self->ring, self->ring ? RING_SLOTS * slot : 0, self->channel->memory.len);
+    if (self->half) /* all terms are what the ranks bring, widened into the slots */
+        good = good && self->put_count == 1 && self->puts[0].from == 0 && self->puts[0].to == 0 && self->puts[0].nbytes == brought &&
+               self->how.width == sizeof(float) && self->term_count > 0 && are_all_put(self);
+    if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside its arrays or the arena");
+    return good;
+}
+
+/* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts, takes, terms, half, dtype in the slots,
+ * fold, divide, divisor, apply, ring, parts, everyone, reads, *, what it holds). */
+static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *wide, *fold, *divide, *apply;
+    const char *divisor;
+    Py_ssize_t divisor_bytes, ring;
+    unsigned long long digest, detail;
+    int tells, parts, half, everyone, reads;
+    if (!PyArg_ParseTuple(
+            arguments, "KKp(OO)(OO)OOOiOOOy#Onipp:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
+            &takes, &terms, &half, &wide, &fold, &divide, &divisor, &divisor_bytes, &apply, &ring, &parts, &everyone, &reads
+        ))
+        return NULL;
+    SlotCall *self = new_holding(type, keywords);
+    if (self == NULL) return NULL;
+    self->digest = digest;
+    self->detail = detail;
+    self->tells = tells;
+    self->ring = ring;
+    self->parts = parts;
+    self->half = half;
+    self->everyone = everyone;
+    self->reads = reads;
+    self->is_long = self->crowd != Py_None;
+    if (!PyObject_TypeCheck((PyObject *)self->channel, channel_state_type) || !self->channel->is_bound ||
+        !PyList_Check(self->begun))
+        goto wrong;
+    if (!read_form(dtypes[0], shapes[0], &self->brought) || !read_form(dtypes[1], shapes[1], &self->made)) goto failed;
+    if (parts < 0 || (parts && self->made.ndim == 0)) goto wrong;
+    self->put_count = read_copies(puts, self->puts, RANKS_MAX);
+    self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
+    self->term_count = read_copies(terms, self->terms, RANKS_MAX);
+    if (self->put_count < 0 || self->take_count < 0 || self->term_count < 0) goto failed;
+    PyObject *itemsize = PyObject_GetAttrString(wide, "itemsize");
+    self->how.width = itemsize == NULL ? -1 : PyLong_AsSsize_t(itemsize);
+    Py_XDECREF(itemsize);
+    if (self->how.width < 0) goto failed;
+    if (fold != Py_None) {
+        if (self->term_count < 1 ||
+            !has_arithmetic(&self->how, wide, fold, divide, divisor, divisor_bytes))
+            goto wrong;
+        if (apply != Py_None && !find_loop(apply, number_of(wide), &self->apply)) goto wrong;
+    } else if (self->term_count || divide != Py_None || apply != Py_None) {
+        goto wrong;
+    }
+    if (!check_places(self)) goto failed;
+    if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self))) goto wrong; /* what is brought is taken at once */
+    self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
+    if (self->make_arguments == NULL) goto failed;
+    return (PyObject *)self;
+wrong:
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this call cannot be prepared here");
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static PyMemberDef slot_call_members[] = {
+    HELD(SlotCall, channel), HELD(SlotCall, engine), HELD(SlotCall, communicator), HELD(SlotCall, busy),
+    HELD(SlotCall, queue), HELD(SlotCall, add), HELD(SlotCall, told), HELD(SlotCall, array_type),
+    HELD(SlotCall, make), HELD(SlotCall, plain), HELD(SlotCall, later), HELD(SlotCall, hand_over),
+    HELD(SlotCall, interrupt), HELD(SlotCall, saying), HELD(SlotCall, begun), HELD(SlotCall, work),
+    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HOLDS(SlotCall, make_arguments, "_make_arguments"),
+    HOLDS(SlotCall, entrance, "_entrance"), HOLDS(SlotCall, op, "_op"),
+    HOLDS(SlotCall, prepared_calls, "_prepared_calls"), HOLDS(SlotCall, brought.dtype, "_brought"),
+    HOLDS(SlotCall, made.dtype, "_made"), HOLDS(SlotCall, how.fold.owner, "_fold"),
+    HOLDS(SlotCall, how.divide.owner, "_divide"), HOLDS(SlotCall, apply.owner, "_apply"),
+    HOLDS(SlotCall, known[0].program, "_first"), HOLDS(SlotCall, known[1].program, "_second"),
+    HOLDS(SlotCall, known[2].program, "_third"), HOLDS(SlotCall, known[3].program, "_fourth"), {NULL},
+};
+
+static PyMethodDef slot_call_methods[] = {
+    {"learn", slot_call_learn, METH_VARARGS, "Learn what is done with long vectors that lie in some way."},
+    {"begin", slot_call_begin, METH_VARARGS, "Begin a call that is waited for later: (x, out, timeout, site)."},
+    {NULL},
+};
+
+static PyType_Slot slot_call_slots[] = {
+    {Py_tp_new, slot_call_new},
+    {Py_tp_call, slot_call_call},
+    {Py_tp_members, slot_call_members},
+    {Py_tp_methods, slot_call_methods},
+    {Py_tp_traverse, traverse_held},
+    {Py_tp_clear, slot_call_clear},
+    {Py_tp_dealloc, dealloc_held},
+    {Py_tp_doc, "A prepared call whose data go through the small slots of a channel: call(x, out, said, timeout)."},
+    {0, NULL},
+};
+
+PyType_Spec slot_call_spec = TYPE_OF(SlotCall, Py_TPFLAGS_HAVE_GC, slot_call_slots);
