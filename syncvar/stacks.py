@@ -120,6 +120,12 @@ def _of_program(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def _of_no_answer(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Return the calls without those that answer a signal, in which the fault handler may have found the thread."""
+    last = max((at for at, frame in enumerate(frames) if frame.file == __file__), default=-1)
+    return frames[last + 1 :]
+
+
 def _be_deaf() -> None:
     for number in (MAIN_THREAD, ALL_THREADS):
         signal.signal(number, signal.SIG_IGN)
@@ -258,7 +264,7 @@ def shown(frames: Sequence[Frame]) -> list[Frame]:
     if _loop_of_server(frames) is not None:
         return [frame for frame in frames if not frame.file.startswith(_AROUND)]
     kept: list[Frame] = []
-    for frame in frames:
+    for frame in _of_no_answer(frames):
         is_repeated = bool(kept) and _is_ours(frame.file) and _is_ours(kept[-1].file)
         if not is_repeated and not frame.file.startswith(_AROUND):
             kept.append(frame)

@@ -208,6 +208,7 @@ class Serving:
             for server in self.server.new_copies:
                 self._directory.say_copied(server)
             self.server.new_copies.clear()
+            self.links.watching.touch(self._directory.socket)  # what the launcher says meanwhile may have come unnoticed
         if self._served is not None:
             self._served.count(message, arrays, made, time.monotonic_ns() - began)
 

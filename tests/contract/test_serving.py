@@ -1,8 +1,10 @@
 """Links between workers and servers, and arrays that are lent on one host, in one process."""
 
+import contextlib
 import gc
 import os
 import tempfile
+import threading
 import time
 
 import numpy as np
@@ -14,21 +16,24 @@ from syncvar.arena.creating import create
 from syncvar.arena.mapping import Arena
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
-from syncvar.roles import SERVER_0
+from syncvar.roles import SERVER_0, heirs_of
+from syncvar.servers import Server, frames_of, message_of
 from syncvar.serving.lending import LEND_NBYTES_MIN, Lender
 from syncvar.serving.links import Links
 from syncvar.serving.packing import packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
+from syncvar.serving.process import Serving
+from syncvar.wire import pack_message, parse_message
 
 start_the_collector_of_pyzmq()
 
 MIB = 1 << 20
 
 
-def environment(folder, *, role="worker", rank=0, job="job", generation=0, incarnation=0):
+def environment(folder, *, role="worker", rank=0, job="job", generation=0, incarnation=0, servers=2, server_replicas=0):
     return RankEnvironment(
         rank=rank, world_size=2, local_rank=0 if role == "server" else rank, local_world_size=2, host_index=0, host_count=1,
-        generation=generation, rendezvous=f"ipc://{folder}/store", job_id=job, role=role, servers=2, incarnation=incarnation,
+        generation=generation, rendezvous=f"ipc://{folder}/store", job_id=job, role=role, servers=servers, server_replicas=server_replicas, incarnation=incarnation,
     )  # fmt: skip
 
 
@@ -102,6 +107,43 @@ def test_servers_speak_with_each_other(place):
     assert second.send(SERVER_0, [b"copied"])
     (answer,) = taken(first)
     assert (answer.number, bytes(answer.frames[0])) == (SERVER_0 + 1, b"copied")
+
+
+def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_folder):
+    """To send on a socket of ZeroMQ takes its descriptor's signal away: who has sent looks again."""
+    heirs = [heirs_of(server, [0, 0, 0], 1) for server in range(3)]
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(contextlib.closing(Place(runtime_folder, RuntimeConfig())))
+        first = place.links(role="server")
+        launcher = place.context.socket(zmq.ROUTER)
+        stack.callback(launcher.close, 0)
+        launcher.bind(f"ipc://{runtime_folder}/store")
+        me = environment(runtime_folder, role="server", rank=1, servers=3, server_replicas=1)
+        serving = stack.enter_context(contextlib.closing(Serving(me, place.config, {})))
+        assert launcher.poll(10_000)
+        identity, said = launcher.recv_multipart()
+        addresses = {0: first.address, 1: parse_message(said)["address"]}
+
+        def tell(version, ended):
+            word = {"version": version, "addresses": addresses, "hosts": {}, "ended": ended, "incarnations": {}}
+            launcher.send_multipart([identity, pack_message("servers", **word)])
+
+        def say_copied(server, say=serving._directory.say_copied):
+            tell(2, {SERVER_0 + 2: "signal 9"})
+            time.sleep(0.2)  # it is there, and nobody has looked
+            say(server)
+
+        serving._directory.say_copied = say_copied
+        tell(1, {})
+        thread = threading.Thread(target=serving.run)
+        thread.start()
+        stack.callback(thread.join, 10)
+        stack.callback(serving.end)
+        (seed,) = [one for one in Server(0, 2, heirs).server_lost(2, 1.0) if one.message == {"kind": "seed", "server": 2, "index": 0}]
+        first.connect(1, addresses[1])
+        first.send(SERVER_0 + 1, frames_of(seed.message, seed.arrays))
+        kinds = {message_of(came.frames)[0]["kind"] for came in taken(first, count=2)}
+    assert kinds == {"copied", "seed"}, "that of its own variables, whose copy is lost"
 
 
 @pytest.mark.parametrize("who", [{"job": "other"}, {"generation": 1}, {"rank": 7}])

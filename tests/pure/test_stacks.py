@@ -70,6 +70,8 @@ def test_dumps_are_read_with_their_names():
         ([Frame("/v/site-packages/zmq/poll.py", 3, "poll"), *ours(4, file="serving/watching.py"), *LOOP], "waiting for requests"),
         (LOOP, "waiting for requests"),
         ([*user(7, file="/v/site-packages/numpy/core.py"), Frame(f"{PACKAGE}/servers/ledger.py", 5, "execute"), *LOOP], "at a request, in numpy/core.py:7"),
+        (user(7, file=f"{STANDARD}/gc.py") + ours(106, 110, file="stacks.py") + user(12), "in user code, train.py:12"),
+        (ours(106, file="stacks.py") + ours(2) + user(49), "in syncvar/engine/engine.py:2, called at train.py:49"),
         ([], ""),
     ],
 )
