@@ -11,6 +11,8 @@ import probe, syncvar as sv
 
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, signal, time
+for later in (signal.SIGUSR2, 40):  # they may come before the handler of the first has run
+    signal.signal(later, signal.SIG_IGN)
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
 print("listens", flush=True)
 time.sleep(60)
