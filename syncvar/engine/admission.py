@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from syncvar.errors import GroupBroken, InternalError, UsageError
+from syncvar.kernel import AdmissionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Admission"]
 
 
-class Admission:
+class Admission(AdmissionState):
     """Whether calls may begin in this process.
 
     Args:

@@ -20,6 +20,7 @@ from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
 from syncvar.errors import ConfigError, InternalError, MismatchError, UsageError
 from syncvar.execution.kernels import quiet
+from syncvar.kernel import CommunicatorState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -99,7 +100,7 @@ class Uneven(Protocol):
         """Make no more calls in the block."""
 
 
-class Communicator:
+class Communicator(CommunicatorState):
     """The calls of one group.
 
     Args:
@@ -257,6 +258,7 @@ class Communicator:
     def become(self, other: Communicator) -> None:
         """Change places with another communicator: whoever has this one makes the other's calls from now on."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+        self.next_call, other.next_call = other.next_call, self.next_call
         for one in (self, other):
             if one.engine is not None and one.channel is not None:
                 one.engine.count_by(one)

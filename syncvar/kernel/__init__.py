@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "UNREAD", "Begun", "ChannelState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "look", "message_door", "message_end",
+    "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "look", "message_door", "message_end",
     "program", "read",
     "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
 ]  # fmt: skip
@@ -41,7 +41,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 13  # as in native.c
+_FORM = 14  # as in native.c
 
 
 def _differs(native: Any) -> str:
@@ -105,6 +105,32 @@ class ChannelState:
         __slots__ = ("is_settled", "last", "phase", "side", "tail")
 
 
+class AdmissionState:
+    """What every call reads of the engine.
+
+    Attributes:
+        is_quiet: Nothing is known that would refuse a call, and no writes are queued.
+    """
+
+    if TYPE_CHECKING:
+        is_quiet: bool
+    else:
+        __slots__ = ("is_quiet",)
+
+
+class CommunicatorState:
+    """What every call reads of its group's communicator.
+
+    Attributes:
+        next_call: The number of the group's next call.
+    """
+
+    if TYPE_CHECKING:
+        next_call: int
+    else:
+        __slots__ = ("next_call",)
+
+
 class Copied:
     """What is going on with a variable's copy.
 
@@ -152,8 +178,10 @@ class Watch:
 
 
 if _native is not None:
+    AdmissionState = _native.AdmissionState  # type: ignore[misc]
     Begun = _native.Begun  # type: ignore[misc]
     ChannelState = _native.ChannelState  # type: ignore[misc]
+    CommunicatorState = _native.CommunicatorState  # type: ignore[misc]
     Copied = _native.Copied  # type: ignore[misc]
     Tally = _native.Tally  # type: ignore[misc]
     Watch = _native.Watch  # type: ignore[misc]

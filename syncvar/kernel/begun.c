@@ -27,7 +27,7 @@ static void withdraw(Begun *self) {
 int end_begun(PyObject *object, int64_t patience_ns) {
     Begun *self = (Begun *)object;
     if (self->state == ENDED) return 1;
-    if (self->state != BEGUN || !is_true(self->call->engine, name_is_quiet)) return 0;
+    if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
     SlotCall *call = self->call;
     if (patience_ns == 0 && call->channel->shares_cores) patience_ns = YIELD_NS;
     if (!fits(&call->made, call->array_type, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0; /* any more */

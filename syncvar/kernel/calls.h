@@ -22,7 +22,8 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD ChannelState *channel;
-    PyObject *engine, *communicator, *busy, *queue, *add, *told, *array_type, *make, *plain, *later, *hand_over, *interrupt, *saying,
+    CommunicatorState *communicator;
+    PyObject *engine, *busy, *queue, *add, *told, *array_type, *make, *plain, *later, *hand_over, *interrupt, *saying,
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
     PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */

@@ -59,7 +59,7 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
     SlotCall **place = place_of(self, communicator, op, form->dtype, form->ndim, form->shape), *found = NULL;
     for (int which = 0; which < TOGETHER && found == NULL; which++) {
         SlotCall *call = place[which];
-        if (call != NULL && call->op == op && call->communicator == communicator && fits(&call->brought, self->array_type, array, 0)) found = call;
+        if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator && fits(&call->brought, self->array_type, array, 0)) found = call;
     }
     if (found != NULL && (peek(communicator, name_prepared_calls) != found->prepared_calls || is_true(self->face.state, name_is_bound) ||
                           (group != Py_None && peek(job, name_engine) != found->engine)))
@@ -153,7 +153,7 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
     if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->entrance == NULL) {
         SlotCall *made = (SlotCall *)call,
-                 **place = place_of(self, made->communicator, op, made->brought.dtype, made->brought.ndim, made->brought.shape);
+                 **place = place_of(self, (PyObject *)made->communicator, op, made->brought.dtype, made->brought.ndim, made->brought.shape);
         if (place[TOGETHER - 1] != NULL) forget_call(place[TOGETHER - 1]);
         memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
         *place = made;

@@ -1,7 +1,7 @@
 /* The module: what it tells of itself, and its types. */
 #include "native.h"
 
-#define FORM 13 /* of what Python and this module tell each other; as in __init__.py */
+#define FORM 14 /* of what Python and this module tell each other; as in __init__.py */
 
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
 static PyObject *describe(PyObject *module, PyObject *value) {
@@ -69,6 +69,7 @@ static int prepare_module(PyObject *module) {
         PyType_Spec *spec;
         PyTypeObject **kept;
     } types[] = {
+        {&admission_state_spec, &admission_state_type}, {&communicator_state_spec, &communicator_state_type},
         {&channel_state_spec, &channel_state_type}, {&program_spec, &program_type}, {&run_spec, &run_type},
         {&slot_call_spec, &slot_call_type},         {&begun_spec, &begun_type},     {&entrance_spec, NULL},
         {&tally_spec, &tally_type},                 {&watch_spec, &watch_type},     {&copied_spec, &copied_type},

@@ -30,7 +30,7 @@
 /* Names of attributes and arguments. */
 #define NAMES(X)                                                                                                       \
     X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename) \
-    X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(is_quiet) X(locked) X(next_call) X(out) X(prepared_calls) X(release) \
+    X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) \
     X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
@@ -55,6 +55,7 @@ void *new_room(PyObject **holder, Py_ssize_t nbytes);
 int is_true(PyObject *owner, PyObject *name);
 PyObject *peek(PyObject *owner, PyObject *name);
 int call_one(PyObject *owner, PyObject *name, PyObject *argument);
+int is_quiet(PyObject *engine);
 int is_unlocked(PyObject *lock);
 int is_free(PyObject *engine, PyObject *lock);
 int try_acquire(PyObject *lock);
@@ -63,6 +64,15 @@ int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin);
 int64_t now_ns(void);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
+
+/* What every call reads of the engine, and of its group's communicator: these are the beginnings of both. */
+typedef struct {
+    PyObject_HEAD char is_quiet;
+} AdmissionState;
+
+typedef struct {
+    PyObject_HEAD long long next_call;
+} CommunicatorState;
 
 /* An object that stands for a public function. */
 typedef struct {
@@ -241,9 +251,9 @@ long long advance_run(Run *self, Py_ssize_t end);
 
 /* -- types --------------------------------------------------------------------------------------------------------- */
 
-extern PyType_Spec channel_state_spec, program_spec, run_spec, slot_call_spec, begun_spec, entrance_spec, tally_spec, watch_spec,
+extern PyType_Spec admission_state_spec, communicator_state_spec, channel_state_spec, program_spec, run_spec, slot_call_spec, begun_spec, entrance_spec, tally_spec, watch_spec,
     copied_spec, write_spec, look_spec, read_spec, group_spec, count_spec, end_spec, door_spec;
-extern PyTypeObject *channel_state_type, *program_type, *run_type, *slot_call_type, *begun_type, *tally_type, *watch_type, *copied_type,
+extern PyTypeObject *admission_state_type, *communicator_state_type, *channel_state_type, *program_type, *run_type, *slot_call_type, *begun_type, *tally_type, *watch_type, *copied_type,
     *count_type, *end_type;
 
 PyObject *run_slots(PyObject *slot_call, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout);

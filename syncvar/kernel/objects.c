@@ -107,8 +107,11 @@ int is_unlocked(PyObject *lock) {
     return locked == Py_False;
 }
 
-/* Return whether no refusal is known, and nobody else is at what a lock guards. */
-int is_free(PyObject *engine, PyObject *lock) { return is_true(engine, name_is_quiet) && is_unlocked(lock); }
+/* Return whether no refusal of calls is known, and no writes are queued. */
+int is_quiet(PyObject *engine) { return PyObject_TypeCheck(engine, admission_state_type) && ((AdmissionState *)engine)->is_quiet; }
+
+/* Return whether a call may begin, and nobody else is at what a lock guards. */
+int is_free(PyObject *engine, PyObject *lock) { return is_quiet(engine) && is_unlocked(lock); }
 
 /* Take a lock if nobody has it: 1; 0 where somebody has; -1 with an error. */
 int try_acquire(PyObject *lock) {
@@ -143,6 +146,31 @@ int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
     Py_XDECREF(added);
     return added == NULL ? -1 : 0;
 }
+
+/* -- what every call reads of others -------------------------------------------------------------------------------- */
+
+PyTypeObject *admission_state_type, *communicator_state_type;
+
+static PyMemberDef admission_state_members[] = {{"is_quiet", T_BOOL, offsetof(AdmissionState, is_quiet), 0, NULL}, {NULL}};
+
+static PyMemberDef communicator_state_members[] = {{"next_call", T_LONGLONG, offsetof(CommunicatorState, next_call), 0, NULL}, {NULL}};
+
+static PyType_Slot admission_state_slots[] = {
+    {Py_tp_members, admission_state_members},
+    {Py_tp_dealloc, dealloc_object},
+    {Py_tp_doc, "Whether nothing is known that would refuse a call, or go before it."},
+    {0, NULL},
+};
+
+static PyType_Slot communicator_state_slots[] = {
+    {Py_tp_members, communicator_state_members},
+    {Py_tp_dealloc, dealloc_object},
+    {Py_tp_doc, "The number of a group's next call."},
+    {0, NULL},
+};
+
+PyType_Spec admission_state_spec = TYPE_OF(AdmissionState, Py_TPFLAGS_BASETYPE, admission_state_slots);
+PyType_Spec communicator_state_spec = TYPE_OF(CommunicatorState, Py_TPFLAGS_BASETYPE, communicator_state_slots);
 
 /* -- numbers and shapes -------------------------------------------------------------------------------------------- */
 

@@ -110,12 +110,8 @@ int may_begin(const SlotCall *self) {
 
 /* Take the number of the next call; -1 with an error. */
 long long take_number(const SlotCall *self, PyObject **number) {
-    *number = PyObject_GetAttr(self->communicator, name_next_call);
-    const long long call = *number == NULL ? -1 : PyLong_AsLongLong(*number);
-    PyObject *following = call < 0 ? NULL : PyLong_FromLongLong(call + 1);
-    const int done = following == NULL ? -1 : PyObject_SetAttr(self->communicator, name_next_call, following);
-    Py_XDECREF(following);
-    return done < 0 ? -1 : call;
+    *number = PyLong_FromLongLong(self->communicator->next_call);
+    return *number == NULL ? -1 : self->communicator->next_call++;
 }
 
 /* Publish phase 0 of a call, on the side that has been chosen. */

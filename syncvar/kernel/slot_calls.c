@@ -116,6 +116,7 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->reads = reads;
     self->is_long = self->crowd != Py_None;
     if (!PyObject_TypeCheck((PyObject *)self->channel, channel_state_type) || !self->channel->is_bound ||
+        !PyObject_TypeCheck((PyObject *)self->communicator, communicator_state_type) ||
         !PyList_Check(self->begun))
         goto wrong;
     if (!read_form(dtypes[0], shapes[0], &self->brought) || !read_form(dtypes[1], shapes[1], &self->made)) goto failed;

@@ -14,7 +14,7 @@ from syncvar.arena.box import ATTENDED, FILLED, NEWS, RING, USED, Form, Inbox, O
 from syncvar.arena.boxes import Boxes
 from syncvar.config import RuntimeConfig
 from syncvar.joining.process import current
-from syncvar.kernel import Count, message_end
+from syncvar.kernel import AdmissionState, Count, message_end
 
 pytestmark = pytest.mark.needs_kernel
 
@@ -57,9 +57,11 @@ class End:
         self.added, self.handed = [], []
         self.busy, self.lock = threading.Lock(), threading.Lock()
         self.count = Count(IDENTITY, CALL)
+        self.engine = AdmissionState()
+        self.engine.is_quiet = True
         self.native = message_end(
             pair.memory, BOX, BOX + 256, RING_BYTES, RING_BYTES // 2, 65536, ABORT_AT, IDENTITY, 400, False, int(patience_s * 1e9),
-            count=self.count, engine=SimpleNamespace(is_quiet=True), context=SimpleNamespace(uneven=None), add=self.added.append,
+            count=self.count, engine=self.engine, context=SimpleNamespace(uneven=None), add=self.added.append,
             go_on=self._go_on, busy=self.busy, box=self.lock, kept={}, shared=[],
         )  # fmt: skip
         self.native.remember(x.dtype, x.shape, what_of(1, 7, x.ndim), "told")
