@@ -86,7 +86,7 @@ _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
 # Words of an entry.
 CHECK, PHASE, DONE, TARGET = 1, 3, 4, 5  # the checks of both sides, the phase, the last phase of the call before, both sides' targets
 SOURCE, _GROUP, SMALL, SEGMENTS, _CLOSED = 8, 12, 13, 14, 15
-_LOOKS_ALONE, _LOOKS_SHARED = 400, 8  # of the C runner: about 15 us with a core for each rank; then it yields, or Python goes on
+_LOOKS_ALONE, _LOOKS_SHARED = 400, 8  # of the C runner: about 15 us where there may be a core for each rank; then it yields, or Python goes on
 _PROCESS, _ADDRESS, _NUMBER = 1, 2, 3  # of the table: where others can try to read this process's memory
 _RUNNER = 4  # of the table: 1 where programs run in C
 NATIVE_RANKS_MAX = 64
@@ -167,7 +167,7 @@ class Channels:
         others = [self.arena.table(region) // 8 for region in regions if region != self.arena.local_rank]
         if any(self.words[table + _PROCESS] == own != 0 for table in others):
             return 0, False
-        return _LOOKS_SHARED if self.shares_cores else _LOOKS_ALONE, self.shares_cores
+        return _LOOKS_SHARED if len(others) >= self.arena.usable_cores else _LOOKS_ALONE, self.shares_cores
 
     def regions_of(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the regions of ranks of the world that share this arena."""

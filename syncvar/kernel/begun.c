@@ -29,7 +29,7 @@ int end_begun(PyObject *object, int64_t patience_ns) {
     if (self->state == ENDED) return 1;
     if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
     SlotCall *call = self->call;
-    if (patience_ns == 0 && call->channel->shares_cores) patience_ns = YIELD_NS;
+    if (patience_ns == 0 && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
     if (!fits(&call->made, call->array_type, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0; /* any more */
     if (!all_agree(call, self->check, patience_ns)) return 0;
     finish(call, (int)call->channel->side, NULL, ((Array *)self->made)->data);

@@ -1,8 +1,6 @@
 /* How a rank waits for the others of its group, and what both runners know of a channel. */
 #include "native.h"
 
-#define LOOKS_AGAIN 8 /* between two times that a rank gives way */
-
 PyTypeObject *channel_state_type;
 
 static PyMemberDef channel_state_members[] = {
@@ -23,25 +21,28 @@ static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long
 }
 
 /* Wait a short while until all others have published what is needed; with a patience below 0, only look. */
-int have_come(const ChannelState *channel, long long need, int64_t patience_ns) {
+int have_come(ChannelState *channel, long long need, int64_t patience_ns) {
     int64_t until = 0;
+    int looks = 0, most = -1;
     for (int other = 0; other < channel->size - 1; other++) {
         const Py_ssize_t place = channel->others[other];
-        int looks = 0;
         while (!is_at(channel, place, need)) {
             if (patience_ns < 0) return 0;
-            if (++looks <= channel->looks) {
+            if (most < 0) most = looks_of(&channel->patience);
+            if (++looks <= most) {
                 RELAX();
                 continue;
             }
+            if (until == 0) has_looked(&channel->patience, most, 0);
             if (seen(channel->words + channel->abort_at)) return 0;
             const int64_t now = now_ns();
             if (until == 0) until = now + patience_ns;
             if (now >= until) return 0;
-            looks = channel->looks - LOOKS_AGAIN;
-            if (patience_ns > YIELD_NS || channel->shares_cores) sched_yield();
+            looks = most - LOOKS_SHORT;
+            if (patience_ns > YIELD_NS || channel->patience.shares_cores) sched_yield();
         }
     }
+    if (most >= 0 && until == 0) has_looked(&channel->patience, most, 1);
     return 1;
 }
 
@@ -57,7 +58,7 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     }
     if (!PyArg_ParseTuple(
             arguments, "OnOOOOiiiO", &memory, &self->entry, &fields, &others, &slots, &sizes, &self->rank,
-            &self->shares_cores, &self->looks, &processes
+            &self->patience.shares_cores, &self->patience.looks, &processes
         ) ||
         read_numbers(fields, places, 7) != 7 || read_numbers(sizes, lengths, 3) != 3)
         return NULL;

@@ -137,8 +137,8 @@ static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     self->eager_bytes = eager_bytes;
     self->identity = identity;
     self->used = seen(self->words + USED);
-    self->looks = looks;
-    self->shares_cores = shares_cores;
+    self->patience.looks = looks;
+    self->patience.shares_cores = shares_cores;
     self->patience_ns = patience_ns;
     return (PyObject *)self;
 failed:

@@ -124,14 +124,20 @@ static PyObject *go_on(const End *self, PyObject *array, long long call, int64_t
 }
 
 /* Look until a word is at least so far, for a while, without the interpreter's lock; return where it is then. */
-static uint64_t wait_long(const End *self, const uint64_t *word, uint64_t need) {
+static uint64_t wait_long(End *self, const uint64_t *word, uint64_t need) {
     int64_t until = 0;
+    int most = looks_of(&self->patience);
     uint64_t value = 0;
     while (1) {
-        for (int looks = 0; looks <= self->looks; looks++) {
-            if ((value = seen(word)) >= need) return value;
+        for (int looks = 0; looks <= most; looks++) {
+            if ((value = seen(word)) >= need) {
+                if (until == 0) has_looked(&self->patience, most, 1);
+                return value;
+            }
             RELAX();
         }
+        if (until == 0) has_looked(&self->patience, most, 0);
+        if (most > LOOKS_SHORT && self->patience.shares_cores) most = LOOKS_SHORT;
         const int64_t now = now_ns();
         if (until == 0) until = now + self->patience_ns;
         if (now >= until || seen(self->abort)) return value;
@@ -163,7 +169,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     const uint64_t length = in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3)), before = number - PLACES;
     if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 && words[GIVEN_UP + before % PLACES] != before)
         Py_RETURN_FALSE;
-    if (self->looks == 0 || sort->form.nbytes > LONG_BYTES || PyList_Size(self->shared) || !has_room(self, length, &gap)) Py_RETURN_FALSE;
+    if (self->patience.looks == 0 || sort->form.nbytes > LONG_BYTES || PyList_Size(self->shared) || !has_room(self, length, &gap)) Py_RETURN_FALSE;
     Count *count = self->count;
     const long long call = count->number;
     if (!hold(self)) Py_RETURN_FALSE;
@@ -219,27 +225,30 @@ PyObject *send_now(PyObject *object, PyObject *x) {
 /* -- receiving ----------------------------------------------------------------------------------------------------- */
 
 /* Wait a short while until FILLED is at least so far; return where it is then. */
-static uint64_t wait_for(const End *self, uint64_t need) {
+static uint64_t wait_for(End *self, uint64_t need) {
     int64_t until = 0;
-    int looks = 0;
+    int looks = 0, most = -1;
     uint64_t filled;
     while ((filled = seen(self->words + FILLED)) < need) {
-        if (++looks <= self->looks) {
+        if (most < 0) most = looks_of(&self->patience);
+        if (++looks <= most) {
             RELAX();
             continue;
         }
-        if (!self->shares_cores || seen(self->abort)) break;
+        if (until == 0) has_looked(&self->patience, most, 0);
+        if (!self->patience.shares_cores || seen(self->abort)) break;
         const int64_t now = now_ns();
         if (until == 0) until = now + YIELD_NS;
         if (now >= until) break;
-        looks = 0;
+        looks = most - LOOKS_SHORT;
         sched_yield();
     }
+    if (most >= 0 && until == 0 && filled >= need) has_looked(&self->patience, most, 1);
     return filled;
 }
 
 /* Copy the bytes of an entry as they come; return whether all have. */
-static int take(const End *self, uint64_t used, const Sort *sort, char *target) {
+static int take(End *self, uint64_t used, const Sort *sort, char *target) {
     const uint64_t at = data_at(sort->form.ndim, sort->form.nbytes), length = in_lines(at + sort->form.nbytes);
     const char *start = self->ring + used % self->ring_bytes + at;
     uint64_t done = 0;
@@ -254,7 +263,7 @@ static int take(const End *self, uint64_t used, const Sort *sort, char *target) 
 }
 
 /* Take the parts of a long message as they come; return how many bytes have. */
-static uint64_t take_parts(const End *self, uint64_t call, char *target, uint64_t nbytes) {
+static uint64_t take_parts(End *self, uint64_t call, char *target, uint64_t nbytes) {
     uint64_t done = 0, used = self->words[USED];
     while (done < nbytes) {
         const uint64_t there = wait_long(self, self->words + FILLED, used + 1) - used;
@@ -281,7 +290,7 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
     const uint64_t used = words[USED], *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
     const uint64_t number = entry[SHAPE + sort->form.ndim + 2];
     Count *count = self->count;
-    if (self->looks == 0 || sort->form.nbytes > LONG_BYTES || number == 0 || seen(words + ATTENDED) != number) Py_RETURN_NONE;
+    if (self->patience.looks == 0 || sort->form.nbytes > LONG_BYTES || number == 0 || seen(words + ATTENDED) != number) Py_RETURN_NONE;
     if (!hold(self)) Py_RETURN_NONE;
     count->number = call + 1;
     store(words + USED, used + entry[LENGTH]);

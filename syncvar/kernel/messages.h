@@ -38,7 +38,7 @@ typedef struct {
     char *ring;
     uint64_t ring_bytes, entry_bytes_max, eager_bytes, identity, used; /* as far as it has been looked at */
     uint64_t *abort;
-    int looks, shares_cores;
+    Patience patience;
     Stores stores;
     int64_t patience_ns; /* so long it waits in a long message without the lock, before the engine goes on */
     Sort sorts[SORTS];

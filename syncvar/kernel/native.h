@@ -171,6 +171,31 @@ void fold_terms(const Arithmetic *how, const char *const *terms, int count, char
 void widen(int half, const char *terms, float *out, Py_ssize_t count);
 void round_all(int half, const float *wide, char *made, Py_ssize_t count);
 
+/* -- waiting ------------------------------------------------------------------------------------------------------- */
+
+#define LOOKS_SHORT 8 /* of who shares its core with those that it waits for, and between two times that it gives way */
+
+/* How often a rank looks for others before it gives way. Where ranks share cores, those of other cores that run at the same time
+ * answer within a few looks, and keep both cores; those of its own core never do. So a rank looks long as long as that pays, and
+ * now and then to learn whether it does again. */
+typedef struct {
+    int looks, shares_cores, missed, waits; /* long looks that were for nothing, the last ones; waits without a long look */
+} Patience;
+
+#define MISSED_MOST 3
+#define SHORT_WAITS 128
+
+static inline int looks_of(Patience *patience) {
+    if (patience->looks <= LOOKS_SHORT || !patience->shares_cores || patience->missed < MISSED_MOST) return patience->looks;
+    if (++patience->waits < SHORT_WAITS) return LOOKS_SHORT;
+    patience->waits = 0;
+    return patience->looks;
+}
+
+static inline void has_looked(Patience *patience, int looks, int have_come) {
+    if (looks > LOOKS_SHORT) patience->missed = have_come ? 0 : patience->missed + (patience->missed < MISSED_MOST);
+}
+
 /* -- what a channel knows: of its own progress, and where all ranks' words and slots are --------------------------- */
 
 typedef struct {
@@ -182,7 +207,8 @@ typedef struct {
         segment_bytes, part_bytes;
     Py_ssize_t others[RANKS_MAX], slots[RANKS_MAX];
     Py_ssize_t processes[RANKS_MAX]; /* whose memory can be read; 0 where it cannot */
-    int size, rank, shares_cores, looks, turn; /* of the slots that take turns, the last one */
+    int size, rank, turn; /* of the slots that take turns, the last one */
+    Patience patience;
     Stores stores;
     PyObject *begun; /* the call that waits to be ended, see begun.c; it takes itself out when it goes */
 } ChannelState;
@@ -195,7 +221,7 @@ static inline Py_ssize_t entry_of(const ChannelState *channel, int rank) {
                                  : channel->others[(rank - channel->rank + channel->size) % channel->size - 1];
 }
 
-int have_come(const ChannelState *channel, long long need, int64_t patience_ns);
+int have_come(ChannelState *channel, long long need, int64_t patience_ns);
 
 /* -- programs ------------------------------------------------------------------------------------------------------ */
 

@@ -135,7 +135,7 @@ void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t
 /* Wait for phase 0 of the others; return whether they have said the same. Who has not been given up a call says it on
  * the same side. */
 int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
-    const ChannelState *channel = self->channel;
+    ChannelState *channel = self->channel;
     int agree = have_come(channel, channel->last, patience_ns);
     for (int other = 0; agree && other < channel->size - 1; other++)
         agree = seen(channel->words + channel->others[other] + channel->check_at + (int)channel->side) == check;
@@ -168,7 +168,7 @@ static int run_small(SlotCall *self, long long call, uint64_t digest, const char
     const uint64_t told = put_own(self, side, x);
     const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     publish_call(self, call, check, plain, told);
-    if (!all_agree(self, check, channel->shares_cores ? YIELD_NS : 0)) return 0;
+    if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return 0;
     finish(self, side, x, made);
     return 1;
 }
