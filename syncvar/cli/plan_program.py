@@ -72,6 +72,6 @@ def _move(collective: str, rank: int, size: int, count: int, itemsize: int, root
     )
     if fits_slots(count * itemsize * most, are_native=True):
         return ", side by side", lower_move(move, Way.SLOTS)
-    if not move.folds and is_worth_reading(count * itemsize, are_native=True):
+    if not move.folds and is_worth_reading(count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True):
         return ", of blocks that are read where they lie", lower_move(move, Way.LYING)
     return ", of ordinary arrays, with the C kernel", lower_move(move, Way.CELLS)

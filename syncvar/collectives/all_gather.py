@@ -234,7 +234,7 @@ def _layout(array: NDArray[Any], axis: int, size: int, rank: int, root: int | No
     """Return how arrays are moved where all ranks bring one of this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
     takes = tuple(((rank + distance) % size, 0) for distance in range(1, size)) if root in (None, rank) else ()
-    return Layout(detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes)
+    return Layout(detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes, most_takes=size - 1)
 
 
 def gathered_blocks(array: NDArray[Any], out: Any, size: int, rank: int, root: int | None = None) -> Blocks:

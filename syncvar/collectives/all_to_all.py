@@ -183,7 +183,7 @@ def _checked_outs(out: Any, communicator: Communicator, mine: list[NDArray[Any]]
 def _layout(dtype: np.dtype[Any], shape: tuple[int, ...], size: int, rank: int) -> Layout:
     """Return how parts are moved where those of all ranks have this shape and dtype."""
     takes = tuple((peer, place_of(peer, rank)) for peer in ((rank + distance) % size for distance in range(1, size)))
-    return Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes)
+    return Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1)
 
 
 def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int) -> Blocks | None:

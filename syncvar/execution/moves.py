@@ -48,7 +48,7 @@ _LAG = 16  # with two ranks: 32 KiB in each
 _WIDE_LAG = 4  # with more, which may share cores: they give way to each other less often
 _PLAIN_LAG = 2  # where a runner is Python, whose steps take longer
 _NATIVE_SLOT_BYTES = 8 << 10  # up to these small slots are faster where programs run in C
-_READ_BYTES = 4 << 20  # from this on a block is read where it lies faster than it goes by cells
+_READ_BYTES = 4 << 20  # from this on a block is read where it lies faster than it goes by cells, one for each rank
 
 NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 """What a rank ends with that gets nothing, as `Blocks.made`."""
@@ -86,9 +86,20 @@ def fits_slots(nbytes: int, *, are_native: bool) -> bool:
     return nbytes <= (_NATIVE_SLOT_BYTES if are_native else SMALL_BYTES)
 
 
-def is_worth_reading(nbytes: int, *, are_native: bool) -> bool:
-    """Return whether a block of so many bytes is better read in the memory of its rank than sent by way of cells."""
-    return not are_native or nbytes >= _READ_BYTES
+def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) -> bool:
+    """Return whether a block of so many bytes is better read in the memory of its rank than sent by way of cells.
+
+    A rank that puts several blocks does by cells what all others do at once when they read; one that takes several reads alone what
+    by cells the others bring.
+
+    Args:
+        nbytes: Of each block.
+        puts: Largest number of blocks that a rank of the group puts.
+        takes: Largest number of blocks that a rank of the group takes.
+        are_native: Programs run in C on all ranks.
+    """
+    least = _READ_BYTES // 8 if puts > 1 else 4 * _READ_BYTES if takes > 1 else _READ_BYTES
+    return not are_native or nbytes >= least
 
 
 class Layout(NamedTuple):
@@ -102,6 +113,7 @@ class Layout(NamedTuple):
         blocks: Largest number of blocks that a rank of the group puts.
         takes: (peer, which of its blocks) for each block to take; with `fold` in the order of ranks.
         fold: How what comes in is combined; None for calls that only move.
+        most_takes: Largest number of blocks that a rank of the group takes.
     """
 
     detail: int | None
@@ -110,6 +122,7 @@ class Layout(NamedTuple):
     blocks: int = 0
     takes: tuple[tuple[int, int], ...] = ()
     fold: Fold | None = None
+    most_takes: int = 1
 
     @property
     def elements(self) -> int:
@@ -129,7 +142,7 @@ class Layout(NamedTuple):
         """Return whether long blocks are read in the memory of their ranks."""
         if channel.reach is None or self.fold is not None:
             return False
-        return is_worth_reading(self.elements * self.dtype.itemsize, are_native=channel.are_native)
+        return is_worth_reading(self.elements * self.dtype.itemsize, self.blocks, self.most_takes, are_native=channel.are_native)
 
     @property
     def arithmetic(self) -> Arithmetic:
