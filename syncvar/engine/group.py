@@ -20,7 +20,7 @@ from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
 from syncvar.errors import ConfigError, InternalError, MismatchError, UsageError
 from syncvar.execution.kernels import quiet
-from syncvar.kernel import CommunicatorState
+from syncvar.kernel import CommunicatorState, note_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -259,6 +259,7 @@ class Communicator(CommunicatorState):
         """Change places with another communicator: whoever has this one makes the other's calls from now on."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
         self.next_call, other.next_call = other.next_call, self.next_call
+        note_change()
         for one in (self, other):
             if one.engine is not None and one.channel is not None:
                 one.engine.count_by(one)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.kernel import entrance, message_door
+from syncvar.kernel import entrance, message_door, note_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -40,6 +40,10 @@ class _State:
         self.hooked = False
         self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
         self.joiners: list[Callable[[Context], None]] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        note_change()
 
 
 _state = _State()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "look", "message_door", "message_end",
-    "program", "read",
+    "note_change", "program", "read",
     "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
 ]  # fmt: skip
 
@@ -41,7 +41,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 14  # as in native.c
+_FORM = 15  # as in native.c
 
 
 def _differs(native: Any) -> str:
@@ -421,6 +421,12 @@ def entrance(
         positions, function=function, state=state, array_type=np.ndarray, as_array=np.asarray if takes_numbers else None, nothing=nothing, second=name, usual=usual,
         home=_HOME,
     )  # fmt: skip
+
+
+def note_change() -> None:
+    """Let entrances look again of which group calls are that name none: the process's job, what threads have, or a group is another."""
+    if _native is not None:
+        _native.note_change()
 
 
 def remember(function: Any, second: Any, call: Any, prepared_calls: Any) -> None:

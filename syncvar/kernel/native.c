@@ -1,7 +1,7 @@
 /* The module: what it tells of itself, and its types. */
 #include "native.h"
 
-#define FORM 14 /* of what Python and this module tell each other; as in __init__.py */
+#define FORM 15 /* of what Python and this module tell each other; as in __init__.py */
 
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
 static PyObject *describe(PyObject *module, PyObject *value) {
@@ -50,6 +50,7 @@ static PyMethodDef functions[] = {
      "Return (address, shape, dtype, flags) of an array, as this module reads its memory."},
     {"combine_once", combine_once, METH_VARARGS,
      "Combine two flat arrays into a third one by the loop of a ufunc; False where it has none."},
+    {"note_change", note_change, METH_NOARGS, "Let entrances look again of which group calls are that name none."},
     {"copy_once", copy_once, METH_VARARGS,
      "Copy so many bytes of an array into another one, as to memory that others read; past the caches where that is asked for."},
     {NULL},

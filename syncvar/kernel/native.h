@@ -282,6 +282,7 @@ extern PyType_Spec admission_state_spec, communicator_state_spec, channel_state_
 extern PyTypeObject *admission_state_type, *communicator_state_type, *channel_state_type, *program_type, *run_type, *slot_call_type, *begun_type, *tally_type, *watch_type, *copied_type,
     *count_type, *end_type;
 
+PyObject *note_change(PyObject *module, PyObject *unused);
 PyObject *run_slots(PyObject *slot_call, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout);
 
 /* -- variables ----------------------------------------------------------------------------------------------------- */
