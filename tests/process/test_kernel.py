@@ -284,6 +284,53 @@ def test_calls_of_groups_and_of_many_forms_are_entered_in_c(launch):
         assert len(event["calls"]) < 40, "of 20 * 5 and 119 calls so many went Python's way, more than after slow peers"
 
 
+CHANGES = """
+import numpy as np
+import syncvar as sv
+from probe import note
+
+x, sums = np.ones(3), []
+
+def call(times=5):
+    for turn in range(times):
+        made = sv.all_reduce(x)
+    sums.append(made[0])
+
+call()
+with sv.uneven():  # rank 0 leaves the block first: the others' calls are of a smaller group
+    for turn in range(4 + 3 * sv.rank()):
+        sv.all_reduce(x)
+    sums.append(sv.all_reduce(x)[0] if sv.rank() else 0.0)
+call()
+pair = sv.new_group([0, 2])
+if sv.rank() != 1:
+    sums.append(sv.all_reduce(x, group=pair)[0])
+call()
+sv.shutdown()
+sv.init()
+call()
+try:
+    if sv.rank() != 1:
+        sv.all_reduce(x, group=pair)
+    refused = sv.rank() == 1
+except sv.UsageError:
+    refused = True
+call()
+note("changes", sums=sums, refused=refused)
+"""
+
+
+@pytest.mark.needs_kernel
+def test_calls_are_of_the_job_and_group_that_there_are_now(launch):
+    job = launch(CHANGES, workers=3, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait(60) == 0, str(job)
+    found = {event["rank"]: event for event in job.events("changes")}
+    assert [found[rank]["sums"] for rank in range(3)] == [
+        [3.0, 0.0, 3.0, 2.0, 3.0, 3.0, 3.0], [3.0, 2.0, 3.0, 3.0, 3.0, 3.0], [3.0, 1.0, 3.0, 2.0, 3.0, 3.0, 3.0]
+    ], str(job)  # fmt: skip
+    assert all(event["refused"] for event in found.values())
+
+
 @pytest.mark.needs_kernel
 def test_entrances_are_like_the_functions_they_stand_for():
     import inspect
