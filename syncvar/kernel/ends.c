@@ -194,44 +194,43 @@ static int is_current(const Door *self, const End *end) {
 }
 
 /* Return what the end makes of a call; None or False where the function has to make it, NULL for an error. */
-static PyObject *through_end(Door *self, PyObject *arguments, PyObject *keywords) {
-    const Py_ssize_t positions = self->is_sending ? 2 : 1;
-    PyObject *out = Py_None, *name, *value;
+static PyObject *through_end(Door *self, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
+    const Py_ssize_t positions = self->is_sending ? 2 : 1, named = names == NULL ? 0 : PyTuple_Size(names);
+    PyObject *out = Py_None;
     long long tag = 0;
-    if (PyTuple_Size(arguments) != positions) Py_RETURN_NONE;
-    if (keywords != NULL) {
-        Py_ssize_t place = 0;
-        while (PyDict_Next(keywords, &place, &name, &value)) {
-            if (name == name_tag)
-                tag = plain_number(value);
-            else if (name == name_out && !self->is_sending)
-                out = value;
-            else
-                Py_RETURN_NONE;
-        }
+    if (given != positions) Py_RETURN_NONE;
+    for (Py_ssize_t place = 0; place < named; place++) {
+        PyObject *name = PyTuple_GetItem(names, place), *value = arguments[given + place];
+        if (name == name_tag)
+            tag = plain_number(value);
+        else if (name == name_out && !self->is_sending)
+            out = value;
+        else
+            Py_RETURN_NONE;
     }
-    const long long peer = plain_number(PyTuple_GetItem(arguments, positions - 1));
+    const long long peer = plain_number(arguments[positions - 1]);
     if (peer < 0 || tag < 0) Py_RETURN_NONE;
     const unsigned place = place_of(peer, tag);
     End *end = self->ends[place].end;
     if (end == NULL || self->ends[place].peer != peer || self->ends[place].tag != tag) Py_RETURN_NONE;
     if (!is_current(self, end)) Py_RETURN_NONE;
     Py_INCREF((PyObject *)end);
-    PyObject *made = self->is_sending ? send_now((PyObject *)end, PyTuple_GetItem(arguments, 0)) : receive_now((PyObject *)end, out);
+    PyObject *made = self->is_sending ? send_now((PyObject *)end, arguments[0]) : receive_now((PyObject *)end, out);
     Py_DECREF((PyObject *)end);
     return made;
 }
 
-static PyObject *door_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+static PyObject *door_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
     Door *self = (Door *)object;
-    PyObject *made = through_end(self, arguments, keywords);
+    const Py_ssize_t given = GIVEN(flagged);
+    PyObject *made = through_end(self, arguments, given, names);
     if (made == Py_True) {
         Py_DECREF(made);
         Py_RETURN_NONE;
     }
     if (made != Py_None && made != Py_False) return made;
     Py_DECREF(made);
-    return PyObject_Call(self->face.function, arguments, keywords);
+    return call_function(&self->face, arguments, given, names);
 }
 
 /* remember(end, peer, tag): messages of the world with this peer and tag come and go here. */
@@ -256,7 +255,9 @@ static PyObject *door_new(PyTypeObject *type, PyObject *arguments, PyObject *key
     int is_sending;
     if (!PyArg_ParseTuple(arguments, "p", &is_sending)) return NULL;
     Door *self = new_holding(type, keywords);
-    if (self != NULL) self->is_sending = is_sending;
+    if (self == NULL) return NULL;
+    self->is_sending = is_sending;
+    self->face.vectorcall = door_call;
     return (PyObject *)self;
 }
 
@@ -266,11 +267,10 @@ static PyMethodDef door_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef door_members[] = {HOLDS(Door, face.function, "function"), HOLDS(Door, face.state, "state"), {NULL}};
+static PyMemberDef door_members[] = {HOLDS(Door, face.function, "function"), HOLDS(Door, face.state, "state"), CALLED_BY(Door), {NULL}};
 
 static PyType_Slot door_slots[] = {
     {Py_tp_new, door_new},
-    {Py_tp_call, door_call},
     {Py_tp_members, door_members},
     {Py_tp_methods, door_methods},
     HOLDING,
@@ -279,4 +279,4 @@ static PyType_Slot door_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec door_spec = TYPE_OF(Door, Py_TPFLAGS_HAVE_GC, door_slots);
+PyType_Spec door_spec = TYPE_OF(Door, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, door_slots);

@@ -111,30 +111,26 @@ static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *arra
 }
 
 /* Run a call that has been remembered; NULL without an error where the function itself has to be called. */
-static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *keywords) {
-    const Py_ssize_t given = PyTuple_Size(arguments);
-    PyObject *x = given > 0 ? PyTuple_GetItem(arguments, 0) : self->nothing,
-             *op = given > 1 ? PyTuple_GetItem(arguments, 1) : self->usual;
+static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
+    PyObject *x = given > 0 ? arguments[0] : self->nothing, *op = given > 1 ? arguments[1] : self->usual;
     PyObject *out = Py_None, *timeout = Py_None, *group = Py_None;
     int later = 0;
     if (given > self->positions || (given == 0) != (self->nothing != Py_None)) return NULL;
-    if (keywords != NULL) {
-        PyObject *name, *value;
-        Py_ssize_t place = 0;
-        while (PyDict_Next(keywords, &place, &name, &value)) {
-            if (name == name_out && given > 0)
-                out = value;
-            else if (name == self->second && given == 1)
-                op = value;
-            else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0)))
-                timeout = value;
-            else if (name == name_group)
-                group = value;
-            else if (name == name_async_op && PyBool_Check(value) && given > 0)
-                later = value == Py_True;
-            else
-                return NULL;
-        }
+    const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
+    for (Py_ssize_t place = 0; place < named; place++) {
+        PyObject *name = PyTuple_GetItem(names, place), *value = arguments[given + place];
+        if (name == name_out && given > 0)
+            out = value;
+        else if (name == self->second && given == 1)
+            op = value;
+        else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0)))
+            timeout = value;
+        else if (name == name_group)
+            group = value;
+        else if (name == name_async_op && PyBool_Check(value) && given > 0)
+            later = value == Py_True;
+        else
+            return NULL;
     }
     const int brings = x != Py_None || out == Py_None;
     PyObject *array;
@@ -166,10 +162,11 @@ static PyObject *run_remembered(Entrance *self, PyObject *arguments, PyObject *k
     return result;
 }
 
-static PyObject *entrance_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
     Entrance *self = (Entrance *)object;
-    PyObject *result = run_remembered(self, arguments, keywords);
-    return result != NULL || PyErr_Occurred() ? result : PyObject_Call(self->face.function, arguments, keywords);
+    const Py_ssize_t given = GIVEN(flagged);
+    PyObject *result = run_remembered(self, arguments, given, names);
+    return result != NULL || PyErr_Occurred() ? result : call_function(&self->face, arguments, given, names);
 }
 
 /* Remember a prepared call: remember(op, call, prepared_calls). */
@@ -197,7 +194,9 @@ static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject 
     int positions;
     if (!PyArg_ParseTuple(arguments, "i", &positions)) return NULL;
     Entrance *self = new_holding(type, keywords);
-    if (self != NULL) self->positions = positions;
+    if (self == NULL) return NULL;
+    self->positions = positions;
+    self->face.vectorcall = entrance_call;
     return (PyObject *)self;
 }
 
@@ -205,7 +204,7 @@ static PyMemberDef entrance_members[] = {
     HOLDS(Entrance, face.function, "function"), HOLDS(Entrance, face.state, "state"),
     HOLDS(Entrance, array_type, "array_type"), HOLDS(Entrance, as_array, "as_array"),
     HOLDS(Entrance, nothing, "nothing"), HOLDS(Entrance, second, "second"), HOLDS(Entrance, usual, "usual"),
-    HOLDS(Entrance, home, "home"), {NULL},
+    HOLDS(Entrance, home, "home"), CALLED_BY(Entrance), {NULL},
 };
 
 static PyMethodDef entrance_methods[] = {
@@ -216,7 +215,6 @@ static PyMethodDef entrance_methods[] = {
 
 static PyType_Slot entrance_slots[] = {
     {Py_tp_new, entrance_new},
-    {Py_tp_call, entrance_call},
     {Py_tp_members, entrance_members},
     HOLDING,
     FACE,
@@ -226,4 +224,4 @@ static PyType_Slot entrance_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec entrance_spec = TYPE_OF(Entrance, Py_TPFLAGS_HAVE_GC, entrance_slots);
+PyType_Spec entrance_spec = TYPE_OF(Entrance, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, entrance_slots);

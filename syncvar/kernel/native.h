@@ -74,16 +74,28 @@ typedef struct {
     PyObject_HEAD long long next_call;
 } CommunicatorState;
 
+/* How callables are called without a tuple and a dict for their arguments (PEP 590). The limited API has it from 3.12 on; 3.11 has
+ * it in the same place. */
+typedef PyObject *(*Vectorcall)(PyObject *callable, PyObject *const *arguments, size_t given, PyObject *names);
+#define HAS_VECTORCALL (1UL << 11)
+#define GIVEN(FLAGGED) ((Py_ssize_t)((FLAGGED) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
+
 /* An object that stands for a public function. */
 typedef struct {
     PyObject_HEAD PyObject *function, *state;
+    Vectorcall vectorcall;
 } Face;
+
+#define CALLED_BY(TYPE) {"__vectorcalloffset__", T_PYSSIZET, offsetof(TYPE, face.vectorcall), READONLY, NULL}
+
+PyObject *face_call(PyObject *object, PyObject *arguments, PyObject *keywords);
+PyObject *call_function(const Face *face, PyObject *const *arguments, Py_ssize_t given, PyObject *names);
 
 PyObject *face_getattr(PyObject *object, PyObject *name);
 PyObject *face_repr(PyObject *object);
 PyObject *face_reduce(PyObject *object, PyObject *unused);
 #define FACE_METHODS {"__reduce__", face_reduce, METH_NOARGS, "Functions are pickled by name."}
-#define FACE {Py_tp_getattro, face_getattr}, {Py_tp_repr, face_repr}
+#define FACE {Py_tp_call, face_call}, {Py_tp_getattro, face_getattr}, {Py_tp_repr, face_repr}
 
 /* -- arrays -------------------------------------------------------------------------------------------------------- */
 
