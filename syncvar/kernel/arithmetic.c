@@ -150,6 +150,41 @@ void round_all(int half, const float *wide, char *made, Py_ssize_t count) {
         (has_f16c() ? round_by_eight : round_plainly)(wide, out, count);
 }
 
+/* -- sums of four -------------------------------------------------------------------------------------------------- */
+
+/* Add four terms by the tree, without writing what is between; `out` may be one of them. Which NaN is kept of several is not said
+ * of more than two ranks. */
+#define SUM_OF_FOUR(TYPE, BYTES)                                                                                       \
+    (const char *const *terms, char *out, Py_ssize_t nbytes) {                                                         \
+        typedef TYPE Vector __attribute__((vector_size(BYTES), aligned(sizeof(TYPE)), may_alias));                     \
+        typedef TYPE One __attribute__((may_alias));                                                                   \
+        Py_ssize_t done = 0;                                                                                           \
+        for (; done + (BYTES) <= nbytes; done += (BYTES))                                                              \
+            *(Vector *)(out + done) = (*(const Vector *)(terms[0] + done) + *(const Vector *)(terms[1] + done)) +      \
+                                      (*(const Vector *)(terms[2] + done) + *(const Vector *)(terms[3] + done));       \
+        for (; done < nbytes; done += sizeof(TYPE))                                                                    \
+            *(One *)(out + done) = (*(const One *)(terms[0] + done) + *(const One *)(terms[1] + done)) +               \
+                                   (*(const One *)(terms[2] + done) + *(const One *)(terms[3] + done));                \
+    }
+
+static void four_floats_by_16 SUM_OF_FOUR(float, 16)
+static void four_doubles_by_16 SUM_OF_FOUR(double, 16)
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void four_floats_by_32 SUM_OF_FOUR(float, 32)
+__attribute__((target("avx2"))) static void four_doubles_by_32 SUM_OF_FOUR(double, 32)
+#else
+#define four_floats_by_32 four_floats_by_16
+#define four_doubles_by_32 four_doubles_by_16
+#endif
+
+/* Find what adds four terms at once, of the loops of a ufunc whose results it gives. */
+static void find_four(Arithmetic *how, PyObject *ufunc, Py_ssize_t wide, int number) {
+    enum { FLOAT = 11, DOUBLE = 12 }; /* NumPy's numbers */
+    if (strcmp(((const Ufunc *)ufunc)->name, "add") != 0) return;
+    if (number == FLOAT && wide == sizeof(float)) how->four = has_avx2() ? four_floats_by_32 : four_floats_by_16;
+    if (number == DOUBLE && wide == sizeof(double)) how->four = has_avx2() ? four_doubles_by_32 : four_doubles_by_16;
+}
+
 /* -- combining ----------------------------------------------------------------------------------------------------- */
 
 /* Combine terms [low, high) of a block by the tree over ranks: T(low, high) = T(low, middle) + T(middle, high).
@@ -162,6 +197,10 @@ static const char *fold_tree(
     if (high - low == 1) {
         if (!how->half) return terms[low];
         widen(how->half, terms[low], (float *)out, count);
+        return out;
+    }
+    if (high - low == 4 && how->four != NULL && !how->half) {
+        how->four(terms + low, out, count * wide);
         return out;
     }
     int half = 1;
@@ -179,6 +218,10 @@ void fold_terms(const Arithmetic *how, const char *const *given, int count, char
     const Py_ssize_t wide = how->half ? (Py_ssize_t)sizeof(float) : how->width;
     if (count == 2 && !how->half && how->divide.loop == NULL) {
         combine(&how->fold, given[0], given[1], wide, out, nbytes / wide, wide);
+        return;
+    }
+    if (count == 4 && how->four != NULL && !how->half && how->divide.loop == NULL) {
+        how->four(given, out, nbytes);
         return;
     }
     int half = 1;
@@ -217,6 +260,7 @@ int has_arithmetic(
     const int number = number_of(dtype);
     const Py_ssize_t wide = how->half ? (Py_ssize_t)sizeof(float) : how->width;
     if (number < 0 || wide < 1 || BLOCK % wide != 0 || !find_loop(fold, number, &how->fold)) return 0;
+    find_four(how, fold, wide, number);
     if (divide == Py_None) return 1;
     if (divisor_bytes != wide || divisor_bytes > (Py_ssize_t)sizeof how->divisor ||
         !find_loop(divide, number, &how->divide))

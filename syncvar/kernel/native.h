@@ -173,6 +173,7 @@ typedef struct {
     char divisor[16];
     Py_ssize_t width; /* of an element, in bytes */
     int half;         /* terms are halves, which are combined as float32 and rounded once */
+    void (*four)(const char *const *terms, char *out, Py_ssize_t nbytes); /* combines four by the tree at once, or NULL */
 } Arithmetic;
 
 int number_of(PyObject *dtype);

@@ -29,7 +29,7 @@ def told(launch, runner, workers, sizes):
 @pytest.mark.needs_kernel
 @pytest.mark.parametrize(
     ("workers", "sizes"),
-    [(2, "few"), *(pytest.param(workers, sizes, marks=pytest.mark.slow) for workers in (2, 3, 5) for sizes in ("many", "long"))],
+    [(2, "few"), (4, "few"), *(pytest.param(workers, sizes, marks=pytest.mark.slow) for workers in (2, 3, 4, 5) for sizes in ("many", "long"))],
 )
 @pytest.mark.timeout(600)
 def test_both_runners_give_the_same_bytes(launch, workers, sizes):
