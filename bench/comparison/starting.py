@@ -34,6 +34,8 @@ IMPORTS = {
 }
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
 """A start is timed as users have it, not with a translation of every module, which that variable would bring to each process."""
+STARTS_LEAST = 5
+"""Turns of each job at least: the first one after other work finds the caches of files cold, and takes up to twice as long."""
 IMPORT_TURNS = 4
 """Turns of each import for each round: they are short."""
 
@@ -85,7 +87,7 @@ def launch_over_hosts(setting: Setting) -> Part:
 def _started(setting: Setting, what: str, title: str, turns: Mapping[str, Turn]) -> tuple[Part, dict[str, Spread]]:
     """Take the turns and return their part, without verdicts, and the wall times by name."""
     labels = {name: library.label for name, library in setting.present.items()} | {FRESH: FRESH}
-    found = interleave(what, turns, setting.effort.rounds)
+    found = interleave(what, turns, max(STARTS_LEAST, setting.effort.rounds))
     times = {name: spread(one["seconds"] for one in results) for name, results in found.results.items() if results}
     processor = {name: spread(one["processor"] for one in results)[1] for name, results in found.results.items() if results}
     lines = [f"{title}; wall time of the command in s, and processor time"]
