@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
 
-__all__ = ["all_gather", "gather_prepared", "gather_request", "gathered_blocks"]
+__all__ = ["all_gather", "gather_prepared", "gather_request", "gathered_blocks", "gathered_layout"]
 
 
 def all_gather(
@@ -140,7 +140,7 @@ def _prepare(communicator: Communicator, x: NDArray[Any], *how: int) -> Any:
 
     return (
         gather_request(communicator, x, axis, name=name, root=root),
-        _layout(x, 0, size, rank, root),
+        gathered_layout(x, 0, size, rank, root),
         front,
         lambda x, out: gather_request(communicator, x, axis, out, name, root=root, is_moved=False).body,
     )
@@ -174,7 +174,7 @@ def gather_request(
         if is_moved:
             array, place = arrays[0], axes[0]
             blocks = gathered_blocks(np.moveaxis(array, place, 0), out if place == 0 else None, size, rank, target)
-            if (yield from moved(_layout(array, place, size, rank, target), blocks)):
+            if (yield from moved(gathered_layout(array, place, size, rank, target), blocks)):
                 return deliver(blocks.made if place == 0 else _turned(blocks.made, place), out) if gets else None
         results = []
         for array, place in zip(arrays, axes, strict=True):
@@ -230,7 +230,7 @@ def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
     return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
 
-def _layout(array: NDArray[Any], axis: int, size: int, rank: int, root: int | None) -> Layout:
+def gathered_layout(array: NDArray[Any], axis: int, size: int, rank: int, root: int | None = None) -> Layout:
     """Return how arrays are moved where all ranks bring one of this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
     takes = tuple(((rank + distance) % size, 0) for distance in range(1, size)) if root in (None, rank) else ()

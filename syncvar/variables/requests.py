@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives._headers import array_record, exchange
-from syncvar.collectives.all_gather import gather_request
+from syncvar.collectives._moving import call_prepared, moved, moves
+from syncvar.collectives.all_gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.fused import reduce_together
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.engine.group import Communicator
+    from syncvar.execution.moves import Blocks
 
-__all__ = ["request_of", "rows_request", "together_request"]
+__all__ = ["alike_request", "are_alike", "is_compared_first", "request_of", "rows_request", "together_request"]
 
 
 def request_of(
@@ -173,6 +175,50 @@ def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: 
 
     shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
     return Request(shown, fingerprint("same", what), body())
+
+
+def is_compared_first(communicator: Communicator) -> bool:
+    """Return whether replicas that are to bring the same compare digests side by side, in a call before any other; the same on all."""
+    return moves(communicator, "all_gather", None)
+
+
+def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:
+    """Return the request whose result is whether all replicas bring the same, by their digests side by side.
+
+    It says no more, as a prepared call of it does: where they differ, another call has to tell what each one brings.
+    """
+    digest = np.array([digest_of(x)], np.uint64)
+    size, rank = communicator.size, communicator.member_rank
+
+    def body() -> Generator[Stage, None, bool]:
+        blocks = gathered_blocks(digest, None, size, rank)
+        is_moved = yield from moved(gathered_layout(digest, 0, size, rank), blocks)
+        return is_moved and bool((blocks.made == digest).all())
+
+    return Request(f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})", fingerprint("alike", what), body())
+
+
+def are_alike(communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None) -> bool | None:
+    """Return what `alike_request` does, by a prepared call; None where nothing has been done.
+
+    Args:
+        communicator: The replicas' group, of which `is_compared_first` holds.
+        x: What this replica brings.
+        what: As for `request_of`.
+        timeout: In seconds, None for the job's default.
+    """
+    digest = np.array([digest_of(x)], np.uint64)
+    found = call_prepared(communicator, ("all_gather", "alike", what), digest, None, timeout, _prepare_alike, x, what)
+    return None if found is None else bool((found == digest).all())
+
+
+def _prepare_alike(communicator: Communicator, digest: NDArray[np.uint64], x: NDArray[Any], what: str) -> Any:
+    size, rank = communicator.size, communicator.member_rank
+
+    def front(digest: NDArray[np.uint64], _out: None) -> Blocks:
+        return gathered_blocks(digest, None, size, rank)
+
+    return alike_request(communicator, x, what), gathered_layout(digest, 0, size, rank), front, None
 
 
 def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:

@@ -43,7 +43,7 @@ from syncvar.variables.prepared import (
 )
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.queue import WriteQueue, queue_of
-from syncvar.variables.requests import request_of, rows_request
+from syncvar.variables.requests import alike_request, are_alike, is_compared_first, request_of, rows_request
 from syncvar.variables.rows import Rows, applied, checked_rows
 from syncvar.variables.shared_copy import SharedCopy, written_once
 from syncvar.variables.splitting import share_of
@@ -788,7 +788,33 @@ class Variable(Taught, ArrayProtocol):
             return request(action, owner.communicator, mine(), what, hint, reproducible=owner.reproducible)
 
         self._tally.collectives += 1
+        if action.travel is Travel.SAME and request is not rows_request and is_compared_first(owner.communicator):
+            together = self._same_everywhere(what, mine)
+            if together is not None:
+                return together
+            self._tally.collectives += 1
         return owner.communicator.perform(what, check, owner.timeout)
+
+    def _same_everywhere(self, what: str, mine: Any) -> NDArray[Any] | None:
+        """Return what all replicas bring; None, on all of them, where they bring different values."""
+        communicator, timeout = self._owner.communicator, self._owner.timeout
+        brought: list[NDArray[Any]] = []
+        are_same: bool | None = None
+        try:
+            with quiet():
+                brought.append(mine())
+        except Exception:  # noqa: S110  (the long way tells the others)
+            pass
+        else:
+            are_same = are_alike(communicator, brought[0], what, timeout)
+
+        def check() -> Any:
+            brought[:] = [mine()]
+            return alike_request(communicator, brought[0], what)
+
+        if are_same is None:
+            are_same = communicator.perform(what, check, timeout)
+        return brought[0] if are_same else None
 
     def _check_sum(self, what: str) -> None:
         """Raise ConfigError if the variable's dtype cannot be summed."""

@@ -280,10 +280,10 @@ def test_a_write_inside_and_outside_of_run_is_one_prepared_call(counted):
             strategy.run(lambda: v.assign_add(ONES))
             v.assign_add(ONES)
             with strategy.scope():
-                v.assign_add(ONES)  # the same everywhere: another rule, which is not prepared
+                v.assign_add(ONES)  # the same everywhere: another rule, prepared once as well
         return v.numpy().tolist(), counted[sv.rank(), "prepared"] - before
 
-    assert everywhere(2, fn, shared=True) == [([17.0] * 3, 0)] * 2
+    assert everywhere(2, fn, shared=True) == [([17.0] * 3, 1)] * 2
 
 
 def test_auto_decides_at_every_64th_prepared_write_outside_every_scope(monkeypatch):

@@ -386,3 +386,39 @@ def test_a_group_goes_with_its_variables(ranks):
         return [one() for one in gone]
 
     assert ranks(fn) == [[None] * 5] * 2
+
+
+@pytest.mark.parametrize("unusual", ["nothing", "the others' calls"])
+def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(ranks, monkeypatch, unusual):
+    """In cross context all write the same. Where one makes the call the long way, or brings something else, all come to the same end."""
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        with strategy.scope():
+            v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM, name="v")
+        communicator = strategy.communicator
+        performed, perform = [], communicator.perform
+        communicator.perform = lambda what, *rest, **more: (performed.append(what), perform(what, *rest, **more))[1]
+        for turn in range(10):
+            if unusual != "nothing":
+                communicator.prepares = (turn + sv.rank()) % 2 == 0
+                if not communicator.prepares:
+                    communicator.prepared_calls.clear()
+            v.assign_add(ONES)
+        often = len(performed)
+        found = []
+        for turn in range(3):
+            with pytest.raises(sv.MismatchError, match="bring different values") as info:
+                v.assign_add(ONES if turn == 1 or sv.rank() else 2 * ONES) if turn != 1 else v.assign(ONES * sv.rank())
+            found.append(str(info.value).count("brings float64[3] with digest"))
+            assert v.numpy().tolist() == [10.0 + turn] * 3
+            v.assign_add(ONES)
+        with pytest.raises((sv.ConfigError, sv.MismatchError)):
+            v.assign_add(ONES if sv.rank() else np.ones(4))
+        v.assign_add(ONES)
+        return v.numpy().tolist(), found, often
+
+    for value, found, often in ranks(fn):
+        assert value == [14.0] * 3
+        assert found == [2] * 3
+        assert often <= 1 if unusual == "nothing" else often >= 4, "the first call is prepared at once"
