@@ -177,10 +177,14 @@ __attribute__((target("avx2"))) static void four_doubles_by_32 SUM_OF_FOUR(doubl
 #define four_doubles_by_32 four_doubles_by_16
 #endif
 
-/* Find what adds four terms at once, of the loops of a ufunc whose results it gives. */
+/* Find what adds four terms at once, where NumPy's own addition combines them. */
 static void find_four(Arithmetic *how, PyObject *ufunc, Py_ssize_t wide, int number) {
     enum { FLOAT = 11, DOUBLE = 12 }; /* NumPy's numbers */
-    if (strcmp(((const Ufunc *)ufunc)->name, "add") != 0) return;
+    PyObject *numpy = PyImport_ImportModule("numpy"), *add = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, "add");
+    Py_XDECREF(numpy);
+    Py_XDECREF(add); /* the module keeps it */
+    if (add == NULL) PyErr_Clear();
+    if (add != ufunc) return;
     if (number == FLOAT && wide == sizeof(float)) how->four = has_avx2() ? four_floats_by_32 : four_floats_by_16;
     if (number == DOUBLE && wide == sizeof(double)) how->four = has_avx2() ? four_doubles_by_32 : four_doubles_by_16;
 }

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["alike_request", "are_alike", "is_compared_first", "request_of", "rows_request", "together_request"]
 
 
+_ALIKE_MAX = 256  # prepared calls of a group beyond which no more of these are kept: of a large model each would put out another
+
+
 def request_of(
     action: Action,
     communicator: Communicator,
@@ -207,8 +210,11 @@ def are_alike(communicator: Communicator, x: NDArray[Any], what: str, timeout: f
         what: As for `request_of`.
         timeout: In seconds, None for the job's default.
     """
+    key = "all_gather", "alike", what
+    if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
+        return None
     digest = np.array([digest_of(x)], np.uint64)
-    found = call_prepared(communicator, ("all_gather", "alike", what), digest, None, timeout, _prepare_alike, x, what)
+    found = call_prepared(communicator, key, digest, None, timeout, _prepare_alike, x, what)
     return None if found is None else bool((found == digest).all())
 
 
