@@ -65,8 +65,8 @@ class StartedCalls:
 
     @property
     def all(self) -> list[Operation]:
-        """Those that run, and those that wait to begin."""
-        return [*list(self.active.values()), *list(self.inbox)]
+        """Those that run, and those that wait to begin; not one that is over, whom its waiter has heard before it is let go of here."""
+        return [one for one in (*list(self.active.values()), *list(self.inbox)) if not one.is_over]
 
     def is_oldest(self, operation: Operation) -> bool:
         """Return whether no older operation of its group is running here."""

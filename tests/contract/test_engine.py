@@ -17,6 +17,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.engine.engine import Engine
 from syncvar.engine.links import link_operation
 from syncvar.engine.operation import Operation, Stage
+from syncvar.engine.started import StartedCalls
 from syncvar.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -724,3 +725,29 @@ def test_a_second_thread_on_the_same_group_is_refused_and_disturbs_nothing():
         return total, [type(one).__name__ for one in errors], int(sv.all_reduce(2))
 
     assert results(2, fn) == [(2, ["UsageError"], 4), (2, [], 4)]
+
+
+def test_who_has_heard_of_an_error_leaves_though_the_call_is_let_go_of_later(monkeypatch):
+    """The thread that ends a call may be held up before it lets go of it; the one that waits has gone on, and leaves."""
+    retire = StartedCalls.retire
+
+    def late(self, operation):
+        if operation.error is not None:
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until:
+                time.sleep(0.01)
+        retire(self, operation)
+
+    monkeypatch.setattr(StartedCalls, "retire", late)
+
+    def fn():
+        failed = sv.all_reduce(np.ones(2 + sv.rank()), async_op=True)
+        until = time.monotonic() + 20
+        while not failed.done():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        with pytest.raises(sv.MismatchError):
+            failed.wait()
+        return True
+
+    assert results(2, fn, shared=True) == [True, True]
