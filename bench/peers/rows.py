@@ -145,6 +145,10 @@ ROWS = (
     _variable(
         "strategy.run(step) of one v.assign_add(x)", f"{SCOPE}{ON_WRITE}\ndef step():\n    v.assign_add(x)", "strategy.run(step)", times=None,
     ),
+    Row(
+        "variables", "v.assign_add(same)", check="(flat(v.numpy()) == 1).all()", sizes=SMALL_TO_MIDDLE,
+        setup={"syncvar": f"{SCOPE}{ON_WRITE}\nsame = np.ones_like(x)"}, name="strategy's v.assign_add(the same everywhere), outside run",
+    ),
     Row("variables", "strategy.run(nothing)", check="True", setup={"syncvar": "nothing = lambda: None"}),
     Row("variables", "v.read_value()", MPI_SUM, TORCH_SUM, setup={"syncvar": f"{ON_READ}\nv.assign(x)"}, name="ON_READ: v.read_value()", times=2),
     Row("variables", 'strategy.reduce("SUM", 1.0, axis=None)', "comm.allreduce(1.0)", check="got == world", times=3),
