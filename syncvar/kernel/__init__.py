@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of", "look", "message_door", "message_end",
-    "note_change", "program", "read",
-    "remember", "remember_end", "run", "slot_call", "told", "which", "why_not_native", "write",
+    "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of",
+    "look", "message_door", "message_end", "note_change", "program", "read", "remember", "remember_end", "run", "slot_call", "told", "which",
+    "why_not_native", "write",
 ]  # fmt: skip
 
 _native: ModuleType | None

@@ -180,6 +180,7 @@ __attribute__((target("avx2"))) static void four_doubles_by_32 SUM_OF_FOUR(doubl
 /* Find what adds four terms at once, where NumPy's own addition combines them. */
 static void find_four(Arithmetic *how, PyObject *ufunc, Py_ssize_t wide, int number) {
     enum { FLOAT = 11, DOUBLE = 12 }; /* NumPy's numbers */
+    if (how->half) return; /* terms are not what is added */
     PyObject *numpy = PyImport_ImportModule("numpy"), *add = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, "add");
     Py_XDECREF(numpy);
     Py_XDECREF(add); /* the module keeps it */
@@ -203,7 +204,7 @@ static const char *fold_tree(
         widen(how->half, terms[low], (float *)out, count);
         return out;
     }
-    if (high - low == 4 && how->four != NULL && !how->half) {
+    if (high - low == 4 && how->four != NULL) {
         how->four(terms + low, out, count * wide);
         return out;
     }
@@ -224,10 +225,6 @@ void fold_terms(const Arithmetic *how, const char *const *given, int count, char
         combine(&how->fold, given[0], given[1], wide, out, nbytes / wide, wide);
         return;
     }
-    if (count == 4 && how->four != NULL && !how->half && how->divide.loop == NULL) {
-        how->four(given, out, nbytes);
-        return;
-    }
     int half = 1;
     while (2 * half < count) half *= 2;
     const Py_ssize_t step = BLOCK / wide * how->width;
@@ -237,12 +234,16 @@ void fold_terms(const Arithmetic *how, const char *const *given, int count, char
         const intptr_t elements = (stop - start) / how->width;
         for (int term = 0; term < count; term++) terms[term] = given[term] + start;
         char *made = how->half ? room : out + start; /* written when all terms have been read */
-        const char *left = fold_tree(how, terms, 0, count > 1 ? half : 1, room, scratch, elements);
-        if (count > 1) {
-            const char *right = fold_tree(how, terms, half, count, scratch, scratch + BLOCK, elements);
-            combine(&how->fold, left, right, wide, made, elements, wide);
-        } else if (left != made) {
-            memmove(made, left, elements * wide);
+        if (count == 4 && how->four != NULL) {
+            how->four(terms, made, elements * wide);
+        } else {
+            const char *left = fold_tree(how, terms, 0, count > 1 ? half : 1, room, scratch, elements);
+            if (count > 1) {
+                const char *right = fold_tree(how, terms, half, count, scratch, scratch + BLOCK, elements);
+                combine(&how->fold, left, right, wide, made, elements, wide);
+            } else if (left != made) {
+                memmove(made, left, elements * wide);
+            }
         }
         if (how->divide.loop != NULL) combine(&how->divide, made, how->divisor, 0, made, elements, wide);
         if (how->half) round_all(how->half, (const float *)made, out + start, elements);

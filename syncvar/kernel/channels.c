@@ -12,6 +12,26 @@ static PyMemberDef channel_state_members[] = {
     {NULL},
 };
 
+/* -- waiting ------------------------------------------------------------------------------------------------------- */
+
+/* Note whether what is waited for has come while a rank was looking, before it gave way. */
+void note_looks(Wait *wait, int has_come) {
+    Patience *patience = wait->patience;
+    if (wait->most > LOOKS_SHORT) patience->missed = has_come ? 0 : patience->missed + (patience->missed < MISSED_MOST);
+}
+
+/* Let others of this core go on; returns whether to look again after that. */
+int give_way(Wait *wait) {
+    if (wait->until == 0) note_looks(wait, 0);
+    if (seen(wait->abort)) return 0;
+    const int64_t now = now_ns();
+    if (wait->until == 0) wait->until = now + wait->patience_ns;
+    if (now >= wait->until) return 0;
+    wait->looks = wait->most - LOOKS_SHORT;
+    if (wait->patience_ns > YIELD_NS || wait->patience->shares_cores) sched_yield();
+    return 1;
+}
+
 /* Return whether a rank has published a word, or, with a negative need, minus the phase of the call published last. */
 static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long need) {
     if (need > 0) return seen(channel->words + other) >= (uint64_t)need;
@@ -22,27 +42,11 @@ static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long
 
 /* Wait a short while until all others have published what is needed; with a patience below 0, only look. */
 int have_come(ChannelState *channel, long long need, int64_t patience_ns) {
-    int64_t until = 0;
-    int looks = 0, most = -1;
-    for (int other = 0; other < channel->size - 1; other++) {
-        const Py_ssize_t place = channel->others[other];
-        while (!is_at(channel, place, need)) {
-            if (patience_ns < 0) return 0;
-            if (most < 0) most = looks_of(&channel->patience);
-            if (++looks <= most) {
-                RELAX();
-                continue;
-            }
-            if (until == 0) has_looked(&channel->patience, most, 0);
-            if (seen(channel->words + channel->abort_at)) return 0;
-            const int64_t now = now_ns();
-            if (until == 0) until = now + patience_ns;
-            if (now >= until) return 0;
-            looks = most - LOOKS_SHORT;
-            if (patience_ns > YIELD_NS || channel->patience.shares_cores) sched_yield();
-        }
-    }
-    if (most >= 0 && until == 0) has_looked(&channel->patience, most, 1);
+    Wait wait = wait_with(&channel->patience, channel->words + channel->abort_at, patience_ns);
+    for (int other = 0; other < channel->size - 1; other++)
+        while (!is_at(channel, channel->others[other], need))
+            if (patience_ns < 0 || !may_look_again(&wait)) return 0;
+    has_come(&wait);
     return 1;
 }
 

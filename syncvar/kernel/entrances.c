@@ -79,16 +79,14 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
             fits(&call->brought, self->array_type, array, 0))
             found = call;
     }
-    if (found == NULL || is_known) {
-        if (PyErr_Occurred()) PyErr_Clear();
-        return found;
-    }
-    if (is_true(self->face.state, name_is_bound) || (group != Py_None && peek(job, name_engine) != found->engine)) {
-        found = NULL;
-    } else if (group == Py_None) {
-        self->changes = changes;
-        self->world = communicator;
-        self->prepared_calls = prepared_calls;
+    if (found != NULL && !is_known) {
+        if (is_true(self->face.state, name_is_bound) || (group != Py_None && peek(job, name_engine) != found->engine)) {
+            found = NULL;
+        } else if (group == Py_None) {
+            self->changes = changes;
+            self->world = communicator;
+            self->prepared_calls = prepared_calls;
+        }
     }
     if (PyErr_Occurred()) PyErr_Clear();
     return found;

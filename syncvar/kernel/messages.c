@@ -123,27 +123,18 @@ static PyObject *go_on(const End *self, PyObject *array, long long call, int64_t
     return made;
 }
 
-/* Look until a word is at least so far, for a while, without the interpreter's lock; return where it is then. */
-static uint64_t wait_long(End *self, const uint64_t *word, uint64_t need) {
-    int64_t until = 0;
-    int most = looks_of(&self->patience);
-    uint64_t value = 0;
-    while (1) {
-        for (int looks = 0; looks <= most; looks++) {
-            if ((value = seen(word)) >= need) {
-                if (until == 0) has_looked(&self->patience, most, 1);
-                return value;
-            }
-            RELAX();
-        }
-        if (until == 0) has_looked(&self->patience, most, 0);
-        if (most > LOOKS_SHORT && self->patience.shares_cores) most = LOOKS_SHORT;
-        const int64_t now = now_ns();
-        if (until == 0) until = now + self->patience_ns;
-        if (now >= until || seen(self->abort)) return value;
-        sched_yield();
-    }
+/* Look until a word is at least so far, for a while; return where it is then. */
+static uint64_t wait_until(End *self, const uint64_t *word, uint64_t need, int64_t patience_ns) {
+    Wait wait = wait_with(&self->patience, self->abort, patience_ns);
+    uint64_t value;
+    while ((value = seen(word)) < need)
+        if (!may_look_again(&wait)) return value;
+    has_come(&wait);
+    return value;
 }
+
+/* The same without the interpreter's lock, of a long message. */
+static uint64_t wait_long(End *self, const uint64_t *word, uint64_t need) { return wait_until(self, word, need, self->patience_ns); }
 
 /* Put a long message in by parts, while the receiver takes them; return how many bytes have gone. */
 static uint64_t pour(End *self, uint64_t call, const char *data, uint64_t nbytes) {
@@ -226,25 +217,7 @@ PyObject *send_now(PyObject *object, PyObject *x) {
 
 /* Wait a short while until FILLED is at least so far; return where it is then. */
 static uint64_t wait_for(End *self, uint64_t need) {
-    int64_t until = 0;
-    int looks = 0, most = -1;
-    uint64_t filled;
-    while ((filled = seen(self->words + FILLED)) < need) {
-        if (most < 0) most = looks_of(&self->patience);
-        if (++looks <= most) {
-            RELAX();
-            continue;
-        }
-        if (until == 0) has_looked(&self->patience, most, 0);
-        if (!self->patience.shares_cores || seen(self->abort)) break;
-        const int64_t now = now_ns();
-        if (until == 0) until = now + YIELD_NS;
-        if (now >= until) break;
-        looks = most - LOOKS_SHORT;
-        sched_yield();
-    }
-    if (most >= 0 && until == 0 && filled >= need) has_looked(&self->patience, most, 1);
-    return filled;
+    return wait_until(self, self->words + FILLED, need, self->patience.shares_cores ? YIELD_NS : 0);
 }
 
 /* Copy the bytes of an entry as they come; return whether all have. */

@@ -195,8 +195,23 @@ typedef struct {
     int looks, shares_cores, missed, waits; /* long looks that were for nothing, the last ones; waits without a long look */
 } Patience;
 
-#define MISSED_MOST 3
-#define SHORT_WAITS 128
+/* One wait for something; it is over at once where that is there already. */
+typedef struct {
+    Patience *patience;
+    const uint64_t *abort;
+    int64_t patience_ns, until; /* 0: it has not given way yet */
+    int looks, most;            /* -1: it has not looked in vain yet */
+} Wait;
+
+static inline Wait wait_with(Patience *patience, const uint64_t *abort, int64_t patience_ns) {
+    return (Wait){patience, abort, patience_ns, 0, 0, -1};
+}
+
+int give_way(Wait *wait);
+void note_looks(Wait *wait, int has_come);
+
+#define MISSED_MOST 3   /* long looks for nothing, before there are short ones */
+#define SHORT_WAITS 128 /* of these one looks long again */
 
 static inline int looks_of(Patience *patience) {
     if (patience->looks <= LOOKS_SHORT || !patience->shares_cores || patience->missed < MISSED_MOST) return patience->looks;
@@ -205,8 +220,17 @@ static inline int looks_of(Patience *patience) {
     return patience->looks;
 }
 
-static inline void has_looked(Patience *patience, int looks, int have_come) {
-    if (looks > LOOKS_SHORT) patience->missed = have_come ? 0 : patience->missed + (patience->missed < MISSED_MOST);
+/* Return whether to look once more, after a look in vain. */
+static inline int may_look_again(Wait *wait) {
+    if (wait->most < 0) wait->most = looks_of(wait->patience);
+    if (++wait->looks > wait->most) return give_way(wait);
+    RELAX();
+    return 1;
+}
+
+/* Note that what was waited for is there. */
+static inline void has_come(Wait *wait) {
+    if (wait->most >= 0 && wait->until == 0) note_looks(wait, 1);
 }
 
 /* -- what a channel knows: of its own progress, and where all ranks' words and slots are --------------------------- */

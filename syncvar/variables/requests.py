@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.engine.group import Communicator
-    from syncvar.execution.moves import Blocks
 
 __all__ = ["alike_request", "are_alike", "is_compared_first", "request_of", "rows_request", "together_request"]
 
@@ -220,11 +219,8 @@ def are_alike(communicator: Communicator, x: NDArray[Any], what: str, timeout: f
 
 def _prepare_alike(communicator: Communicator, digest: NDArray[np.uint64], x: NDArray[Any], what: str) -> Any:
     size, rank = communicator.size, communicator.member_rank
-
-    def front(digest: NDArray[np.uint64], _out: None) -> Blocks:
-        return gathered_blocks(digest, None, size, rank)
-
-    return alike_request(communicator, x, what), gathered_layout(digest, 0, size, rank), front, None
+    layout = gathered_layout(digest, 0, size, rank)
+    return alike_request(communicator, x, what), layout, lambda digest, out: gathered_blocks(digest, out, size, rank), None
 
 
 def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:

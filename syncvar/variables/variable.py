@@ -809,7 +809,8 @@ class Variable(Taught, ArrayProtocol):
             are_same = are_alike(communicator, brought[0], what, timeout)
 
         def check() -> Any:
-            brought[:] = [mine()]
+            if not brought:
+                brought.append(mine())
             return alike_request(communicator, brought[0], what)
 
         if are_same is None:
