@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncvar.transports import Frame
     from syncvar.wire import Message
 
-__all__ = ["CallLedger", "Counting", "Overtaken"]
+__all__ = ["Block", "CallLedger", "Counting", "Overtaken", "Passing"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
@@ -34,7 +34,13 @@ class Counting(Protocol):
     next_call: int
 
 
-class _Passed:
+class Passing(Counting, Protocol):
+    """A group whose calls are numbered in blocks."""
+
+    members: tuple[int, ...]
+
+
+class Block:
     """A block of calls that this rank ended after call `last`; it grows by the blocks after it in which no call is made."""
 
     __slots__ = ("epoch_end", "last", "members")
@@ -74,11 +80,12 @@ class CallLedger:
         self._hosts = hosts
         self._next_call: dict[int, int] = {}
         self._doomed: list[Message] = []
-        # Of blocks and verdicts: the user's thread ends a block while another one may follow what a peer has sent.
-        # A signal's handler may make calls, so that the thread which has it may come again.
+        # Of verdicts, and what is looked up in blocks: a peer's calls are followed while the user's thread makes its own. That
+        # thread ends a block without it, by one step of the interpreter, and looks for verdicts after that. A signal's
+        # handler may make calls, so that the thread which has the lock may come again.
         self._lock = threading.RLock()
         self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
-        self._passed: dict[int, deque[_Passed]] = {}
+        self._passed: dict[int, deque[Block]] = {}
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Counting] = weakref.WeakValueDictionary()
 
@@ -125,7 +132,7 @@ class CallLedger:
         found = []
         with self._lock:
             for group, blocks in list(self._passed.items())[-_ENTERED_MAX // _BLOCKS_MAX :]:
-                for block in blocks:
+                for block in list(blocks):
                     found += [group, block.last, block.epoch_end]
         return found
 
@@ -168,46 +175,39 @@ class CallLedger:
 
     # -- blocks of calls ------------------------------------------------------------------------------------------
 
-    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int, reason: str = "", rank: int = 0) -> bool:
-        """Note that this rank ends a block of calls after `last`; the next block is announced with this.
+    def blocks(self, group: int) -> deque[Block]:
+        """Return the blocks of a group's calls that have ended; who ends one adds it, without the lock."""
+        return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
 
-        When a peer's frame of a later call of the block is seen, the ranks did not make the same calls. Blocks in
-        which no call was made are one with those before.
+    def passed_over(self, groups: Iterable[Passing], reason: str, rank: int) -> list[Passing]:
+        """Look at the blocks that have just been ended, where there are verdicts or calls over links.
 
         Returns:
-            Whether it is known already that a rank is in such a call: the call after the block is refused here then,
-            with what this `rank` has done as its `reason`, and has to be by all.
+            Those groups of which it is known already that a rank is in a call which this one has passed over: the call
+            after the block is refused here then, with what this `rank` has done as its `reason`, and has to be by all.
         """
+        refused: list[Passing] = []
         with self._lock:
-            blocks = self._passed.get(group)
-            if blocks is None:
-                blocks = self._passed[group] = deque(maxlen=_BLOCKS_MAX)
-            goes_on = blocks and blocks[-1].epoch_end == last
-            if self._doomed:
-                if goes_on:
-                    last = blocks.pop().last
-                is_refused = self._is_refused(blocks, group, members, last, epoch_end, {rank: reason})
-            else:
-                is_refused = False
-                if goes_on:
-                    blocks[-1].epoch_end = epoch_end
-                else:
-                    blocks.append(_Passed(members, last, epoch_end))
-        self._next_call[group] = epoch_end + 1
+            for one in groups:
+                blocks = self.blocks(one.identity)
+                if self._doomed and blocks and blocks[-1].epoch_end == one.next_call - 1:
+                    block = blocks.pop()
+                    if self._is_refused(blocks, one.identity, block, {rank: reason}):
+                        refused.append(one)
+                self._next_call[one.identity] = one.next_call
         self._has_skipped = True
-        return is_refused
+        return refused
 
-    def _is_refused(
-        self, blocks: deque[_Passed], group: int, members: tuple[int, ...], last: int, epoch_end: int, table: dict[int, str]
-    ) -> bool:
+    def _is_refused(self, blocks: deque[Block], group: int, block: Block, table: dict[int, str]) -> bool:
         """Note a block that ends while there are verdicts; return whether the call after it is refused here."""
+        last, epoch_end = block.last, block.epoch_end
         overlapping = [
             old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
         ]
         known = [old for old in overlapping if old["call"] <= last + 1]
         if not known:
             # Who left the block later than this rank may still be in one of the calls between.
-            blocks.append(_Passed(members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
+            blocks.append(Block(block.members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
         if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
             return False
         following = epoch_end + 1
@@ -225,10 +225,10 @@ class CallLedger:
         """
         with self._lock:
             blocks = self._passed.get(group, deque())
-            block = next((one for one in blocks if one.last < call <= one.epoch_end), None)
+            block = next((one for one in list(blocks) if one.last < call <= one.epoch_end), None)
             if block is None:
                 return None
-            blocks.remove(block)
+            _remove(blocks, block)
         running = [number for other, number in active if other == group and number > block.epoch_end]
         following = min(running, default=self._next_call.get(group, block.epoch_end + 1))
         return Overtaken(block.members, block.last, block.epoch_end, following)
@@ -241,10 +241,9 @@ class CallLedger:
             blocks = self._passed.get(verdict["group"], deque())
             for block in list(blocks):
                 if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
-                    place = blocks.index(block)
-                    del blocks[place]  # the group knows already, and later calls shall not fail for it
-                    if verdict["call"] > block.last + 1:
-                        blocks.insert(place, _Passed(block.members, block.last, verdict["call"] - 1))
+                    block.epoch_end = verdict["call"] - 1  # the group knows already, and later calls shall not fail for it
+                    if block.epoch_end <= block.last:
+                        _remove(blocks, block)
             # Verdicts on calls that lie behind are of no use any more.
             self._doomed = [old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1]
             self._doomed.append(verdict)
@@ -282,3 +281,8 @@ class CallLedger:
     def ended(self, rank: int, before: str) -> PeerLost:
         """Return the error of something for which a rank that left would be needed."""
         return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
+
+
+def _remove(blocks: deque[Block], block: Block) -> None:
+    with contextlib.suppress(ValueError):  # newer ones have come meanwhile, so that it is gone already
+        blocks.remove(block)

@@ -94,6 +94,9 @@ class Engine(Admission):
         self._failures = failures = Failures(rank, hosts, self, link, book, recorder, self._drop)
         self._started = started = StartedCalls(self, book, flow, failures, link, turns, arena)
         self._verdicts = verdicts = Verdicts(rank, hosts, self, book, started, questions, failures, link, recorder)
+        self.left_run = verdicts.left_run
+        self.passed_over = verdicts.passed_over
+        self.blocks = book.blocks
         self._driver = Driver(transport, turns, link, self, book, flow, questions, started, failures, verdicts)
         self.under_way: list[Any] = started.shared
         self._driver.start()
@@ -242,14 +245,6 @@ class Engine(Admission):
     def poison(self, group: int, members: tuple[int, ...], call: int, what: str, reason: str) -> None:
         """Tell the group that this rank's call had a bad argument: the others raise MismatchError at once."""
         self._link.poison(group, members, call, what, reason)
-
-    def left_run(self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str) -> None:
-        """Tell the group that an exception left `strategy.run` on this rank after `call`."""
-        self._verdicts.left_run(group, members, call, epoch_end, reason)
-
-    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int) -> None:
-        """Note that this rank ends a block of calls after `last`; the next block begins after `epoch_end`."""
-        self._verdicts.passed_over(group, members, last, epoch_end)
 
     def _drop(self, failure: TransportError | UsageError, but: Operation | Question | None) -> None:
         """Let go of what this generation holds, because it broke; an operation that was interrupted ends by itself."""

@@ -7,6 +7,7 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from syncvar.engine.call_ledger import Block
 from syncvar.engine.call_sites import own_site
 from syncvar.engine.hierarchical import Hosts, hierarchical_operation
 from syncvar.engine.host_steps import host_steps
@@ -23,6 +24,7 @@ from syncvar.execution.kernels import quiet
 from syncvar.kernel import CommunicatorState, note_change
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     PreparedCall = Callable[..., NDArray[Any] | None]
 
-__all__ = ["Communicator", "Request", "Uneven", "Work", "fingerprint"]
+__all__ = ["Communicator", "Request", "Uneven", "Work", "begin_epochs", "fingerprint"]
 
 _PREPARED_MAX = 512
 _EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
@@ -68,6 +70,32 @@ class Request:
         self.digest = digest
         self.body = body
         self.message = message
+
+
+def begin_epochs(communicators: Sequence[Communicator]) -> None:
+    """Begin a new block of call numbers in groups of one process, at the start of `strategy.run` and when it returns.
+
+    Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are at the same
+    number again. A peer that waits in a call of the block before, which this rank never made, is told so when its frame is
+    seen: a value that is read on one rank only between two runs, for instance.
+    """
+    engine, is_shared = communicators[0].engine, True
+    for one in communicators:
+        last = one.next_call - 1
+        end = one.skip()
+        if engine is None:
+            continue
+        blocks = one.blocks
+        if blocks is None:
+            blocks = one.blocks = engine.blocks(one.identity)
+        block = next(reversed(blocks), None)  # in one step: another thread may take it away
+        if block is not None and block.epoch_end == last:
+            block.epoch_end = end
+        else:
+            blocks.append(Block(one.members, last, end))
+        is_shared = is_shared and one.channel is not None
+    if engine is not None and not (is_shared and engine.is_quiet):
+        engine.passed_over(communicators)
 
 
 class _NoOutlet:
@@ -136,7 +164,8 @@ class Communicator(CommunicatorState):
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.next_call = 0
-        self._epoch = 0
+        self._block_end = _EPOCH_CALLS - 1  # last number of the block of calls that it is in
+        self.blocks: deque[Block] | None = None  # that have ended, once one has
         self.busy = threading.Lock()
         self.channel = channel
         self.hosts = hosts
@@ -171,7 +200,7 @@ class Communicator(CommunicatorState):
     @property
     def epoch(self) -> int:
         """Number of the block of calls, the same on all ranks that have begun and ended the same runs."""
-        return self._epoch
+        return self._block_end // _EPOCH_CALLS
 
     @property
     def is_destroyed(self) -> bool:
@@ -375,38 +404,30 @@ class Communicator(CommunicatorState):
         operation.entry = entry
         return operation
 
-    def begin_epoch(self) -> int:
-        """Begin a new block of call numbers, at the start of `strategy.run` and when it returns; returns its last number.
+    def begin_epoch(self) -> None:
+        """Begin a new block of call numbers (see `begin_epochs`)."""
+        begin_epochs([self])
 
-        Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are
-        at the same number again. A peer that waits in a call of the block before, which this rank never made, is told
-        so when its frame is seen: a value that is read on one rank only between two runs, for instance.
-        """
-        last = self.next_call - 1
-        self._skip()
-        following = self.next_call
-        if self.engine is not None:
-            self.engine.passed_over(self.identity, self.members, last, following - 1)
-        return following + _EPOCH_CALLS - 1
-
-    def leave_epoch(self, epoch_end: int, error: BaseException) -> None:
+    def leave_epoch(self, error: BaseException) -> None:
         """End a block by an exception: the group is told at once. A block of sv.uneven that it is in ends as well."""
         if self.engine is not None and self.engine.failure is None:
             if self.uneven is not None:
                 self.uneven.left_run(error)
             if self.size > 1:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
-                self.engine.left_run(self.identity, self.members, self.next_call - 1, epoch_end, reason)
-        self._skip()
+                self.engine.left_run(self.identity, self.members, self.next_call - 1, self._block_end, reason)
+        self.skip()
         if self.engine is not None:
             self.engine.announce(self.identity, self.next_call)
 
-    def _skip(self) -> None:
-        epoch = self._epoch + 1
-        if self.next_call > epoch * _EPOCH_CALLS:  # so many calls were made in one block
-            epoch = -(-self.next_call // _EPOCH_CALLS)
-        self._epoch = epoch
-        self.next_call = epoch * _EPOCH_CALLS
+    def skip(self) -> int:
+        """Go on to the next block of call numbers; return the last number before it."""
+        end = self._block_end
+        if self.next_call > end:  # so many calls were made in one block
+            end = -(-self.next_call // _EPOCH_CALLS) * _EPOCH_CALLS - 1
+        self.next_call = end + 1
+        self._block_end = end + _EPOCH_CALLS
+        return end
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)

@@ -10,8 +10,10 @@ from syncvar.errors import DeadlineExceeded, HandshakeError, PeerLost
 from syncvar.topology import rank_list
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncvar.engine.admission import Admission
-    from syncvar.engine.call_ledger import CallLedger, Overtaken
+    from syncvar.engine.call_ledger import CallLedger, Overtaken, Passing
     from syncvar.engine.failures import Failures
     from syncvar.engine.launcher_link import LauncherLink
     from syncvar.engine.one_sided import Questions
@@ -136,17 +138,17 @@ class Verdicts:
             self._admission.adopt()
         self._link.left_run(group, members, call, epoch_end, reason)
 
-    def passed_over(self, group: int, members: tuple[int, ...], last: int, epoch_end: int) -> None:
-        """Note that this rank ends a block of calls after `last`; the next block begins after `epoch_end`. From any thread.
+    def passed_over(self, groups: Sequence[Passing]) -> None:
+        """Look at blocks of calls that this rank has just ended. From any thread.
 
         When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
         well: the ranks did not make the same calls. Normally no such frame comes, and nothing is sent.
         """
         if self._admission.begun:
             self._admission.adopt()
-        if self._book.passed_over(group, members, last, epoch_end, _GONE_ON, self._rank):
+        for one in self._book.passed_over(groups, _GONE_ON, self._rank):
             self._admission.is_quiet = False
-            self.left_run(group, members, epoch_end, epoch_end + 1, _GONE_ON)
+            self.left_run(one.identity, one.members, one.next_call - 1, one.next_call, _GONE_ON)
 
     def passed(self, group: int, call: int) -> None:
         """Look, a little later, whether a peer makes a call that this rank has gone on without.

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from syncvar.engine.group import begin_epochs
 from syncvar.engine.queued import send_queued
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.errors import ConfigError, SyncvarError, UsageError
@@ -189,13 +190,14 @@ class Strategy(Taught):
             raise ConfigError(f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
-        stack = self._require("run")
-        roster = self.roster
+        stack = self.places.stack
+        if stack or self.context.is_closed or self._communicator.rank is None:
+            self._require("run")
+        roster, queue = self.roster, self.queue
         if roster is not None:
             roster.runs += 1  # also of a run that fails: the replicas' numbers stay the same
         given = [own_part(one) for one in args] if args else ()
         named = {name: own_part(one) for name, one in kwargs.items()} if kwargs else {}
-        queue = self.queue
         aligned = self._aligned()
         refused: SyncvarError | None = None
         if queue is not None:
@@ -205,7 +207,7 @@ class Strategy(Taught):
                 refused = error
             queue.begin()
             aligned.append(queue.calls)
-        ends = [communicator.begin_epoch() for communicator in aligned]
+        begin_epochs(aligned)
         depth = len(stack)
         stack.append(Place(self, _REPLICA))
         try:
@@ -220,15 +222,14 @@ class Strategy(Taught):
                 roster.end_run(self._check_every)
         except BaseException as error:
             self._send_what_was_written(error)
-            for communicator, end in zip(aligned, ends, strict=True):
-                communicator.leave_epoch(end, error)
+            for communicator in aligned:
+                communicator.leave_epoch(error)
             raise
         finally:
             del stack[depth:]
             if roster is not None:
                 roster.leave_run()
-        for communicator in aligned:
-            communicator.begin_epoch()
+        begin_epochs(aligned)
         return result
 
     # -- values ---------------------------------------------------------------------------------------------------

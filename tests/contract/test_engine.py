@@ -259,8 +259,8 @@ def test_only_the_driver_uses_the_control_channel():
         sv.barrier()
         caught(lambda: sv.all_reduce(1.0, "nonsense" if sv.rank() == 0 else "sum"))
         communicator = current().world
-        end = communicator.begin_epoch()
-        communicator.leave_epoch(end, ValueError("an exception"))
+        communicator.begin_epoch()
+        communicator.leave_epoch(ValueError("an exception"))
         sv.barrier()
 
     results(2, fn)
@@ -612,7 +612,7 @@ def test_a_rank_that_leaves_a_block_early_is_told_and_the_next_block_is_aligned(
         rank = sv.rank()
         seen = []
         for number in range(5):
-            end = communicator.begin_epoch()
+            communicator.begin_epoch()
             try:
                 for _ in range(calls_before):
                     sv.barrier()
@@ -622,7 +622,7 @@ def test_a_rank_that_leaves_a_block_early_is_told_and_the_next_block_is_aligned(
                     sv.barrier()
                 communicator.begin_epoch()
             except (KeyError, MismatchError) as error:
-                communicator.leave_epoch(end, error)
+                communicator.leave_epoch(error)
                 seen.append(type(error).__name__)
         return seen, int(sv.all_reduce(rank))
 
@@ -636,10 +636,10 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
         communicator = current().world
         rank = sv.rank()
         for number in range(30):
-            end = communicator.begin_epoch()
+            communicator.begin_epoch()
             works = [sv.all_reduce(np.full(3, number), async_op=True)] if rank == 0 else []
             error = caught(lambda: [work.wait() for work in works]) if works else ConfigError()  # noqa: B023
-            communicator.leave_epoch(end, ValueError("left"))
+            communicator.leave_epoch(ValueError("left"))
             assert error is not None
             assert list(sv.all_reduce(np.full(3, number))) == [2 * number] * 3
 
