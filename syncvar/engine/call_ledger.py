@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncvar.transports import Frame
     from syncvar.wire import Message
 
-__all__ = ["Block", "CallLedger", "Counting", "Overtaken", "Passing"]
+__all__ = ["CallBlock", "CallLedger", "Counting", "Overtaken", "Passing"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
@@ -40,7 +40,7 @@ class Passing(Counting, Protocol):
     members: tuple[int, ...]
 
 
-class Block:
+class CallBlock:
     """A block of calls that this rank ended after call `last`; it grows by the blocks after it in which no call is made."""
 
     __slots__ = ("epoch_end", "last", "members")
@@ -85,7 +85,7 @@ class CallLedger:
         # handler may make calls, so that the thread which has the lock may come again.
         self._lock = threading.RLock()
         self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
-        self._passed: dict[int, deque[Block]] = {}
+        self._passed: dict[int, deque[CallBlock]] = {}
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Counting] = weakref.WeakValueDictionary()
 
@@ -175,7 +175,7 @@ class CallLedger:
 
     # -- blocks of calls ------------------------------------------------------------------------------------------
 
-    def blocks(self, group: int) -> deque[Block]:
+    def blocks(self, group: int) -> deque[CallBlock]:
         """Return the blocks of a group's calls that have ended; who ends one adds it, without the lock."""
         return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
 
@@ -198,7 +198,7 @@ class CallLedger:
         self._has_skipped = True
         return refused
 
-    def _is_refused(self, blocks: deque[Block], group: int, block: Block, table: dict[int, str]) -> bool:
+    def _is_refused(self, blocks: deque[CallBlock], group: int, block: CallBlock, table: dict[int, str]) -> bool:
         """Note a block that ends while there are verdicts; return whether the call after it is refused here."""
         last, epoch_end = block.last, block.epoch_end
         overlapping = [
@@ -207,7 +207,7 @@ class CallLedger:
         known = [old for old in overlapping if old["call"] <= last + 1]
         if not known:
             # Who left the block later than this rank may still be in one of the calls between.
-            blocks.append(Block(block.members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
+            blocks.append(CallBlock(block.members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
         if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
             return False
         following = epoch_end + 1
@@ -283,6 +283,6 @@ class CallLedger:
         return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
 
 
-def _remove(blocks: deque[Block], block: Block) -> None:
+def _remove(blocks: deque[CallBlock], block: CallBlock) -> None:
     with contextlib.suppress(ValueError):  # newer ones have come meanwhile, so that it is gone already
         blocks.remove(block)

@@ -7,7 +7,7 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from syncvar.engine.call_ledger import Block
+from syncvar.engine.call_ledger import CallBlock
 from syncvar.engine.call_sites import own_site
 from syncvar.engine.hierarchical import Hosts, hierarchical_operation
 from syncvar.engine.host_steps import host_steps
@@ -92,7 +92,7 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
         if block is not None and block.epoch_end == last:
             block.epoch_end = end
         else:
-            blocks.append(Block(one.members, last, end))
+            blocks.append(CallBlock(one.members, last, end))
         is_shared = is_shared and one.channel is not None
     if engine is not None and not (is_shared and engine.is_quiet):
         engine.passed_over(communicators)
@@ -165,7 +165,7 @@ class Communicator(CommunicatorState):
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.next_call = 0
         self._block_end = _EPOCH_CALLS - 1  # last number of the block of calls that it is in
-        self.blocks: deque[Block] | None = None  # that have ended, once one has
+        self.blocks: deque[CallBlock] | None = None  # that have ended, once one has
         self.busy = threading.Lock()
         self.channel = channel
         self.hosts = hosts
