@@ -98,8 +98,9 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
         takes: Largest number of blocks that a rank of the group takes.
         are_native: Programs run in C on all ranks.
     """
-    least = _READ_BYTES // 8 if puts > 1 else 4 * _READ_BYTES if takes > 1 else _READ_BYTES
-    return not are_native or nbytes >= least
+    if not are_native:
+        return True
+    return nbytes >= _READ_BYTES // 8 if puts > 1 else takes == 1 and nbytes >= _READ_BYTES
 
 
 class Layout(NamedTuple):

@@ -36,7 +36,7 @@ void (*copy_bytes)(char *target, const char *source, size_t nbytes) = copy_by_16
 
 #if defined(__x86_64__)
 /* Copy past the caches: the lines need not be fetched from where they have been read last. */
-static void copy_past(char *target, const char *source, size_t nbytes) {
+void copy_past(char *target, const char *source, size_t nbytes) {
     const size_t head = -(uintptr_t)target % LINE;
     memcpy(target, source, head);
     size_t done = head;
@@ -47,7 +47,7 @@ static void copy_past(char *target, const char *source, size_t nbytes) {
     _mm_sfence(); /* before anything is published */
 }
 #else
-#define copy_past copy_bytes
+void copy_past(char *target, const char *source, size_t nbytes) { copy_bytes(target, source, nbytes); }
 #endif
 
 /* Copy to memory from which another core has read, and will read again.

@@ -139,6 +139,7 @@ typedef struct {
     int slow, left; /* timed copies that were slow, the last ones; copies that go as the last one, before one is timed again */
 } Stores;
 
+void copy_past(char *target, const char *source, size_t nbytes);
 void copy_out(Stores *stores, char *target, const char *source, size_t nbytes);
 
 #define BLOCK 8192 /* bytes that are combined at a time: all terms of a block stay in the first cache */

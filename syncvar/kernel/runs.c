@@ -12,6 +12,7 @@
 
 #define GONE (-((long long)1 << 40))   /* as `NEVER` in phases.py: that process is no more */
 #define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
+#define STREAMED_LEAST (32 << 20) /* bytes of the results of all ranks, which caches do not keep */
 #define PATIENCE_LOCKED_NS 20000 /* so long others are waited for with Python's lock */
 
 PyTypeObject *run_type;
@@ -34,6 +35,8 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
 #endif
 }
 
+static int lie_apart(const char *one, const char *other, Py_ssize_t nbytes) { return one + nbytes <= other || other + nbytes <= one; }
+
 /* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of Python is touched. */
 long long advance_run(Run *self, Py_ssize_t end) {
     const Program *program = self->program;
@@ -45,31 +48,26 @@ long long advance_run(Run *self, Py_ssize_t end) {
         const int64_t *step = program->code + self->place;
         switch (*step) {
         case COPY:
-        case STORE:
+        case STORE: {
+            const Named *goal = &program->named[step[3]];
+            char *target = bound[step[3]].at + step[4] * width;
+            const char *source = bound[step[1]].at + step[2] * width;
+            const Py_ssize_t nbytes = step[5] * width;
             if (bound[step[1]].process != 0) {
-                const long long failed = read_process(
-                    bound[step[1]].process, bound[step[1]].at + step[2] * width, bound[step[3]].at + step[4] * width,
-                    step[5] * width
-                );
+                const long long failed = read_process(bound[step[1]].process, source, target, nbytes);
                 if (failed) return failed;
-                self->place += 6;
-                break;
+            } else if (*step == STORE && program->apply.loop != NULL) {
+                combine(&program->apply, target, source, width, target, step[5], width);
+            } else if (goal->kind > SCRATCH) { /* others read it, and nothing else lies there */
+                copy_out(&channel->stores, target, source, nbytes);
+            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST && lie_apart(target, source, nbytes)) {
+                copy_past(target, source, nbytes);
+            } else if (target != source) {
+                memmove(target, source, nbytes);
             }
-            if (*step == STORE && program->apply.loop != NULL) {
-                char *target = bound[step[3]].at + step[4] * width;
-                const char *value = bound[step[1]].at + step[2] * width;
-                combine(&program->apply, target, value, width, target, step[5], width);
-                self->place += 6;
-                break;
-            }
-            if (program->named[step[3]].kind > SCRATCH) /* others read it, and nothing else lies there */
-                copy_out(
-                    &channel->stores, bound[step[3]].at + step[4] * width, bound[step[1]].at + step[2] * width, step[5] * width
-                );
-            else if (bound[step[3]].at + step[4] * width != bound[step[1]].at + step[2] * width)
-                memmove(bound[step[3]].at + step[4] * width, bound[step[1]].at + step[2] * width, step[5] * width);
             self->place += 6;
             break;
+        }
         case FOLD:
             for (int64_t term = 0; term < step[4]; term++)
                 terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;

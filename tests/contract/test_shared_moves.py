@@ -106,6 +106,27 @@ def test_blocks_are_taken_wherever_they_lie(monkeypatch, what, of_x, reads):
 NOBODY = 1 << 22, 1 << 22  # no system has so many processes
 
 
+@pytest.mark.parametrize("place", [0, 3, 64])
+def test_results_that_no_cache_holds_are_whole(monkeypatch, place):
+    """Those are written past the caches, in lines: what lies before and behind them, and between, is written otherwise."""
+    monkeypatch.setattr(moves, "_READ_BYTES", 1 << 30)  # by cells
+    count = (17 << 20) // 2 - 1_001
+
+    def fn():
+        rank = sv.rank()
+        room = np.zeros(2 * count + 100, "u1")
+        out = room[place : place + 2 * count]
+        expected = np.concatenate([block(other, count, "u1") for other in range(2)])
+        for _ in range(2):
+            out[:] = 0
+            sv.all_gather(block(rank, count, "u1"), out=out)
+            assert np.array_equal(out, expected)
+        assert not room[:place].any()
+        assert not room[place + 2 * count :].any()
+
+    results(2, fn)
+
+
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_a_rank_that_is_gone_ends_the_reading(is_prepared):
     def fn():
