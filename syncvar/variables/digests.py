@@ -94,4 +94,5 @@ def combined(digests: NDArray[np.uint64]) -> int:
         >>> combined(one) == combined(one[::-1])
         False
     """
-    return int(np.dot(digests, np.resize(_factors(), digests.size)))
+    factors = _factors()
+    return int(np.dot(digests, factors[: digests.size] if digests.size <= factors.size else np.resize(factors, digests.size)))
