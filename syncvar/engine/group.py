@@ -79,8 +79,9 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
     number again. A peer that waits in a call of the block before, which this rank never made, is told so when its frame is
     seen: a value that is read on one rank only between two runs, for instance.
     """
-    engine, is_shared = communicators[0].engine, True
+    engine, is_shared = None, True
     for one in communicators:
+        engine = one.engine
         last = one.next_call - 1
         end = one.skip()
         if engine is None:

@@ -41,7 +41,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 15  # as in native.c
+_FORM = 16  # as in native.c
 
 
 def _differs(native: Any) -> str:
@@ -367,21 +367,23 @@ def write(
     )  # fmt: skip
 
 
-def read(call: Any, plain: Any, owner: Any, communicator: Any, channel: Any, storage: Copied, tally: Tally) -> Any:
+def read(call: Any, plain: Any, where: tuple[Any, ...], storage: Copied, tally: Tally) -> Any:
     """Return the C runner of a prepared read that combines the copies; `plain` where there is none.
 
     Args:
         call: The prepared all-reduce.
         plain: Does the same in Python; takes every read that is unusual, before anything has been done.
-        owner: The strategy.
-        communicator: Its calls.
-        channel: Of these.
+        where: The stacks of places, or None where it is known that all replicas read; the strategy, its calls, the channel of
+            these, what stands for replica context.
         storage: The memory of the copy.
-        tally: The variable's.
+        tally: The variable's; reads are counted where there are `places`.
     """
     if _native is None or type(call) is not _native.SlotCall:
         return plain
-    return _native.Read(call=call, plain=plain, owner=owner, communicator=communicator, channel=channel, storage=storage, tally=tally)
+    places, owner, communicator, channel, replica = where
+    return _native.Read(
+        call=call, plain=plain, places=places, owner=owner, communicator=communicator, channel=channel, replica=replica, storage=storage, tally=tally
+    )
 
 
 def look(plain: Any, places: Any, owner: Any, storage: Copied, tally: Tally, *, is_default: bool) -> Any:

@@ -267,16 +267,25 @@ PyType_Spec look_spec = TYPE_OF(Look, Py_TPFLAGS_HAVE_GC, look_slots);
 /* -- reads that combine the copies --------------------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject_HEAD PyObject *call, *plain, *owner, *communicator, *channel;
+    PyObject_HEAD PyObject *call, *plain, *owner, *communicator, *channel, *replica;
+    Stacks stacks; /* None where it has been found out already that the read is one of all replicas */
     Copied *storage;
     Tally *tally;
 } Read;
+
+/* Return whether the thread is where a read is one of all replicas: outside every scope, or in the strategy's own but for `run`. */
+static int is_read_of_all(Read *self) {
+    PyObject *owner, *context;
+    if (self->stacks.places == Py_None) return 1;
+    return find_place(&self->stacks, &owner, &context) && (owner == NULL || (owner == self->owner && context != self->replica));
+}
 
 /* Read: the result is sealed, as a view of an array that is not writeable. */
 static PyObject *read_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     Read *self = (Read *)object;
     PyObject *storage = (PyObject *)self->storage, *held[3] = {NULL}, *made = NULL; /* array, ground, timeout */
-    int usual = peek(self->communicator, name_channel) == self->channel && peek(self->communicator, name_uneven) == Py_None;
+    int usual = is_read_of_all(self) && peek(self->communicator, name_channel) == self->channel &&
+                peek(self->communicator, name_uneven) == Py_None;
     if (usual) {
         held[0] = PyObject_GetAttr(storage, name_array);
         held[1] = PyObject_GetAttr(storage, name__ground); /* as long as it is referred to, the array is not written */
@@ -291,6 +300,7 @@ static PyObject *read_call(PyObject *object, PyObject *arguments, PyObject *keyw
     }
     if (made == NULL || made == Py_None) return made;
     self->tally->collectives++;
+    self->tally->reads += self->stacks.places != Py_None;
     ((Array *)made)->flags &= ~WRITEABLE;
     PyObject *shown = PyObject_CallMethodObjArgs(made, name_view, NULL);
     Py_DECREF(made);
@@ -310,7 +320,8 @@ static PyObject *read_new(PyTypeObject *type, PyObject *arguments, PyObject *key
 }
 
 static PyMemberDef read_members[] = {
-    HELD(Read, call), HELD(Read, plain), HELD(Read, owner), HELD(Read, communicator), HELD(Read, channel),
+    HELD(Read, call), HELD(Read, plain), HELD(Read, owner), HELD(Read, communicator), HELD(Read, channel), HELD(Read, replica),
+    HOLDS(Read, stacks.places, "places"), HOLDS(Read, stacks.stack, "_stack"),
     HELD(Read, storage), HELD(Read, tally), {NULL},
 };
 

@@ -137,8 +137,10 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
     return made
 
 
-def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: PreparedCall) -> Read:
-    """Return a prepared read that combines the copies: a function whose result is None where nothing has been done.
+def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: PreparedCall) -> tuple[Read, Look]:
+    """Return two prepared reads that combine the copies: functions whose result is None where nothing has been done.
+
+    The first is for where it is known that all replicas read; the second looks where the thread is, and counts the read.
 
     Args:
         owner: The strategy.
@@ -160,8 +162,10 @@ def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: PreparedCa
         tally.collectives += 1
         return sealed(value)
 
-    made: Read = native_read(call, read, owner, communicator, channel, storage, tally)
-    return made
+    where = owner, communicator, channel, Context.REPLICA
+    made: Read = native_read(call, read, (None, *where), storage, tally)
+    look: Look = native_read(call, unlooked, (owner.places, *where), storage, tally)
+    return made, look
 
 
 def sealed(value: NDArray[Any]) -> NDArray[Any]:

@@ -218,7 +218,11 @@ class Variable(Taught, ArrayProtocol):
             >>> v.read_value(), float(v), v * 2
             (array(2., dtype=float32), 2.0, np.float32(4.0))
         """
-        value = self._look(copy)
+        try:
+            value = self._look(copy)
+        except (MismatchError, DeadlineExceeded, PeerLost) as error:
+            self._advise_reader(_READ, error)
+            raise
         return self._read(_READ, copy) if value is None else value
 
     def value(self) -> NDArray[Any]:
@@ -521,7 +525,9 @@ class Variable(Taught, ArrayProtocol):
             op = "sum" if travel is Travel.SUM else "mean"
             call = prepared_reduction(communicator, array, op, what, owner.reproducible)
             if call is not None:
-                self._reading[where] = prepared_read(owner, self._storage, self._tally, call)
+                self._reading[where], look = prepared_read(owner, self._storage, self._tally, call)
+                if operation is _READ and self._queue is None:
+                    self._look = look
         return sealed(value)
 
     def _advise_reader(self, operation: Operation, error: SyncvarError) -> None:

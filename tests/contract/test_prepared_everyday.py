@@ -412,3 +412,43 @@ def test_a_prepared_read_is_sealed_and_of_its_moment(kernel):
     found = everywhere(2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0))
     assert found[0] == found[1]
     assert ("Read" in found[0]) == (kernel == "auto" and not why_not_native())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "python"])
+def test_a_prepared_read_of_all_copies_is_one_only_where_it_has_to_be(kernel):
+    """Inside `run` each replica reads its own copy, and in another strategy's scope the variable is refused, also once reads are prepared."""
+
+    def fn():
+        rank, strategy = sv.rank(), sv.MirroredStrategy()
+        with strategy.scope():
+            v = sv.Variable(np.zeros(3), synchronization=ON_READ, aggregation=SUM)
+        strategy.run(lambda: v.assign(np.full(3, 1.0 + rank)))
+        before = v._tally.reads
+        assert [v.numpy().tolist() for _ in range(4)] == [[3.0] * 3] * 4
+        assert v._tally.reads == before + 4
+        with strategy.scope():
+            assert [v.numpy().tolist() for _ in range(3)] == [[3.0] * 3] * 3
+        for _ in range(3):
+            assert strategy.run(v.numpy).tolist() == [1.0 + rank] * 3
+            merged = strategy.run(lambda: sv.get_replica_context().merge_call(lambda _: v.numpy()))
+            assert merged.tolist() == [3.0] * 3
+        with sv.MirroredStrategy().scope(), pytest.raises(sv.UsageError, match="another strategy"):
+            v.numpy()
+        return type(v._look).__name__
+
+    found = everywhere(2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0))
+    assert (found[0] == "Read") == (kernel == "auto" and not why_not_native())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "python"])
+def test_who_reads_alone_by_a_prepared_read_is_told_what_to_write(kernel):
+    def fn():
+        v = sv.Variable(np.zeros(3), synchronization=ON_READ, aggregation=SUM)
+        for _ in range(3):
+            v.numpy()
+        error = caught(sv.barrier) if sv.rank() else caught(v.numpy)
+        return str(error)
+
+    told = everywhere(2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0))[0]
+    assert "is collective" in told
+    assert ".local_value()" in told
