@@ -100,7 +100,9 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
     """
     if not are_native:
         return True
-    return nbytes >= _READ_BYTES // 8 if puts > 1 else takes == 1 and nbytes >= _READ_BYTES
+    if takes > 1:
+        return puts > 1 and nbytes >= _READ_BYTES // 2
+    return nbytes >= (_READ_BYTES // 8 if puts > 1 else _READ_BYTES)
 
 
 class Layout(NamedTuple):
