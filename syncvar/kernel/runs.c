@@ -35,7 +35,7 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
 #endif
 }
 
-static int lie_apart(const char *one, const char *other, Py_ssize_t nbytes) { return one + nbytes <= other || other + nbytes <= one; }
+static int are_apart(const char *one, const char *other, Py_ssize_t nbytes) { return one + nbytes <= other || other + nbytes <= one; }
 
 /* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of Python is touched. */
 long long advance_run(Run *self, Py_ssize_t end) {
@@ -60,7 +60,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
                 combine(&program->apply, target, source, width, target, step[5], width);
             } else if (goal->kind > SCRATCH) { /* others read it, and nothing else lies there */
                 copy_out(&channel->stores, target, source, nbytes);
-            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST && lie_apart(target, source, nbytes)) {
+            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST && are_apart(target, source, nbytes)) {
                 copy_past(target, source, nbytes);
             } else if (target != source) {
                 memmove(target, source, nbytes);
