@@ -24,9 +24,10 @@ import syncvar as sv
 from syncvar.arena.channels import CHECK, DONE, PHASE
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.prepared_reductions import prepare_reduction
-from syncvar.engine.recorder import Recorder, Told
-from syncvar.execution.kernels import reduction
 from syncvar.joining.process import current
+from syncvar.ops import reduction
+from syncvar.recording.entries import Told
+from syncvar.recording.recorder import Recorder
 from syncvar.variables.places import places
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     communicator = communicator_of(None)
     channel: Any = communicator.channel
     prepared_calls, recorder = communicator.prepared_calls, Recorder()
+    made_by = next(key[0] for key in prepared_calls)
     words, scratch = channel.words, memoryview(bytearray(64 * 8)).cast("Q")
     slots = [channel.small(rank, 0, x.size, x.dtype) for rank in range(channel.size)]
     mine, empty = np.empty_like(slots[0]), communicator.busy
@@ -119,7 +121,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     def find() -> None:
         same = communicator_of(None)
         if type(x) is np.ndarray and same.channel is not None:
-            prepared_calls.get(("all_reduce", "sum", x.dtype, x.shape, False))
+            prepared_calls.get((made_by, ("sum", False, None, None), x.dtype, x.shape))
 
     def bring() -> None:
         mine[...] = x

@@ -20,8 +20,9 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.engine import prepared_reductions
-from syncvar.engine.recorder import Recorder, Told
 from syncvar.joining.process import current
+from syncvar.recording.entries import Told
+from syncvar.recording.recorder import Recorder
 
 _TOLD = Told("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
 

@@ -429,8 +429,7 @@ class Agents:
 
     def _keep(self, name: str, data: bytes, site: Site) -> None:
         """Write a flight record, or the totals of calls, that a rank or server has left on its host."""
-        from syncvar.engine.recorder import write_record  # only a job that went wrong needs it
-        from syncvar.joining.state import is_record
+        from syncvar.evidence import is_record, write_record  # only a job that went wrong needs it
 
         found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
         if found is None or self.workers.get(int(found[2]) + (SERVER_0 if found[1] else 0)) is not site:

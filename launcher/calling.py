@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from syncvar.begin import command_of
 from syncvar.errors import HostUnreachable
-from syncvar.joining.cards import own_address_towards, shared_folder
-from syncvar.transports.zeromq import bracketed
+from syncvar.joining.cards import shared_folder
+from syncvar.transports.addresses import address_towards_any, bracketed
 from syncvar_launcher.addresses import allowed, interfaces
 from syncvar_launcher.children import child_of
 from syncvar_launcher.environment import inherited
@@ -73,7 +73,7 @@ class Calling:
         assert job is not None
         self._program = job.starter.program
         others = [one.name for one in options.hosts if one.name != job.here]
-        address = allowed(interfaces(), options.iface, None)[0] if options.iface else own_address_towards(others)
+        address = allowed(interfaces(), options.iface, None)[0] if options.iface else address_towards_any(others)
         self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
         self._started: dict[Host, subprocess.Popen[bytes]] = {}
         joined = options._replace(listen=bracketed(address), host_count=len(options.hosts), key_file=self._key)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncvar import exits
 from syncvar.begin import command_of
 from syncvar.errors import HostUnreachable, WireError
-from syncvar.wire import KEY_BYTES
+from syncvar.wire.keys import KEY_BYTES
 from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.fitness import why_unfit

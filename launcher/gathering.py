@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError, HostUnreachable, WireError
-from syncvar.transports.zeromq import bracketed
+from syncvar.transports.addresses import bracketed
 from syncvar_launcher.addresses import interfaces
 from syncvar_launcher.door import Door
 from syncvar_launcher.fitness import why_unfit, why_unlike

@@ -23,8 +23,10 @@ from syncvar.joining.store import Store
 from syncvar.restarting import Ending
 from syncvar.roles import SERVER_0, is_server, process_name
 from syncvar.stacks import doing
-from syncvar.transports.zeromq import tcp_endpoint
-from syncvar.wire import KEY_BYTES, Health, pack_object
+from syncvar.transports.addresses import tcp_endpoint
+from syncvar.wire import pack_object
+from syncvar.wire.health import Health
+from syncvar.wire.keys import KEY_BYTES
 from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.beginning import Beginning
@@ -59,7 +61,7 @@ from syncvar_launcher.supervise import (
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from syncvar_launcher.directory import JobDirectory
+    from syncvar.joining.directory import JobDirectory
     from syncvar_launcher.events import EventLog
     from syncvar_launcher.fleet import Fleet
     from syncvar_launcher.forking import ForkServer
@@ -130,7 +132,6 @@ class Generation:
             self._prepare_here(job, directory, server)
         else:
             self._prepare_there(job, job.fleet, directory)
-        self.store.watch()
         self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s, job.mirrors(), chosen.max_restarts - restarts)
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.inquiries = Inquiries(directory.path, self._about, self.stacks, self._known, self._processes)

@@ -10,8 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from syncvar.errors import SyncvarError, WireError
+from syncvar.joining.directory import JobDirectory
+from syncvar.private_files import create_private
 from syncvar_launcher.agent import Agent
-from syncvar_launcher.directory import JobDirectory
 
 if TYPE_CHECKING:
     from syncvar_launcher.messages import Message
@@ -84,7 +85,7 @@ class HostCopy:
             place.mkdir(mode=0o700)
             self._modes.append((place, message["mode"] | 0o700))
         elif what == "file":
-            self._file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._file = create_private(place)
             self._modes.append((place, message["mode"] | 0o400))
         elif what == "link":
             self._inside(PurePosixPath(os.path.normpath(path.parent / message["leads_to"])))

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
-from syncvar.joining.state import RECORDS, TOTALS
+from syncvar.evidence import RECORDS, TOTALS
+from syncvar.joining.directory import JobDirectory
 from syncvar.roles import SERVER_0, is_server
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.command import server_command, worker_arguments, worker_command
-from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.forking import ForkServer, Refusal, ServerEnded
 from syncvar_launcher.inquiries import ANSWER_S

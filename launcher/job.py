@@ -203,7 +203,7 @@ class Job:
     def dry_run(self) -> str:
         """Return what a launch would do, as text."""
         from syncvar import kernel
-        from syncvar_launcher.directory import runtime_directory
+        from syncvar.joining.directory import runtime_directory
         from syncvar_launcher.sharing import sharing_of
         from syncvar_launcher.show import dry_run_text
 

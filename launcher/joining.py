@@ -22,8 +22,9 @@ import syncvar
 from syncvar import exits
 from syncvar.begin import command_of
 from syncvar.errors import ConfigError, HostUnreachable
+from syncvar.transports.addresses import address_towards, tcp_endpoint
 from syncvar.transports.curve import link_keys
-from syncvar.transports.zeromq import bound_messages, events_of, monitor_of, set_family, tcp_endpoint
+from syncvar.transports.sockets import bound_messages, events_of, monitor_of, set_family
 from syncvar.wire import PROTOCOL_VERSION
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.hello import (
@@ -73,11 +74,11 @@ def join(chosen: LaunchOptions) -> int:
     host, port = place_of(chosen.join)
     secret = join_secret(chosen.key_file)
     try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        _, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"--join {host}:{port}: its name is unknown: {error.strerror}") from None
     with Watch(os.environ) as watch:
-        host_joins = _Host(chosen, family, str(address), port, secret, watch)
+        host_joins = _Host(chosen, str(address), port, secret, watch)
         try:
             return host_joins.serve()
         finally:
@@ -87,7 +88,7 @@ def join(chosen: LaunchOptions) -> int:
 class _Host:
     """This host, while it joins and has joined."""
 
-    def __init__(self, chosen: LaunchOptions, family: int, address: str, port: int, secret: bytes, watch: Watch) -> None:
+    def __init__(self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: Watch) -> None:
         self._chosen = chosen
         self._watch = watch
         self._where = chosen.join or ""
@@ -97,8 +98,11 @@ class _Host:
         self._has_joined = self._is_cut = False
         self._code: int | None = None
         self._heard = time.monotonic()
+        own = ""
+        with contextlib.suppress(OSError):
+            own = address_towards(address, port)
         self._hello = HELLO + Hello(
-            socket.gethostname(), _own_address(family, address, port), chosen.slots, None if chosen.origin["cwd"] == "default" else str(chosen.cwd),
+            socket.gethostname(), own, chosen.slots, None if chosen.origin["cwd"] == "default" else str(chosen.cwd),
             syncvar.__version__, PROTOCOL_VERSION, platform.python_version(), sys.byteorder,
         ).pack()  # fmt: skip
         self._context: zmq.Context[Any] = zmq.Context()
@@ -321,14 +325,6 @@ class _Agent:
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGKILL)  # its guardian kills the workers
             return self._process.wait()
-
-
-def _own_address(family: int, address: str, port: int) -> str:
-    """Return the address of this host on the way to another; no packet is sent."""
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))
-        return str(probe.getsockname()[0])
-    return ""
 
 
 def _say(sentence: str) -> None:

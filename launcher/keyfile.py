@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
 from syncvar.joining.secret import secret_of_file
-from syncvar.wire import KEY_BYTES, derive
+from syncvar.private_files import create_private
+from syncvar.wire.keys import KEY_BYTES, derive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +25,7 @@ def make_key_file(path: Path) -> bool:
         ConfigError: It cannot be made there.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = create_private(path)
     except FileExistsError:
         return False
     except OSError as error:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import syncvar
 from syncvar import exits
 from syncvar.errors import HostUnreachable
+from syncvar.joining.directory import JobDirectory
 from syncvar.restarting import Restarting
 from syncvar.roles import SERVER_0, is_server, server_number
 from syncvar.serving.tally import put_tallies, take_tallies
-from syncvar_launcher.directory import JobDirectory
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
 from syncvar_launcher.limits import TimePassed

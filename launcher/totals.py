@@ -6,7 +6,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from syncvar.joining.state import TOTALS
+from syncvar.evidence import TOTALS
 from syncvar.topology import process_list
 from syncvar.topology.rates import bus_factor
 from syncvar_launcher.output import escape

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         scatter_object,
         send,
         send_object,
-        shared_array,
         tree_sum,
     )
     from syncvar.engine.work import Work
@@ -80,6 +79,7 @@ if TYPE_CHECKING:
     )
     from syncvar.joining.process import init, is_initialized, shutdown
     from syncvar.launching import run
+    from syncvar.memory_in_common import shared_array
     from syncvar.resident import empty, zeros
     from syncvar.strategies import (
         CentralStorageStrategy,
@@ -124,7 +124,7 @@ _HOMES = {
     "syncvar.collectives": (
         "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all", "barrier",
         "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "recv_object", "reduce",
-        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "shared_array", "tree_sum",
+        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "tree_sum",
     ),
     "syncvar.errors": (
         "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken",
@@ -135,6 +135,7 @@ _HOMES = {
     "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"),
     "syncvar.joining.process": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
+    "syncvar.memory_in_common": ("shared_array",),
     "syncvar.resident": ("empty", "zeros"),
     "syncvar.engine.work": ("Work",),
     "syncvar.strategies": (

@@ -7,6 +7,7 @@ The launcher's own codes follow sysexits where that list has a word for it; a ra
 from __future__ import annotations
 
 import signal
+import sys
 from enum import IntEnum
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Weight",
     "describe_exit",
     "exit_code_of",
+    "is_failing",
     "signal_name",
     "weight_of",
 ]
@@ -124,3 +126,8 @@ def exit_code_of(status: int) -> int:
         (3, 143)
     """
     return status if status >= 0 else 128 - status
+
+
+def is_failing() -> bool:
+    """Return whether this process ends because of an exception; one that a user saw at a prompt has ended nothing."""
+    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")

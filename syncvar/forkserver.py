@@ -33,8 +33,8 @@ __all__ = ["main"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
-    "numpy", "syncvar.transports.zeromq", "syncvar.arena.handing", "syncvar.collectives", "syncvar.identity", "syncvar.config",
-    "syncvar.joining.connecting", "hashlib",
+    "numpy", "syncvar.transports.zeromq", "syncvar.transports.control", "syncvar.transports.addresses", "syncvar.arena.handing",
+    "syncvar.collectives", "syncvar.identity", "syncvar.config", "syncvar.joining.connecting", "hashlib",
 )  # fmt: skip
 """What a worker needs up to its first collective."""
 

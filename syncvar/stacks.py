@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 __all__ = [
-    "ALL_THREADS", "END", "MAIN_THREAD", "STOPPED", "WITHOUT_PYTHON", "Frame", "Thread", "doing", "dumps_of", "frames_before", "frames_of", "listen", "shown",
+    "ALL_THREADS", "END", "MAIN_THREAD", "STOPPED", "WITHOUT_PYTHON", "Frame", "Thread", "current_frames", "doing", "dumps_of", "frames_before", "frames_of", "listen", "shown",
     "stack_path", "where",
 ]  # fmt: skip
 
@@ -137,13 +137,7 @@ def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:
         lines = ["Stack (most recent call first):", *_lines(frame)]
     else:
         lines, main = [], threading.get_ident()
-        collects = gc.isenabled()
-        gc.disable()  # see `syncvar.engine.call_sites._innermost`
-        try:
-            found = sys._current_frames()  # noqa: SLF001
-        finally:
-            if collects:
-                gc.enable()
+        found = current_frames()
         for ident in sorted(found, key=main.__eq__):
             who = "Current thread" if ident == main else "Thread"
             lines += [f"{who} 0x{ident:016x} (most recent call first):", *_lines(frame if ident == main else found[ident])]
@@ -153,6 +147,23 @@ def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:
 def _lines(frame: FrameType | None) -> list[str]:
     told = [f'  File "{one.file}", line {one.line or "???"} in {one.name}' for one in frames_of(frame)[:_FRAMES_MAX]]
     return [line.replace("\n", "?") for line in told]
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread that runs.
+
+    sys._current_frames holds the interpreter's lock of thread states while it makes objects. In Python 3.11 before 3.11.9 a
+    garbage collection may begin there: it lets other threads run, and one of those that starts or ends waits for that
+    lock while it holds the GIL. Then the process stands still for ever (cpython issue 106883), so that the collector
+    is off meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()  # noqa: SLF001
+    finally:
+        if collects:
+            gc.enable()
 
 
 def frames_of(frame: FrameType | None) -> list[Frame]:

@@ -121,11 +121,11 @@ ROWS = (
     ),
     Row(
         "calls", "sv.all_reduce([x, y, z])", "for one in (x, y, z):\n    comm.Allreduce(MPI.IN_PLACE, one)\nreturn x, y, z",
-        "for one in (x, y, z):\n    dist.all_reduce(one)\nreturn x, y, z", "all((flat(one) == total).all() for one in got)",
+        "for one in (x, y, z):\n    dist.all_reduce(one)\nreturn x, y, z", "all((flat(one) == total).all() for one in got)", SMALL_TO_MIDDLE,
         setup={"syncvar": "y, z = x.copy(), x.copy()", "mpi": "y, z = x.copy(), x.copy()", "torch": "y, z = x.clone(), x.clone()"},
     ),
     Row("calls", "sv.all_reduce(x, timeout=5.0)", MPI_SUM, TORCH_SUM, times=2),
-    Row("calls", "sv.all_reduce(x, async_op=True).wait()", "comm.Iallreduce(x, out).Wait(); return out", "dist.all_reduce(x, async_op=True).wait(); return x", times=3),
+    Row("calls", "sv.all_reduce(x, async_op=True).wait()", "comm.Iallreduce(x, out).Wait(); return out", "dist.all_reduce(x, async_op=True).wait(); return x", sizes=SMALL_TO_MIDDLE, times=3),
     Row("calls", 'sv.all_reduce(x, "mean")', f"{MPI_SUM}; np.divide(out, world, out=out)", f"{TORCH_SUM}; x.div_(world)", "(flat(got) == total / world).all()", times=2),
     Row("calls", 'sv.all_reduce(x, "max")', "comm.Allreduce(x, out, MPI.MAX)", "dist.all_reduce(x, dist.ReduceOp.MAX)", "(flat(got) == world).all()", times=2),
     _sum_of("float64"),

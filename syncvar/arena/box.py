@@ -202,9 +202,12 @@ class Outbox(_Box):
         self._publish(word)
         return nbytes
 
-    def tell_link(self) -> None:
-        """Say that a message goes over a link."""
+    def count_link(self) -> None:
+        """Note that a message goes over a link; only the driver of this rank's engine does so."""
         self.words[self.base + BY_LINK] += 1
+
+    def note_news(self) -> None:
+        """Let a receiver that looks into the box look up: a message has gone over a link."""
         self.words[self.base + NEWS] += 1
 
     def room_at(self, shape: tuple[int, ...], nbytes: int) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ from syncvar.arena.channels import (
 )
 from syncvar.arena.layout import ABORT, PAGE_BYTES
 from syncvar.errors import InternalError
-from syncvar.kernel import ChannelState, bind, slot_call
+from syncvar.kernel import ChannelState, bind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -227,10 +227,6 @@ class Channel(ChannelState):
             tuple(self.words[entry + SMALL] for entry in self._entries), (SMALL_BYTES, SEGMENT_BYTES, self._part_bytes), self.rank,
             shares_cores, looks, () if self.reach is None else self.reach.processes,
         )  # fmt: skip
-
-    def slot_call(self, *parts: Any, **objects: Any) -> Any:
-        """Return the C runner of a call through small slots, or None where Python has to run it; see `kernel.slot_call`."""
-        return slot_call(*parts, channel=self, queue=self.queue, **objects) if self.is_native else None
 
     def ring_of(self, nbytes: int) -> int:
         """Return what the C runner is told of the slots of this rank that take turns, for vectors that everybody sums.

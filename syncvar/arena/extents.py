@@ -1,7 +1,11 @@
 """Which bytes of a region are taken, which are free, and which of the free ones still have pages behind them.
 
-Large allocations take page ranges of their own; small ones share extents of 1 MiB. Freed pages stay populated up to a
-reserve, so that a loop which makes and drops arrays asks the system for nothing; what is beyond it is given back.
+Large allocations take page ranges of their own; small ones share extents of 1 MiB. What is as long as a page begins a cache line into
+one: NumPy's arrays from 128 KiB on begin 16 bytes into a page, and where a target lies less than 32 bytes after its source by their
+places in a page, AMD's processors copy a tenth as fast by the string instruction that the C library takes.
+
+Freed pages stay populated up to a reserve, so that a loop which makes and drops arrays asks the system for nothing; what is beyond it
+is given back.
 Everything here is arithmetic: who owns an `Extents` populates, clears and gives back what it is told.
 """
 
@@ -125,9 +129,9 @@ class Extents:
 
     Example:
         >>> extents = Extents(0, 8 << 20)
-        >>> first = extents.allocate(3 << 20)
+        >>> first = extents.allocate((3 << 20) - 64)
         >>> first.offset, first.missing == ((0, 3 << 20),), extents.taken_bytes == 3 << 20
-        (0, True, True)
+        (64, True, True)
         >>> extents.free(first.offset)
         []
         >>> extents.allocate(1 << 20).missing
@@ -141,8 +145,8 @@ class Extents:
         self.reserve_bytes = reserve_bytes
         self._free = Ranges((start, stop))
         self._kept = Ranges()  # free, and populated
-        self._large: dict[int, int] = {}  # offset -> size
-        self._small: dict[int, tuple[int, int]] = {}  # offset -> (size, start of its shared extent)
+        self._large: dict[int, Range] = {}  # offset -> its pages
+        self._small: dict[int, tuple[Range, int]] = {}  # offset -> (its stretch, start of its shared extent)
         self._shared: dict[int, Ranges] = {}  # start of a shared extent -> what is free in it
 
     @property
@@ -164,9 +168,10 @@ class Extents:
         Returns:
             None when no stretch of the region is large enough.
         """
-        align = LINE_BYTES if nbytes < PAGE_BYTES else PAGE_BYTES
-        size = -(-max(1, nbytes) // align) * align
-        return self._take_small(size, align) if size <= SMALL_BYTES else self._take_pages(size)
+        if nbytes < PAGE_BYTES:
+            return self._take_small(-(-max(1, nbytes) // LINE_BYTES) * LINE_BYTES, LINE_BYTES)
+        size = -(-(LINE_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
+        return self._take_small(size, PAGE_BYTES, LINE_BYTES) if size <= SMALL_BYTES else self._take_pages(size)
 
     def free(self, offset: int) -> list[Range]:
         """Free an allocation.
@@ -209,27 +214,30 @@ class Extents:
         self._kept = Ranges()
         self._shared.clear()
 
-    def _take_small(self, size: int, align: int) -> Taken | None:
+    def _take_small(self, size: int, align: int, begin: int = 0) -> Taken | None:
+        """Take a stretch of a shared extent; what is allocated begins so many bytes after it."""
         for extent, room in self._shared.items():
-            offset = room.fit(size, align) if room.total >= size else -1
-            if offset >= 0:
-                room.remove(offset, offset + size)
-                self._small[offset] = (size, extent)
-                return Taken(offset, size, (), ((offset, offset + size),))
+            start = room.fit(size, align) if room.total >= size else -1
+            if start >= 0:
+                room.remove(start, start + size)
+                self._small[start + begin] = (start, start + size), extent
+                return Taken(start + begin, size - begin, (), ((start, start + size),))
         pages = self._find(EXTENT_BYTES, PAGE_BYTES)
         if pages is None:
             return None
-        self._shared[pages.offset] = Ranges((pages.offset + size, pages.offset + EXTENT_BYTES))
-        self._small[pages.offset] = (size, pages.offset)
-        dirty = Ranges(*pages.dirty).inside(pages.offset, pages.offset + size)
-        return Taken(pages.offset, size, pages.missing, dirty)
+        start, stop = pages.offset, pages.offset + size
+        self._shared[start] = Ranges((stop, start + EXTENT_BYTES))
+        self._small[start + begin] = (start, stop), start
+        return Taken(start + begin, size - begin, pages.missing, Ranges(*pages.dirty).inside(start, stop))
 
     def _take_pages(self, size: int) -> Taken | None:
         taken = self._find(size, HUGE_BYTES) if size >= HUGE_BYTES else None
         taken = taken or self._find(size, PAGE_BYTES)
-        if taken is not None:
-            self._large[taken.offset] = size
-        return taken
+        if taken is None:
+            return None
+        offset = taken.offset + LINE_BYTES
+        self._large[offset] = taken.offset, taken.offset + size
+        return taken._replace(offset=offset, nbytes=size - LINE_BYTES)
 
     def _find(self, size: int, align: int) -> Taken | None:
         """Take free pages, populated ones first."""
@@ -246,11 +254,11 @@ class Extents:
 
     def _release(self, offset: int) -> None:
         if offset in self._large:
-            self._give(offset, offset + self._large.pop(offset))
+            self._give(*self._large.pop(offset))
             return
-        size, extent = self._small.pop(offset)
+        stretch, extent = self._small.pop(offset)
         room = self._shared[extent]
-        room.add(offset, offset + size)
+        room.add(*stretch)
         if room.total == EXTENT_BYTES:
             del self._shared[extent]
             self._give(extent, extent + EXTENT_BYTES)

@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from syncvar.config import RuntimeConfig
+
 __all__ = ["Arena", "Block"]
 
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE is newer than the oldest Python we run on
 # Some systems undo a request when a signal comes: a profiler's timer would keep a large one from ever ending.
 _PIECE_BYTES = 1 << 20
+_WAIT_MAX_S = 3600.0
 _REMEDY = "ask for less, or raise {}"
 
 
@@ -105,6 +108,27 @@ class Arena:
         self._released: deque[int] = deque()
         self._process = self._current_process()
         self._is_quarantined = False
+
+    @classmethod
+    def fetch(cls, path: str, job_id: str, generation: int, local_rank: int, config: RuntimeConfig) -> Arena | str:
+        """Ask for the arena of a generation and map it; return in words why there is none where that cannot be.
+
+        Args:
+            path: Where it is handed over.
+            job_id: The job's identity.
+            generation: Version of the membership.
+            local_rank: Which of its regions is ours.
+            config: How long to wait, and whether uses are checked.
+        """
+        from syncvar.arena.handing import fetch  # sockets: a world that is given its memory has none
+
+        fd, reason = fetch(path, job_id, generation, local_rank, min(config.handshake_timeout_s, _WAIT_MAX_S))
+        if fd is None:
+            return reason or "the launcher gave no reason"
+        try:
+            return cls.attach(fd, local_rank, checks=config.check_arena == "on")
+        except ArenaUnavailable as error:
+            return str(error)
 
     @classmethod
     def attach(cls, fd: int, local_rank: int, *, room: Room | None = None, checks: bool = False) -> Arena:
@@ -198,7 +222,7 @@ class Arena:
         """Take memory in our region.
 
         Returns:
-            Its offset, a multiple of 64; of 4096 where it is at least a page. The memory reads as zeros.
+            Its offset, a multiple of 64; a cache line into a page where it is at least a page. The memory reads as zeros.
 
         Raises:
             ArenaFull: The region, the container or the machine has no room; nothing was taken.

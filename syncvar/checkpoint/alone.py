@@ -23,12 +23,12 @@ from syncvar.checkpoint.naming import MANIFEST, checked_path
 from syncvar.checkpoint.on_servers import taken_alone
 from syncvar.checkpoint.reading import bytes_of
 from syncvar.checkpoint.tensors import CODES, Tensor, header_bytes, header_length, parse_header, stored_shape
-from syncvar.collectives._arguments import as_array
 from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.optimizers import Optimizer
 from syncvar.strategies.server_variables import ServerVariable
 from syncvar.variables import Variable, VariableAggregation, VariableSynchronization
 from syncvar.wire import DEPTH_MAX, DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+from syncvar.wire.arrays import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

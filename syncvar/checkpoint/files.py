@@ -16,8 +16,8 @@ import stat
 from typing import TYPE_CHECKING, Self
 
 from syncvar.checkpoint.naming import is_left_over, temporary_name
-from syncvar.engine.foreign import refuse_foreign_links
 from syncvar.errors import CheckpointError, NotFound
+from syncvar.private_files import create_private, refuse_foreign_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,8 +33,7 @@ class Disk:
     @staticmethod
     def create(folder: int, name: str) -> int:
         """Create a file that is not there yet, for this user only, and return its descriptor."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(name, flags, 0o600, dir_fd=folder)
+        return create_private(name, folder)
 
     @staticmethod
     def write(descriptor: int, data: memoryview) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncvar.execution.kernels import reduction
 from syncvar.joining.process import current
+from syncvar.ops import reduction
 from syncvar.plans import ALGORITHMS, build_all, choose
 from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
 from syncvar.wire import DTYPE_NAMES, dtype_from_index

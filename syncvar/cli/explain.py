@@ -13,7 +13,7 @@ from syncvar.topology import process_list, rank_list
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from syncvar.engine.recorder import Event
+    from syncvar.recording.entries import Event
 
 __all__ = ["Divergence", "divergences", "explained"]
 

@@ -13,7 +13,7 @@ from syncvar.cli.explain import explained
 from syncvar.cli.records import load
 from syncvar.cli.trace import merged, stragglers, unaligned
 from syncvar.errors import ConfigError
-from syncvar.joining.state import JOBS_KEPT, find_job, state_folder
+from syncvar.evidence import JOBS_KEPT, find_job, state_folder
 from syncvar.roles import is_server
 
 if TYPE_CHECKING:

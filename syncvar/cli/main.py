@@ -15,7 +15,7 @@ from syncvar.cli.table_of_collectives import collectives_text
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError
 from syncvar.foreign_names import words_text
-from syncvar.wire import KEY_BYTES
+from syncvar.wire.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from syncvar.execution.lower_moves import Move, Way, lower_move
 from syncvar.execution.lower_reduce import Ends, Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.moves import cells_of_blocks, fits_slots, is_worth_reading
+from syncvar.execution.program import program_text
 from syncvar.execution.reductions import cells_of, is_direct
-from syncvar.execution.show import program_text
 from syncvar.plans import build_all, publications
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.engine.recorder import FORMAT, Event
 from syncvar.errors import ConfigError
-from syncvar.joining.state import RECORDS, is_record
+from syncvar.evidence import RECORDS, is_record
+from syncvar.recording.entries import Event
+from syncvar.recording.recorder import FORMAT
 from syncvar.stacks import Frame
 from syncvar.topology import rank_list
 

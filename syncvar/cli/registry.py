@@ -14,7 +14,7 @@ import syncvar as sv
 from syncvar.cli.contributions import Case, combined, cut, part
 from syncvar.config import nearest
 from syncvar.errors import ConfigError
-from syncvar.execution.kernels import OPS, identity, reduction
+from syncvar.ops import OPS, identity, reduction
 from syncvar.topology.rates import BUS_FACTORS
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 

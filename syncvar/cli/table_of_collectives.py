@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import syncvar as sv
 from syncvar.cli.registry import available, dtypes, ops_of
-from syncvar.execution.kernels import OPS
+from syncvar.ops import OPS
 from syncvar.plans import ALGORITHMS
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from syncvar.roles import process_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.engine.recorder import Event
+    from syncvar.recording.entries import Event
 
 __all__ = ["merged", "stragglers", "unaligned"]
 

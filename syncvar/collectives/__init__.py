@@ -1,24 +1,40 @@
 """Operations of whole groups: check the arguments, choose a plan, run it.
 
 One file for each collective, by its name; `objects` has those of plain data, and `point_to_point` what goes from one rank to
-another. Each public function checks its arguments before anything is sent, and describes the call by a fingerprint that all
-ranks must share. What they have in common:
+another. A file has the public signature, and:
 
-* `_arguments`: arrays and structures out of what the caller gives; `_kinds`: the arrays of other libraries.
-* `_headers`: the header round, by which ranks that may bring different shapes tell each other what they bring.
-* `_reducing`: what is compared, brought and returned where values are combined. `fused` reduces arrays together, `overlap`
-  keeps what one of them reads from what another writes, and `tree_sum` combines in this process alone.
-* `flat`: stages that move arrays whose counts all ranks know, of which calls are made. `sync_points`: calls by which ranks meet at
-  a point of their programs, with nothing or an object each.
-* `_moving`: blocks that ranks which share memory take from each other.
-* `_preparing`: which all-reduces are prepared after the first; `agreeing` are small ones that are made again and again.
-* `pairs`: what the two ends of a message do; `_mailbox`: what a rank sends to itself.
-* `groups`, `mesh` and `uneven`: who takes part.
+* `_form`: what is prepared of the call, an array as a rule, or None where the call has to be made generally;
+* `_request`: checks the arguments before anything is sent, and returns the request: the call in words, a fingerprint that all ranks
+  must share, and what moves or combines. A `Moving` or a `Reducing` request also knows how its like are prepared.
 
-Arguments have the same names in all these files: `communicator` is the group's; `x`, `op`, `root`, `axis` and `out` are what the
-caller gave, and `algorithm` what it forced, or None; `name` is what the ranks compare and messages tell; `how` is the
-`Reduction` of an array; `reproducible` sums by the tree; `keep` takes copies now, because the caller may change what it gave
-before the call ends.
+Everything else that public calls have in common is done by `calls.make_call`: the group, the prepared call, calls that are started,
+arrays of other libraries (`library_arrays`), errors that tell the others. What requests are made of:
+
+* `moving`: blocks that ranks which share memory take from each other.
+* `reducing`: what is compared, brought and returned where values are combined. `fused` reduces arrays together, and `tree_sum`
+  combines in this process alone.
+* `flat`: stages that move arrays whose counts all ranks know, and the header round. `sync_points`: calls by which ranks meet at a
+  point of their programs, with nothing or an object each.
+* `pairs`: what the two ends of a message do; `mailbox`: what a rank sends to itself.
+* `groups` and `mesh`: who takes part. `finite`: whether what a rank brings is finite.
+
+All collectives have these arguments:
+
+* `group`: the ranks that take part; None means the world.
+* `async_op`: return a `Work` at once. What is given is taken when the call is made, and may be changed after that.
+* `timeout`: seconds; None means the job's default.
+* `algorithm`: force one of those that `syncvar plan NAME` shows; the same on every rank.
+
+And all raise these errors:
+
+* ConfigError: an argument is wrong. The other ranks raise MismatchError, and the group stays usable.
+* MismatchError: the ranks do not make the same call. The group stays usable.
+* PeerLost: a rank is gone.
+* DeadlineExceeded: the call did not finish in time.
+
+Inside, arguments have the same names in all these files: `communicator` is the group's; `x`, `op`, `root`, `axis` and `out` are what
+the caller gave; `name` is what the ranks compare and messages tell; `how` is the `Reduction` of an array; `reproducible` sums by the
+tree; `keep` takes copies now, because the caller may change what it gave before the call ends.
 """
 
 from __future__ import annotations
@@ -38,9 +54,8 @@ from syncvar.collectives.reduce import reduce
 from syncvar.collectives.reduce_scatter import reduce_scatter
 from syncvar.collectives.scan import exscan, scan
 from syncvar.collectives.scatter import scatter
-from syncvar.collectives.shared_array import shared_array
 from syncvar.collectives.tree_sum import tree_sum
-from syncvar.execution.kernels import register_op
+from syncvar.ops import register_op
 
 __all__ = [
     "Group",
@@ -69,6 +84,5 @@ __all__ = [
     "scatter_object",
     "send",
     "send_object",
-    "shared_array",
     "tree_sum",
 ]

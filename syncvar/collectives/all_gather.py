@@ -7,28 +7,16 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives._arguments import (
-    Structure,
-    arrays_in,
-    checked_integer,
-    checked_root,
-    deliver,
-    describe,
-    fresh,
-    unflatten,
-)
-from syncvar.collectives._headers import array_record, exchange, require_same
-from syncvar.collectives._kinds import call_generally
-from syncvar.collectives._moving import call_prepared, detail_of, fits_out, moved, moves, result_buffer
-from syncvar.collectives._preparing import plain_array
-from syncvar.collectives.flat import gather_flat
-from syncvar.collectives.groups import communicator_of
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.timeouts import is_seconds
+from syncvar.collectives.calls import entered, make_call, plain_array
+from syncvar.collectives.flat import exchange, gather_flat, require_same
+from syncvar.collectives.groups import checked_root
+from syncvar.collectives.moving import Moving, detail_of, fits_out, moves, result_buffer
+from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError
 from syncvar.execution.moves import NOTHING, Blocks, Layout
-from syncvar.joining.process import entered_natively
-from syncvar.loading import unexpected
+from syncvar.wire.arrays import checked_integer, deliver
+from syncvar.wire.records import array_record
+from syncvar.wire.structures import Structure, arrays_in, describe, fresh, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -39,20 +27,14 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
 
-__all__ = ["all_gather", "gather_prepared", "gather_request", "gathered_blocks", "gathered_layout"]
+__all__ = ["all_gather", "gather_form", "gather_request", "gathered_blocks", "gathered_layout"]
 
 
+@entered(second="axis", usual=0)
 def all_gather(
-    x: Any,
-    *,
-    axis: int = 0,
-    out: Any = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    algorithm: str | None = None,
-    **_foreign: Never,
-) -> Any:
+    x: Any, *, axis: int = 0, out: Any = None,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Concatenate the arrays of all ranks, in rank order, on every rank.
 
     Args:
@@ -60,19 +42,13 @@ def all_gather(
             all else must be the same. A 0-d array counts as length 1, so that the result has shape (N,).
         axis: Where to concatenate; may be negative.
         out: Array of the result's shape and dtype to write to; not for structures.
-        group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
-        timeout: Seconds; None means the job's default.
-        algorithm: Force one of `syncvar plan all_gather`; the same on every rank.
+        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
 
     Returns:
         The concatenation, or the same structure of concatenations.
 
     Raises:
-        ConfigError: A wrong argument; the other ranks raise MismatchError.
-        MismatchError: The ranks' arrays do not fit together, or they do not make the same call.
-        PeerLost: A rank is gone.
-        DeadlineExceeded: The call did not finish in time.
+        MismatchError: The ranks' arrays do not fit together. Else as every collective.
 
     Cost: where the ranks share memory and bring one shape, one copy of each block where it lies (small
         blocks: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
@@ -85,108 +61,62 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
-    if _foreign:
-        raise unexpected(all_gather, _foreign)
-    communicator = communicator_of(group)
-    if algorithm is None and not async_op:
-        result = gather_prepared(communicator, x, out, timeout, axis, public=all_gather)
-        if result is not None:
-            return result
-    return call_generally(
-        all_gather, communicator, gather_request, x, out, group=group, timeout=timeout, async_op=async_op, axis=axis, algorithm=algorithm
-    )
+    return make_call(all_gather, _form, gather_request, x, out, group, async_op, timeout, _foreign, (axis, algorithm))
 
 
-if not TYPE_CHECKING:
-    all_gather = entered_natively(all_gather, second="axis", usual=0)
+def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+    axis, algorithm = how
+    return gather_form(x, axis) if algorithm is None else None
 
 
-def gather_prepared(
-    communicator: Communicator, x: Any, out: Any, timeout: float | None, axis: int, root: int | None = None, *, public: Any = None
-) -> Any:
-    """Make a plain gather by its prepared way; None where nothing has been done.
-
-    Args:
-        communicator: The group.
-        x: What this rank brings.
-        out: As the caller gave it.
-        timeout: As the caller gave it.
-        axis: Where to concatenate.
-        root: Who gets the result, None for everybody; elsewhere the result is an array without elements.
-        public: The public function that is called with `root`, or with `axis` where there is no root, beside `x` for the world; or None.
-    """
-    if type(axis) is not int or not (root is None or type(root) is int) or not (timeout is None or is_seconds(timeout)):
+def gather_form(x: Any, axis: Any) -> NDArray[Any] | None:
+    """Return the array of a plain gather, which is concatenated along its first axis; None of any other."""
+    array = plain_array(x) if type(axis) is int else None
+    if array is None or axis not in (0, -max(1, array.ndim)):
         return None
-    array = plain_array(x)
-    if array is not None and not array.ndim:
-        array = array.reshape(1)
-    if array is None or axis not in (0, -array.ndim):
-        return None
-    if root is None:
-        key = ("all_gather", axis, array.dtype, array.shape)
-        return call_prepared(communicator, key, array, out, timeout, _prepare, axis, public=public)
-    rooted = ("gather", axis, root, array.dtype, array.shape)
-    return call_prepared(communicator, rooted, array, out, timeout, _prepare, root, axis, public=None if axis else public)
-
-
-def _prepare(communicator: Communicator, x: NDArray[Any], *how: int) -> Any:
-    """Prepare gathers of (axis), or of (root, axis)."""
-    axis, root = how[-1], None if len(how) == 1 else how[0]
-    size, rank, name = communicator.size, communicator.member_rank, "all_gather" if root is None else "gather"
-
-    def front(x: NDArray[Any], out: Any) -> Blocks | None:
-        blocks = gathered_blocks(x, out, size, rank, root)
-        return fits_out(blocks, out) if root in (None, rank) else blocks
-
-    return (
-        gather_request(communicator, x, axis, name=name, root=root),
-        gathered_layout(x, 0, size, rank, root),
-        front,
-        lambda x, out: gather_request(communicator, x, axis, out, name, root=root, is_moved=False).body,
-    )
+    return array if array.ndim else array.reshape(1)
 
 
 def gather_request(
     communicator: Communicator,
     x: Any,
-    axis: int,
     out: Any = None,
-    name: str = "all_gather",
-    algorithm: str | None = None,
-    root: int | None = None,
-    is_moved: bool | None = None,
     keep: bool = False,
-) -> Request:
-    """Check the arguments of an all-gather, or of a gather to a root, and return the request.
-
-    `is_moved` is False where the ranks have found that they do not bring the same; None lets the group decide.
-    """
+    axis: int = 0,
+    algorithm: str | None = None,
+    *,
+    name: str = "all_gather",
+    root: int | None = None,
+) -> Moving:
+    """Check the arguments of an all-gather, or of a gather to a root, and return the request; `keep` takes copies."""
     target = None if root is None else checked_root(root, communicator)
     structure, arrays, axes, kinds = _along_axis(x, axis, out)
     size, rank, like = communicator.size, communicator.member_rank, x
     gets = target in (None, rank)
     if keep:
         arrays, like = [array.copy() for array in arrays], fresh(structure, x)
-    if is_moved is None:
-        is_moved = structure is None and moves(communicator, "all_gather" if target is None else "gather", algorithm)
 
-    def body() -> Generator[Stage, None, Any]:
-        if is_moved:
-            array, place = arrays[0], axes[0]
-            blocks = gathered_blocks(np.moveaxis(array, place, 0), out if place == 0 else None, size, rank, target)
-            if (yield from moved(gathered_layout(array, place, size, rank, target), blocks)):
-                return deliver(blocks.made if place == 0 else _turned(blocks.made, place), out) if gets else None
+    def finish(made: NDArray[Any]) -> Any:
+        return deliver(made if axes[0] == 0 else _turned(made, axes[0]), out) if gets else None
+
+    def general() -> Generator[Stage, None, Any]:
         results = []
         for array, place in zip(arrays, axes, strict=True):
             results.append((yield from _gathered(communicator, array, place, name, target, algorithm)))
         if not gets:
             return None
-        if structure is not None:
-            return unflatten(structure, results, like)
-        return deliver(results[0], out)
+        return deliver(results[0], out) if structure is None else unflatten(structure, results, like)
 
+    is_moved = structure is None and moves(communicator, "all_gather" if target is None else "gather", algorithm)
     shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
-    return Request(f"{name}({kinds}, axis {axis}{shown})", fingerprint(name, int(axis), *rooted, structure, algorithm), body())
+    return Moving(
+        f"{name}({kinds}, axis {axis}{shown})", fingerprint(name, int(axis), *rooted, structure, algorithm),
+        gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
+        arrange=lambda: gathered_blocks(np.moveaxis(arrays[0], axes[0], 0), out if axes[0] == 0 else None, size, rank, target),
+        finish=finish,
+        general=general,
+        front=lambda x, out: fits_out(gathered_blocks(x, out, size, rank, target), out),
+    )  # fmt: skip
 
 
 def _along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:

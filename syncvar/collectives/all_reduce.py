@@ -6,37 +6,28 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives._arguments import (
-    arrays_of,
-    as_array,
-    checked_output,
-    flatten,
-    fresh,
-    is_structure,
-    unflatten,
-)
-from syncvar.collectives._kinds import call_generally
-from syncvar.collectives._preparing import begun, form_of, key_of, prepare
-from syncvar.collectives._reducing import (
+from syncvar.collectives import finite
+from syncvar.collectives.calls import call_prepared, entered, make_call
+from syncvar.collectives.fused import reduce_one, reduce_together
+from syncvar.collectives.reducing import (
+    Leaves,
+    Reducing,
     checked_scale,
     contribution,
     described_reduction,
     described_together,
+    form_of,
+    kept,
     outcome,
     reduction_of,
 )
-from syncvar.collectives.fused import reduce_one, reduce_together
-from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request
-from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
-from syncvar.joining import finite
-from syncvar.joining.process import entered_natively
-from syncvar.kernel import remember
-from syncvar.loading import unexpected
+from syncvar.wire.arrays import as_array, checked_output
+from syncvar.wire.structures import arrays_of, flatten, fresh, is_structure, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Hashable
+    from collections.abc import Generator
 
     from numpy.typing import NDArray
 
@@ -44,24 +35,15 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
 
-__all__ = ["all_reduce", "reduce_request"]
+__all__ = ["agree", "agreement_request", "all_reduce", "reduce_request"]
 
 
+@entered(second="op", usual="sum", positions=2)
 def all_reduce(
-    x: Any,
-    op: str = "sum",
-    *,
-    out: Any = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    reproducible: bool = False,
-    prescale: float | None = None,
-    postscale: float | None = None,
-    weight: float | None = None,
-    algorithm: str | None = None,
-    **_foreign: Never,
-) -> Any:
+    x: Any, op: str = "sum", *, out: Any = None, reproducible: bool = False,
+    prescale: float | None = None, postscale: float | None = None, weight: float | None = None,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Combine the values of all ranks and give every rank the result.
 
     Args:
@@ -72,26 +54,20 @@ def all_reduce(
         out: Array of the result's shape and dtype (or a structure of them) to write to; it may be `x` itself, and then
             arrays of `sv.empty` are reduced in place. After an error of the arguments it is as it was; after PeerLost
             or DeadlineExceeded it may be half written.
-        group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
-        timeout: Seconds; None means the job's default.
         reproducible: Combine by the tree T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two
             below hi - lo, over ranks: the same bits whatever the sizes, hosts and transports.
         prescale: This rank's value is multiplied by it first; may differ between ranks. Not for integers.
         postscale: The result is multiplied by it, before half types are rounded; the same on every rank.
         weight: Of a mean: this rank's weight; the result is the sum of weight * x divided by the sum of the weights. What
             a rank of weight 0 brings does not count, even if it is NaN.
-        algorithm: Force one of `syncvar plan all_reduce`; the same on every rank.
+        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
 
     Returns:
         An array of the shape and dtype of `x` (the mean of integers is float64), or the same structure of arrays; a tensor of
         another library (PyTorch, JAX, any with DLPack and an array namespace) where `x` is one, here and in every collective.
 
     Raises:
-        ConfigError: A wrong argument; the other ranks raise MismatchError and the group stays usable.
-        MismatchError: The ranks do not make the same call.
-        PeerLost: A rank is gone.
-        DeadlineExceeded: The call did not finish in time.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
 
     Cost: ring, 2(n-1) rounds and 2(n-1)/n of the buffer sent by each rank; small buffers take fewer rounds.
     Order: fixed by count and number of ranks; the bytes are equal on every rank.
@@ -104,59 +80,28 @@ def all_reduce(
         >>> sv.all_reduce({"loss": 0.5, "n": 3}, "mean")["n"]
         array(3.)
     """
-    if _foreign:
-        raise unexpected(all_reduce, _foreign)
-    communicator = communicator_of(group)
-    is_plain = communicator.channel is not None and (timeout is None or is_seconds(timeout))
-    is_plain = is_plain and prescale is None and postscale is None and weight is None and algorithm is None
-    form = None
-    if is_plain and isinstance(op, str) and type(reproducible) is bool:
-        form = x if type(x) is np.ndarray else form_of(x)
-        if type(form) is np.ndarray:
-            key: Hashable = ("all_reduce", op, form.dtype, form.shape, reproducible)
-        elif form is not None:
-            key = key_of("all_reduce", op, form, reproducible)
-    if form is not None:
-        ready = communicator.prepared_calls.get(key)
-        if ready is not None:
-            result = begun(ready, form, out, timeout) if async_op else ready(form, out, None, timeout)
-            if result is not None:
-                return result
-    result = call_generally(
-        all_reduce, communicator, _request, x, out, group=group, timeout=timeout, async_op=async_op, op=op, reproducible=reproducible,
-        prescale=prescale, postscale=postscale, weight=weight, algorithm=algorithm,
-    )  # fmt: skip
-    if form is not None:
-        prepare(communicator, key, x, form, op, "all_reduce", reproducible=reproducible)
-        # An entrance looks at dtypes, and what the mean of integers puts in shared memory is not of theirs.
-        if not reproducible and type(form) is np.ndarray and form.dtype == reduction_of(form, op).result:
-            remember(all_reduce, op, communicator.prepared_calls.get(key), communicator.prepared_calls)
-    return result
+    scales = None if prescale is None and postscale is None and weight is None else (prescale, postscale, weight)
+    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, (op, reproducible, scales, algorithm))
 
 
-if not TYPE_CHECKING:
-    all_reduce = entered_natively(all_reduce, second="op", usual="sum", positions=2)
+def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | Leaves | None:
+    op, reproducible, scales, algorithm = how
+    if scales is None and algorithm is None and isinstance(op, str) and type(reproducible) is bool:
+        return x if type(x) is np.ndarray else form_of(x)
+    return None
 
 
 def _request(
-    communicator: Communicator,
-    x: Any,
-    op: str,
-    out: Any,
-    reproducible: bool,
-    keep: bool,
-    prescale: Any,
-    postscale: Any,
-    weight: Any,
-    algorithm: str | None,
+    communicator: Communicator, x: Any, out: Any, keep: bool, op: str, reproducible: bool, scales: tuple[Any, Any, Any] | None, algorithm: str | None
 ) -> Request:
     """Return the request of a public call; scales make new contributions and results around the plain one."""
-    if prescale is None and postscale is None and weight is None:
+    if scales is None:
         for leaf in (flatten(x)[1] if is_structure(x) else [x]) if finite.is_on() else ():
             finite.look(as_array(leaf), "all_reduce")
         return reduce_request(
             communicator, x, op, out=out, reproducible=reproducible, keep=keep, algorithm=algorithm
         )
+    prescale, postscale, weight = scales
     if is_structure(x):
         raise ConfigError("prescale, postscale and weight take one array; call all_reduce for each leaf")
     array = as_array(x)
@@ -205,7 +150,7 @@ def reduce_request(
     apply: np.ufunc | None = None,
     keep: bool = False,
     algorithm: str | None = None,
-) -> Request:
+) -> Reducing:
     """Check the arguments of an all-reduce and return the request.
 
     With `apply`, `out`, a single array, becomes apply(out, result); half types are rounded once, after that.
@@ -216,8 +161,9 @@ def reduce_request(
         if how.is_locating and out is not None:
             raise ConfigError(f"{how.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, how.result)
-        array = array.copy() if keep else array
-        return Request(what, digest, reduce_one(communicator, array, how, target, reproducible, apply, algorithm))
+        array = kept(communicator, array) if keep else array
+        body = reduce_one(communicator, array, how, target, reproducible, apply, algorithm)
+        return Reducing(what, digest, body, op, is_entered=array.dtype == how.result)
     structure, leaves = flatten(x)
     arrays = arrays_of(x, leaves)
     hows = [reduction_of(array, op) for array in arrays]
@@ -232,10 +178,38 @@ def reduce_request(
     digest, what = described_together(structure, arrays, hows, op, name, reproducible, algorithm)
     like = x
     if keep:
-        arrays, like = [array.copy() for array in arrays], fresh(structure, x)
+        arrays, like = [kept(communicator, array) for array in arrays], fresh(structure, x)
 
-    def body() -> Generator[Stage, None, Any]:
+    def together() -> Generator[Stage, None, Any]:
         results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm)
         return unflatten(structure, results, like)
 
-    return Request(what, digest, body())
+    return Reducing(what, digest, together(), op)
+
+
+def agree(
+    communicator: Communicator, name: str, op: str, numbers: NDArray[Any], timeout: float | None, said: tuple[str, int] | None = None
+) -> NDArray[Any]:
+    """Return a few numbers of all ranks, combined elementwise: a small agreement that is made again and again. Collective.
+
+    Args:
+        communicator: The group.
+        name: What all such calls are called.
+        op: A built-in op.
+        numbers: A flat array, of the same dtype and length on every rank.
+        timeout: Seconds; None for the job's default.
+        said: This call in words, and the fingerprint that is compared; None for those of `name`.
+    """
+    made = call_prepared(
+        communicator, (name, op, numbers.dtype, numbers.shape), numbers, None, timeout, lambda x, _: reduce_request(communicator, x, op, name=name), said
+    )
+    if made is None:
+        what = name if said is None else said[0]
+        made = communicator.perform(what, lambda: agreement_request(communicator, name, op, numbers, said), timeout)
+    return made  # type: ignore[no-any-return]
+
+
+def agreement_request(communicator: Communicator, name: str, op: str, numbers: NDArray[Any], said: tuple[str, int] | None) -> Request:
+    """Return the request of such a call; see `agree`."""
+    request = reduce_request(communicator, numbers, op, name=name)
+    return request if said is None else Request(*said, request.body)

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._arguments import (
+from syncvar.collectives import finite
+from syncvar.collectives.flat import gather_bytes, gather_flat
+from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.library_arrays import given_back
+from syncvar.collectives.tree_sum import summed
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.errors import ConfigError, MismatchError
+from syncvar.ops import finish, quiet, reduction
+from syncvar.plans import Chunk, even_chunks, runs_of, whole_nodes
+from syncvar.wire import DTYPE_NAMES, dtype_from_index, dtype_index, pack_object, unpack_object
+from syncvar.wire.structures import (
     Structure,
     arrays_of,
     describe,
@@ -27,17 +38,6 @@ from syncvar.collectives._arguments import (
     restored_structure,
     unflatten,
 )
-from syncvar.collectives._kinds import given_back
-from syncvar.collectives.flat import gather_bytes, gather_flat
-from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.tree_sum import summed
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.operation import Stage
-from syncvar.errors import ConfigError, MismatchError
-from syncvar.execution.kernels import finish, quiet, reduction
-from syncvar.joining import finite
-from syncvar.plans import Chunk, even_chunks, runs_of, whole_nodes
-from syncvar.wire import DTYPE_NAMES, dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
-    from syncvar.execution.kernels import Reduction
+    from syncvar.ops import Reduction
 
 __all__ = ["all_reduce_shards", "shards_request"]
 

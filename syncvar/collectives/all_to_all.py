@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives._arguments import deliver
-from syncvar.collectives._kinds import call_generally
-from syncvar.collectives._moving import UNMOVED, call_prepared, detail_of, moved, moves, place_of
+from syncvar.collectives.calls import entered, make_call
 from syncvar.collectives.flat import gather_bytes
-from syncvar.collectives.groups import by_rank, communicator_of
+from syncvar.collectives.groups import by_rank
+from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves, place_of
 from syncvar.collectives.scatter import cut
-from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.joining.process import entered_natively
-from syncvar.loading import unexpected
 from syncvar.plans import even_chunks
 from syncvar.wire import DTYPE_NAMES, Untaken, dtype_index, pack_object, unpack_object
+from syncvar.wire.arrays import deliver
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -34,16 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["all_to_all"]
 
 
+@entered(takes_numbers=False)
 def all_to_all(
-    parts: Any,
-    *,
-    out: Any = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    algorithm: str | None = None,
-    **_foreign: Never,
-) -> Any:
+    parts: Any, *, out: Any = None,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Give part d to rank d, and get from each rank the part it has for this one.
 
     Args:
@@ -51,20 +43,14 @@ def all_to_all(
             is cut along axis 0, first parts longer.
         out: List of arrays of the results' shapes and dtype to write to, one for each rank, or one array to be cut along
             axis 0. They may not overlap `parts`.
-        group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once. The parts are taken when the call is made.
-        timeout: Seconds; None means the job's default.
-        algorithm: Force one of `syncvar plan all_to_all`; the same on every rank.
+        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
 
     Returns:
         A list of arrays, one from each rank, in rank order, in the shapes in which they were given; those of `out`, if
         it is given.
 
     Raises:
-        ConfigError: A wrong argument; the other ranks raise MismatchError and the group stays usable.
-        MismatchError: The dtypes differ, or the ranks do not make the same call.
-        PeerLost: A rank is gone.
-        DeadlineExceeded: The call did not finish in time.
+        MismatchError: The dtypes differ. Else as every collective.
 
     Cost: where the ranks share memory and all parts have one shape, one copy of each part where it lies
         (small parts: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else an
@@ -75,88 +61,59 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
-    if _foreign:
-        raise unexpected(all_to_all, _foreign)
-    communicator = communicator_of(group)
-    is_plain = type(parts) is np.ndarray and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
-    if is_plain and parts.ndim and parts.shape[0] % communicator.size == 0:
-        result = call_prepared(communicator, ("all_to_all", None, parts.dtype, parts.shape), parts, out, timeout, _prepare, None, public=all_to_all)
-        if result is not None:
-            return result
-    return call_generally(all_to_all, communicator, _request, parts, out, group=group, timeout=timeout, async_op=async_op, algorithm=algorithm)
+    return make_call(all_to_all, _form, _request, parts, out, group, async_op, timeout, _foreign, (algorithm,))
 
 
-if not TYPE_CHECKING:
-    all_to_all = entered_natively(all_to_all, takes_numbers=False)
+def _form(communicator: Communicator, parts: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+    (algorithm,) = how
+    is_plain = type(parts) is np.ndarray and algorithm is None and parts.ndim and parts.shape[0] % communicator.size == 0
+    return parts if is_plain else None
 
 
-def _prepare(communicator: Communicator, parts: NDArray[Any], _how: None) -> Any:
-    size, rank = communicator.size, communicator.member_rank
-    rows = parts.shape[0] // size
-    shape = (rows, *parts.shape[1:])
-    cuts = [slice(start * rows, (start + 1) * rows) for start in range(size)]
-
-    def front(x: NDArray[Any], out: Any) -> Blocks | None:
-        mine = [x[cut] for cut in cuts]
-        made = np.empty(x.shape, x.dtype) if out is None else out
-        is_like_x = type(made) is np.ndarray and made.shape == x.shape and made.dtype == x.dtype and made.flags.carray
-        if is_like_x and not np.may_share_memory(made, x):
-            return _sides(mine, [made[cut] for cut in cuts], rank)._replace(made=made, parts=size)
-        return _blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
-
-    return (
-        _request(communicator, parts, None, None, keep=False),
-        _layout(parts.dtype, shape, size, rank),
-        front,
-        lambda x, out: _request(communicator, x, out, None, keep=False, is_moved=False).body,
-    )
-
-
-def _request(
-    communicator: Communicator,
-    parts: Any,
-    out: Any,
-    algorithm: str | None,
-    *,
-    keep: bool,
-    is_moved: bool | None = None,
-) -> Request:
+def _request(communicator: Communicator, parts: Any, out: Any, keep: bool, algorithm: str | None) -> Moving:
     """Check the arguments and return the request; `keep` takes copies of the parts now."""
+    size, rank = communicator.size, communicator.member_rank
     mine = cut(parts, communicator, "all_to_all")
-    if out is not None:
-        out = _checked_outs(out, communicator, mine)
+    outs = None if out is None else _checked_outs(out, communicator, mine)
     if keep:
         mine = [part.copy() for part in mine]
-    packed = pack_object([dtype_index(mine[0].dtype), [list(part.shape) for part in mine]])
-    if is_moved is None:
-        is_moved = moves(communicator, "all_to_all", algorithm)
+    shape, dtype = mine[0].shape, mine[0].dtype
+    packed = pack_object([dtype_index(dtype), [list(part.shape) for part in mine]])
 
-    def body() -> Generator[Stage, None, list[NDArray[Any]]]:
-        if is_moved:
-            layout, blocks = UNMOVED
-            shape = mine[0].shape
-            if all(part.shape == shape for part in mine):
-                found = _blocks(mine, shape, out, communicator.member_rank)
-                if found is not None:
-                    layout, blocks = _layout(mine[0].dtype, shape, communicator.size, communicator.member_rank), found
-            if (yield from moved(layout, blocks)):
-                return _for_each(communicator, list(blocks.made))
+    def finish(made: list[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Return one array for each rank; from ranks that have left a block of sv.uneven one without elements."""
+        return by_rank(communicator, list(made), np.empty((0, *made[0].shape[1:]), made[0].dtype))
+
+    def general() -> Generator[Stage, None, list[NDArray[Any]]]:
         told = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
         if any(index != told[0][0] for index, _ in told):
             table = {communicator.members[rank]: f"brings {DTYPE_NAMES[index]}" for rank, (index, _) in enumerate(told)}
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
         made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
-        if out is not None:
-            made = [deliver(one, target) for one, target in zip(made, out, strict=True)]
-        return _for_each(communicator, made)
+        if outs is not None:
+            made = [deliver(one, target) for one, target in zip(made, outs, strict=True)]
+        return finish(made)
 
-    what = f"all_to_all({mine[0].dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
-    return Request(what, fingerprint("all_to_all", algorithm), body())
+    def front(x: NDArray[Any], out: Any) -> Blocks | None:
+        rows = shape[0]
+        mine = [x[place * rows : (place + 1) * rows] for place in range(size)]
+        made = np.empty(x.shape, x.dtype) if out is None else out
+        is_like_x = type(made) is np.ndarray and made.shape == x.shape and made.dtype == x.dtype and made.flags.carray
+        if is_like_x and not np.may_share_memory(made, x):
+            targets = [made[place * rows : (place + 1) * rows] for place in range(size)]
+            return _sides(mine, targets, rank)._replace(made=made, parts=size)
+        return _blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
 
-
-def _for_each(communicator: Communicator, made: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return one array for each rank; from ranks that have left a block of sv.uneven one without elements."""
-    return by_rank(communicator, made, np.empty((0, *made[0].shape[1:]), made[0].dtype))
+    layout = None
+    if moves(communicator, "all_to_all", algorithm):
+        takes = tuple((peer, place_of(peer, rank)) for peer in ((rank + distance) % size for distance in range(1, size)))
+        is_alike = all(part.shape == shape for part in mine)
+        layout = Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1) if is_alike else UNMOVED
+    what = f"all_to_all({dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
+    return Moving(
+        what, fingerprint("all_to_all", algorithm), layout,
+        arrange=lambda: _blocks(mine, shape, outs, rank), finish=finish, general=general, front=front,
+    )  # fmt: skip
 
 
 def _checked_outs(out: Any, communicator: Communicator, mine: list[NDArray[Any]]) -> list[NDArray[Any]]:
@@ -178,12 +135,6 @@ def _checked_outs(out: Any, communicator: Communicator, mine: list[NDArray[Any]]
         if any(np.may_share_memory(one, part) for part in mine):
             raise ConfigError("out overlaps the parts that are given: pass another array, or leave it out")
     return outs
-
-
-def _layout(dtype: np.dtype[Any], shape: tuple[int, ...], size: int, rank: int) -> Layout:
-    """Return how parts are moved where those of all ranks have this shape and dtype."""
-    takes = tuple((peer, place_of(peer, rank)) for peer in ((rank + distance) % size for distance in range(1, size)))
-    return Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1)
 
 
 def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int) -> Blocks | None:

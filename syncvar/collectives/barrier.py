@@ -6,37 +6,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.sync_points import meet
+from syncvar.collectives.calls import Repeatable, entered, make_call, never
+from syncvar.collectives.sync_points import meeting
 from syncvar.engine.group import fingerprint
-from syncvar.engine.timeouts import is_seconds
-from syncvar.joining.process import entered_natively
-from syncvar.kernel import remember
+from syncvar.engine.prepared_reductions import prepare_barrier
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from syncvar.collectives.calls import Make
     from syncvar.collectives.groups import Group
+    from syncvar.engine.group import Communicator, PreparedCall
 
 __all__ = ["barrier"]
 
 _NOTHING = np.empty(0, np.uint8)
-_BARRIER = ("barrier",)
 
 
+@entered(nothing=_NOTHING, positions=0)
 def barrier(*, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
     """Wait until every rank of the group has called this.
 
     Args:
-        group: Ranks that take part; None means the world.
-        timeout: Seconds; None means the job's default.
-        async_op: Return a `Work` at once.
+        group, timeout, async_op: As in every collective, see `syncvar.collectives`.
 
     Returns:
         None, or a `Work` whose result is None.
 
     Raises:
-        MismatchError: Another rank made another call.
-        PeerLost: A rank is gone.
-        DeadlineExceeded: A rank did not come in time.
+        MismatchError, PeerLost, DeadlineExceeded: As every collective.
 
     Cost: ceil(log2 n) rounds of empty frames; in shared memory one look at each rank's word.
     Source: Hensgen, Finkel, Manber 1988 (dissemination barrier).
@@ -45,20 +43,19 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
         >>> import syncvar as sv
         >>> sv.barrier()
     """
-    communicator = communicator_of(group)
-    is_plain = communicator.channel is not None and not async_op and (timeout is None or is_seconds(timeout))
-    if is_plain:
-        ready = communicator.prepared_calls.get(_BARRIER)
-        if ready is not None and ready(_NOTHING, None, None, timeout) is not None:
-            return None
-    work = meet(communicator, "barrier", _BARRIER, timeout, async_op=async_op)
-    if is_plain and communicator.prepares and _BARRIER not in communicator.prepared_calls and communicator.forced("barrier") is None:
-        from syncvar.engine.prepared_reductions import prepare_barrier
-
-        made = communicator.keep_prepared(_BARRIER, prepare_barrier(communicator, fingerprint(*_BARRIER), "barrier"))
-        remember(barrier, None, made, communicator.prepared_calls)
-    return work
+    work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
+    return None if isinstance(work, np.ndarray) else work  # a prepared call that Python runs returns an array without elements
 
 
-if not TYPE_CHECKING:
-    barrier = entered_natively(barrier, nothing=_NOTHING, positions=0)
+def _request(communicator: Communicator, _x: Any, _out: None, _keep: bool) -> _Meeting:
+    return _Meeting("barrier", fingerprint("barrier"), meeting(communicator))
+
+
+class _Meeting(Repeatable):
+    """A checked barrier."""
+
+    __slots__ = ()
+
+    def prepared(self, communicator: Communicator, like: NDArray[Any], make: Make) -> PreparedCall | None:
+        """Return what makes calls that are alike; see `Repeatable`."""
+        return prepare_barrier(communicator, self.digest, self.what) if communicator.forced("barrier") is None else never

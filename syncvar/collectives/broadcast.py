@@ -4,41 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives._arguments import (
-    arrays_of,
-    as_array,
-    checked_root,
-    deliver,
+from syncvar.collectives.calls import entered, make_call, plain_array
+from syncvar.collectives.flat import broadcast_bytes, broadcast_flat, exchange, require_same
+from syncvar.collectives.groups import checked_root
+from syncvar.collectives.moving import UNMOVED, Moving, detail_of, fits_out, moves, result_buffer
+from syncvar.engine.group import fingerprint
+from syncvar.errors import ConfigError, MismatchError
+from syncvar.execution.moves import Blocks, Layout
+from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
+from syncvar.wire.arrays import deliver
+from syncvar.wire.records import ARRAY, BYTES, NOTHING, Record, array_record
+from syncvar.wire.structures import (
+    arrays_in,
     describe,
-    flatten,
     fresh,
     holds_dataclass,
-    is_structure,
     plain_structure,
     restored_structure,
     unflatten,
 )
-from syncvar.collectives._headers import ARRAY, BYTES, NOTHING, Record, array_record, exchange, require_same
-from syncvar.collectives._kinds import call_generally
-from syncvar.collectives._moving import (
-    UNMOVED,
-    call_prepared,
-    detail_of,
-    fits_out,
-    moved,
-    moves,
-    result_buffer,
-)
-from syncvar.collectives._preparing import plain_array
-from syncvar.collectives.flat import broadcast_bytes, broadcast_flat
-from syncvar.collectives.groups import communicator_of
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.timeouts import is_seconds
-from syncvar.errors import ConfigError, MismatchError
-from syncvar.execution.moves import Blocks, Layout
-from syncvar.joining.process import entered_natively
-from syncvar.loading import unexpected
-from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -52,17 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["broadcast", "broadcast_blocks", "broadcast_request"]
 
 
+@entered(second="root", usual=0)
 def broadcast(
-    x: Any,
-    *,
-    root: int = 0,
-    out: Any = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    algorithm: str | None = None,
-    **_foreign: Never,
-) -> Any:
+    x: Any, *, root: int = 0, out: Any = None,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Give every rank the root's value.
 
     Args:
@@ -70,20 +48,14 @@ def broadcast(
             dtype (it is compared), or None; None not where the root's value holds a dataclass, whose class does not travel.
         root: Rank of the group whose value is sent.
         out: Array of the result's shape and dtype to write to; not for structures.
-        group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
-        timeout: Seconds; None means the job's default.
-        algorithm: Force one of `syncvar plan broadcast`; the same on every rank.
+        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
 
     Returns:
         A new array (or structure of arrays) with the root's value; on a rank that passes None NumPy arrays, and plain tuples
         for named ones.
 
     Raises:
-        ConfigError: A wrong argument; the other ranks raise MismatchError.
-        MismatchError: A rank brings another shape or dtype than the root, or names another root.
-        PeerLost: A rank is gone.
-        DeadlineExceeded: The call did not finish in time.
+        MismatchError: A rank brings another shape or dtype than the root, or names another root. Else as every collective.
 
     Cost: where the ranks share memory and all bring the shape and dtype, one copy where the value lies (small
         values: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
@@ -95,92 +67,60 @@ def broadcast(
         >>> sv.broadcast(np.arange(3))
         array([0, 1, 2])
     """
-    if _foreign:
-        raise unexpected(broadcast, _foreign)
-    communicator = communicator_of(group)
-    is_plain = type(root) is int and algorithm is None and not async_op and (timeout is None or is_seconds(timeout))
-    array = plain_array(x) if is_plain else None
-    if array is not None:
-        key = ("broadcast", root, array.dtype, array.shape)
-        result = call_prepared(communicator, key, array, out, timeout, _prepare, root, public=broadcast)
-        if result is not None:
-            return result
-    return call_generally(
-        broadcast, communicator, broadcast_request, x, out, group=group, timeout=timeout, async_op=async_op, root=root, algorithm=algorithm
-    )
+    return make_call(broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, (root, algorithm))
 
 
-if not TYPE_CHECKING:
-    broadcast = entered_natively(broadcast, second="root", usual=0)
-
-
-def _prepare(communicator: Communicator, x: NDArray[Any], root: int) -> Any:
-    is_root = communicator.member_rank == root
-    return (
-        broadcast_request(communicator, x, root),
-        _layout(x, root, is_root=is_root),
-        lambda x, out: fits_out(broadcast_blocks(x, out, is_root=is_root), out),
-        lambda x, out: broadcast_request(communicator, x, root, out, is_moved=False).body,
-    )
+def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+    root, algorithm = how
+    return plain_array(x) if type(root) is int and algorithm is None else None
 
 
 def broadcast_request(
-    communicator: Communicator,
-    x: Any,
-    root: int,
-    out: Any = None,
-    name: str = "broadcast",
-    algorithm: str | None = None,
-    is_moved: bool | None = None,
-    keep: bool = False,
-) -> Request:
-    """Check the arguments of a broadcast and return the request; `is_moved` is as for `gather_request`."""
+    communicator: Communicator, x: Any, out: Any = None, keep: bool = False, root: int = 0, algorithm: str | None = None, *, name: str = "broadcast"
+) -> Moving:
+    """Check the arguments of a broadcast and return the request; `keep` takes copies of what the root brings."""
     root = checked_root(root, communicator)
     is_root = communicator.member_rank == root
     if x is None and is_root:
         raise ConfigError(f"the root (rank {root}) must pass a value, not None")
-    if is_structure(x):
-        if out is not None:
-            raise ConfigError("out cannot be given with a structure")
-        structure, leaves = flatten(x)
-        arrays = arrays_of(x, leaves)
+    structure, arrays = (None, []) if x is None else arrays_in(x, out)
+    like, record, skeleton = x, Record(), b""
+    if structure is not None:
         like = fresh(structure, x) if keep else x
         kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
         record = Record(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
         skeleton = pack_object([plain_structure(structure), [[index, list(shape)] for index, shape in kinds]]) if is_root else b""
-    else:
-        arrays, like = [] if x is None else [as_array(x)], None
-        record = Record() if x is None else array_record(arrays[0])
-        skeleton = b""
-
+    elif x is not None:
+        record = array_record(arrays[0])
     if keep and is_root:
         arrays = [array.copy() for array in arrays]
-    if is_moved is None:
-        is_moved = moves(communicator, "broadcast", algorithm)
 
-    def body() -> Generator[Stage, None, Any]:
-        if is_moved:
-            layout, blocks = UNMOVED
-            if record.kind == ARRAY:
-                layout, blocks = _layout(arrays[0], root, is_root=is_root), broadcast_blocks(arrays[0], out, is_root=is_root)
-            if (yield from moved(layout, blocks)):
-                return deliver(blocks.made, out)
+    def general() -> Generator[Stage, None, Any]:
         records = yield from exchange(communicator, record)
         brought = [one for one in records if one.kind != NOTHING]
         if any(one != records[root] for one in brought):
             require_same(communicator, f"{name} from rank {root}", records, records)
-        if records[root].kind == BYTES:
+        theirs = records[root]
+        if theirs.kind == BYTES:
             absent = [communicator.members[rank] for rank, one in enumerate(records) if one.kind == NOTHING]
             return (yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent))
-        theirs = records[root]
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
         dtype = dtype_from_index(theirs.dtype)
         result = (yield from broadcast_flat(communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm))
         return deliver(result, out)  # looked at when this rank's part is done: others may be waiting for what it passes on
 
-    shown = "None" if x is None else "structure" if is_structure(x) else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
-    return Request(f"{name}(root {root}, {shown})", fingerprint(name, root, algorithm), body())
+    layout = None
+    if moves(communicator, "broadcast", algorithm):
+        layout = _layout(arrays[0], root, is_root=is_root) if record.kind == ARRAY else UNMOVED
+    shown = "None" if x is None else "structure" if structure is not None else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
+    return Moving(
+        f"{name}(root {root}, {shown})", fingerprint(name, root, algorithm), layout,
+        arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),
+        finish=lambda made: deliver(made, out),
+        general=general,
+        front=lambda x, out: fits_out(broadcast_blocks(x, out, is_root=is_root), out),
+    )  # fmt: skip
 
 
 def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> Layout:

@@ -1,6 +1,8 @@
-"""Stages that move flat arrays whose counts all ranks know, and bytes whose length only some know.
+"""Stages that calls of many kinds are made of; none of them checks an argument.
 
-Calls of many kinds are made of them; none of them checks an argument.
+They move flat arrays whose counts all ranks know, and bytes whose length only some know; and by the header round every rank tells
+every other, in one small record, what it brings. Since all ranks see the same records, all come to the same conclusion and raise the
+same error.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._headers import BYTES, Record, exchange, exchange_bytes
 from syncvar.engine.operation import Stage
+from syncvar.errors import MismatchError
+from syncvar.wire.records import BYTES, Record, pack_record, unpack_record
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 
     from syncvar.engine.group import Communicator
 
-__all__ = ["AT_ONCE", "HEAD", "broadcast_bytes", "broadcast_flat", "gather_bytes", "gather_flat", "scatter_flat"]
+__all__ = [
+    "AT_ONCE", "HEAD", "broadcast_bytes", "broadcast_flat", "exchange", "exchange_bytes", "gather_bytes", "gather_flat", "require_same", "scatter_flat",
+]  # fmt: skip
 
 AT_ONCE = 248  # bytes that travel with their length; with it four cache lines
 HEAD = struct.Struct(f"<Q{AT_ONCE}s")
@@ -100,3 +105,31 @@ def gather_bytes(
     data = flat.tobytes()
     ends = list(accumulate(counts))
     return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def exchange(communicator: Communicator, mine: Record) -> Generator[Stage, None, list[Record]]:
+    """Exchange records; returns those of all ranks of the group, in rank order."""
+    told = yield from exchange_bytes(communicator, pack_record(mine))
+    return [unpack_record(data) for data in told]
+
+
+def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, None, list[bytes]]:
+    """Exchange bytes, as many from each rank; returns those of all ranks of the group, in rank order."""
+    size = len(mine)
+    work = np.zeros(communicator.size * size, np.uint8)
+    rank = communicator.member_rank
+    work[rank * size : (rank + 1) * size] = np.frombuffer(mine, np.uint8)
+    yield Stage(communicator.plan("header_exchange", size), work)
+    everything = work.tobytes()
+    return [everything[start : start + size] for start in range(0, len(everything), size)]
+
+
+def require_same(communicator: Communicator, what: str, values: list[Any], records: list[Record]) -> None:
+    """Raise MismatchError on every rank unless all `values` are equal.
+
+    Raises:
+        MismatchError: They differ; the table tells what each rank brings.
+    """
+    if any(value != values[0] for value in values):
+        table = {communicator.members[rank]: record.describe() for rank, record in enumerate(records)}
+        raise MismatchError(f"{what}: the ranks bring values that do not fit together", table)

@@ -1,22 +1,26 @@
 """The all-reduce of one array or several as part of a call: arrays that are reduced alike travel as one vector (fusion).
 
-What lies in shared memory is combined where it lies, and over links a copy of it is; both write the result where it goes.
+What lies in shared memory is combined where it lies, and over links a copy of it is; both write the result where it goes. What is
+still to be read must not be written: arrays that lie where the result of another one goes are copied first.
 """
 
 from __future__ import annotations
 
+import mmap
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._reducing import contribution, outcome
-from syncvar.collectives.overlap import apart, are_same
+from syncvar.arena.mapping import Block
+from syncvar.collectives.reducing import contribution, outcome
 from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_plans import Prepared
-from syncvar.execution.kernels import divided
-from syncvar.execution.pieces import store, store_pieces
+from syncvar.execution.arithmetic import store, store_parts
 from syncvar.execution.reductions import Vector
 from syncvar.execution.rounds import Published
+from syncvar.ops import divided
+from syncvar.plans.link_rounds import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -24,9 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.engine.group import Communicator
-    from syncvar.execution.kernels import Reduction
+    from syncvar.ops import Reduction
 
-__all__ = ["reduce_one", "reduce_together"]
+__all__ = ["owns_itself", "reduce_one", "reduce_together"]
 
 
 def reduce_together(
@@ -46,7 +50,7 @@ def reduce_together(
     that no array lies where the result of another one goes. Returns the results, in order.
     """
     if not are_apart:
-        arrays = apart(arrays, targets)
+        arrays = _apart(arrays, targets)
     kinds: dict[Reduction, list[int]] = {}
     if len(set(map(id, hows))) == 1:
         kinds[hows[0]] = list(range(len(hows)))
@@ -110,12 +114,12 @@ def _stored(
     results = [np.empty(array.shape, how.result) if target is None else target for array, target in zip(arrays, targets, strict=True)]
     outs, sources = _flat(results), _flat(arrays)
     if _is_shared(plan, how):
-        vector = Vector(sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply)
+        vector = Vector.of(sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply)
         yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)
     else:
         work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
         yield Stage(plan, work, how.ufunc)
-        store_pieces(outs, divided(how, work, size), apply)
+        store_parts(outs, divided(how, work, size), apply)
     for one, out in zip(results, outs, strict=True):
         if one is not out and not one.flags.c_contiguous:
             one[...] = out.reshape(one.shape)
@@ -144,7 +148,7 @@ def reduce_one(
         "all_reduce", how.count(array), how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
     )
     if _is_shared(plan, how):
-        if target is not None and array is not target and np.may_share_memory(array, target) and not are_same(array, target):
+        if target is not None and array is not target and np.may_share_memory(array, target) and not _are_same(array, target):
             array = array.copy()
         (result,) = yield from _stored(plan, [array], how, [target], size, apply)
         return result
@@ -171,4 +175,67 @@ def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, siz
     A mean is not made in place: what it is made of may still be on its way.
     """
     is_plain = size == 2 and not how.is_mean and target.dtype == how.accumulate and target.flags.c_contiguous
-    return is_plain and (not np.may_share_memory(brought, target) or are_same(brought, target.reshape(-1)))
+    return is_plain and (not np.may_share_memory(brought, target) or _are_same(brought, target.reshape(-1)))
+
+
+def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
+    """Return the arrays, with a copy of each that lies where the result of another one goes, or its own at another place."""
+    if _are_strangers(arrays, targets):
+        return arrays
+    written = sorted(
+        (*np.lib.array_utils.byte_bounds(target), index) for index, target in enumerate(targets) if target is not None
+    )
+    if not written:
+        return arrays
+    starts = [low for low, _, _ in written]
+    reach = list(accumulate((high for _, high, _ in written), max))
+    made = []
+    for index, array in enumerate(arrays):
+        low, high = np.lib.array_utils.byte_bounds(array)
+        last = bisect_left(starts, high)
+        first = bisect_right(reach, low, 0, last)
+        reached = {written[place][2] for place in range(first, last) if written[place][1] > low and array.size}
+        target = targets[index]
+        if target is not None and array.strides == target.strides and _are_same(array, target):
+            reached.discard(index)
+        made.append(array.copy() if reached else array)
+    return made
+
+
+def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> bool:
+    """Return whether it is plain from who owns the memory that no array lies where a result goes, but its own in place."""
+    owners: dict[int, int] = {}
+    for index, target in enumerate(targets):
+        if target is not None:
+            owner = target if target.base is None else _owner(target)
+            if not isinstance(owner, Block | mmap.mmap) and not owns_itself(owner):
+                return False
+            owners[id(owner)] = index if owners.get(id(owner), index) == index else -1
+    for index, array in enumerate(arrays):
+        owner = array if array.base is None else _owner(array)
+        if not (type(owner) is Block or owns_itself(owner)):
+            return False
+        if id(owner) in owners and (owners[id(owner)] != index or array is not targets[index]):
+            return False
+    return True
+
+
+def owns_itself(value: Any) -> bool:
+    """Return whether a value is an array that is no view of anything."""
+    return type(value) is np.ndarray and value.base is None and value.flags.owndata
+
+
+def _owner(array: NDArray[Any]) -> Any:
+    """Return the object that an array's memory belongs to, as far as it is known."""
+    found: Any = array
+    while True:
+        base = found.obj if type(found) is memoryview else getattr(found, "base", None)
+        if base is None:
+            return found
+        found = base
+
+
+def _are_same(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Return whether two flat arrays are the same elements: then each is read before it is written."""
+    place, theirs = one.__array_interface__["data"][0], other.__array_interface__["data"][0]
+    return bool(place == theirs and one.dtype == other.dtype and one.size == other.size)

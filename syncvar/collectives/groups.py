@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives._arguments import checked_integer
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.engine.group import Communicator, fingerprint
 from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.process import current
 from syncvar.loading import Taught
+from syncvar.wire.arrays import checked_integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Group", "by_rank", "communicator_of", "new_group"]
+__all__ = ["Group", "by_rank", "checked_root", "communicator_of", "new_group"]
 
 
 class Group(Taught):
@@ -177,3 +177,24 @@ def communicator_of(group: Any) -> Communicator:
 
 def _identity(parent: Communicator, members: tuple[int, ...]) -> int:
     return fingerprint("group", parent.identity, parent.next_call, members)
+
+
+def checked_root(root: Any, communicator: Communicator) -> int:
+    """Return `root` as a rank of those who make the call.
+
+    Raises:
+        ConfigError: It is no integer or outside the group.
+        UsageError: It has left the block of sv.uneven that this rank is in.
+    """
+    size = len(communicator.whole)
+    rank = checked_integer("root", root)
+    if not 0 <= rank < size:
+        raise ConfigError(f"root {rank} is not in the group: its ranks are 0 to {size - 1}")
+    if communicator.uneven is None:
+        return rank
+    if communicator.whole[rank] not in communicator.members:
+        raise UsageError(
+            f"rank {rank} is the root of this call and has left its loop in sv.uneven: name one that still works "
+            f"({', '.join(map(str, communicator.present))}), for instance block.working[0]"
+        )
+    return communicator.members.index(communicator.whole[rank])

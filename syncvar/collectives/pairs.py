@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.box import what_of
-from syncvar.collectives._headers import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
 from syncvar.engine.at_once import Line
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.message_ends import Inward, Outward
-from syncvar.engine.messages import Letter, Receiving, Sending
+from syncvar.engine.messages import Receiving, Sending
 from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_plans import prepare
 from syncvar.joining.process import current
 from syncvar.kernel import Count
 from syncvar.plans import Chunk, Plan, Recv, Send
+from syncvar.plans.link_rounds import prepare
 from syncvar.wire import dtype_from_index
+from syncvar.wire.records import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from syncvar.engine.group import Communicator
     from syncvar.engine.message_ends import Landing
-    from syncvar.engine.prepared_plans import Prepared
     from syncvar.plans import Step
+    from syncvar.plans.link_rounds import Prepared
 
 __all__ = ["line_of", "sending_words", "to_receive", "to_send"]
 
@@ -59,7 +59,7 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> Lin
         if post is not None and engine is not None and all(map(post.serves, pair)):
             end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
             made.count = Count(identity, made.next_call)
-            engine.count_by(made.count)
+            engine.book.count_by(made.count)
         found = streams[source, dest, tag] = Line(context, made, end, ARRAY, partial(_begun, tag))
     return found
 
@@ -69,7 +69,7 @@ def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
         stream, engine = line.stream, line.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
             del streams[key]
-            engine.rest(stream.identity, stream.members[1 - stream.member_rank])
+            engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
 def sending_words(name: str, line: Line, array: NDArray[Any], kind: int, tag: int) -> str:
@@ -90,8 +90,8 @@ def to_send(name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, 
         rounds: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
         yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
-    letter = Letter(what_of(kind, told.dtype, array.ndim), array.shape, work, waits)
-    message = Sending(line.end, letter) if isinstance(line.end, Outward) else None
+    what = what_of(kind, told.dtype, array.ndim)
+    message = Sending(line.end, what, work.reshape(array.shape), waits=waits) if isinstance(line.end, Outward) else None
     return Request(sending_words(name, line, array, kind, tag), fingerprint("message"), body(), message)
 
 

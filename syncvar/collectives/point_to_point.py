@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, deliver, is_structure
-from syncvar.collectives._headers import ARRAY, BYTES, array_record
-from syncvar.collectives._kinds import in_kind, is_foreign
-from syncvar.collectives._mailbox import Mailbox, done, failed
 from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.library_arrays import in_kind, is_foreign
+from syncvar.collectives.mailbox import Mailbox, done, failed
 from syncvar.collectives.pairs import line_of, sending_words, to_receive, to_send
 from syncvar.engine.at_once import NOT_YET
 from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.joining.process import current, entered_by_door
-from syncvar.kernel import remember_end
+from syncvar.joining.process import current, messages_entered_natively
+from syncvar.kernel import remember
 from syncvar.loading import unexpected
 from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.arrays import as_array, deliver
+from syncvar.wire.records import ARRAY, BYTES, array_record
+from syncvar.wire.structures import is_structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,24 +48,16 @@ _NO_MESSAGES = (
 
 
 def send(
-    x: Any,
-    dest: int,
-    *,
-    tag: int = 0,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    **_foreign: Never,
-) -> Any:
+    x: Any, dest: int, *, tag: int = 0,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Send an array to another rank, which takes it with `recv`.
 
     Args:
         x: Array of any shape, or number.
         dest: Rank of the group that receives it; may be this one.
         tag: 0 to 2**31 - 1; the receiver names the same.
-        group: Of which `dest` is a rank; None means the world.
-        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
-        timeout: Seconds; None means the job's default.
+        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `dest` is a rank of the group.
 
     Returns:
         None, when `x` may be changed: a message of up to `eager_bytes` may not have been received yet.
@@ -98,17 +91,16 @@ def send(
 
 
 def send_object(
-    o: Any, dest: int, *, tag: int = 0, group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never
-) -> Any:
+    o: Any, dest: int, *, tag: int = 0,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Send plain data to another rank, which takes it with `recv_object`.
 
     Args:
         o: Any object that `broadcast_object` takes.
         dest: Rank of the group that receives it; may be this one.
         tag: 0 to 2**31 - 1; the receiver names the same. Arrays and objects of one tag arrive in the order sent.
-        group: Of which `dest` is a rank; None means the world.
-        async_op: Return a `Work` at once. The object is packed when the call is made.
-        timeout: Seconds; None means the job's default.
+        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `dest` is a rank of the group.
 
     Raises:
         ConfigError: A wrong argument, or the object cannot travel.
@@ -155,34 +147,24 @@ def _sent(
     if line.end is not None and (timeout is None or is_seconds(timeout)):
         with contextlib.suppress(ConfigError):  # it is raised again with the number of the call, which the receiver hears of
             mine = make()
-            if mine.nbytes <= eager_bytes:
-                if line.put(mine, kind, partial(words_of, mine)):
-                    return done() if async_op else None
-            elif not async_op and line.tell(mine, kind, partial(words_of, mine), check, timeout):
-                return None
+            waits = mine.nbytes > eager_bytes
+            if not (waits and async_op) and line.send(mine, kind, partial(words_of, mine), check, timeout, waits=waits):
+                return done() if async_op else None
     return line.perform(name, check, timeout, async_op=async_op)
 
 
 def recv(
-    source: int,
-    *,
-    tag: int = 0,
-    out: Any = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    **_foreign: Never,
-) -> Any:
+    source: int, *, tag: int = 0, out: Any = None,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Receive the next array that another rank sends to this one with this tag.
 
     Args:
         source: Rank of the group that sends it; may be this one.
         tag: As the sender names it.
         out: Array of the message's shape and dtype to write to.
-        group: Of which `source` is a rank; None means the world.
-        async_op: Return a `Work` at once. Of a rank from itself it may be started before the message is sent, and be waited for
-            only after that.
-        timeout: Seconds; None means the job's default.
+        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `source` is a rank of the group. A receive of a
+            rank from itself may be started before the message is sent, and be waited for only after that.
 
     Returns:
         A new array in the shape and dtype in which it was sent, or `out`.
@@ -218,16 +200,15 @@ def recv(
 
 
 def recv_object(
-    source: int, *, tag: int = 0, group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never
-) -> Any:
+    source: int, *, tag: int = 0,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
     """Receive the next object that another rank sends to this one with this tag, by `send_object`.
 
     Args:
         source: Rank of the group that sends it.
         tag: As the sender names.
-        group: Of which `source` is a rank; None means the world.
-        async_op: Return a `Work` at once; its `wait` returns the object.
-        timeout: Seconds; None means the job's default.
+        group, async_op, timeout: As in every collective, see `syncvar.collectives`; `source` is a rank of the group.
 
     Raises:
         ConfigError: A wrong argument, or the message is an array; it is used up.
@@ -301,15 +282,15 @@ def _is_alike(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
 
 
 if not TYPE_CHECKING:
-    send = entered_by_door(send, is_sending=True)
-    recv = entered_by_door(recv, is_sending=False)
+    send = messages_entered_natively(send, is_sending=True)
+    recv = messages_entered_natively(recv, is_sending=False)
 
 
 def _remember(door: Any, line: Line, communicator: Communicator, peer: int, tag: int) -> None:
     """Let messages of the world find the C runner at once from now on."""
     if not line.is_remembered and communicator is current().world:
         line.is_remembered = True
-        remember_end(door, line.native, peer, tag)
+        remember(door, line.native, peer, tag)
 
 
 def _own(communicator: Communicator, tag: int) -> Mailbox:

@@ -7,19 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, checked_output, deliver
-from syncvar.collectives._kinds import call_generally
-from syncvar.collectives._preparing import call_reduction
-from syncvar.collectives._reducing import contribution, described, outcome, run_plan, tell_that_all_came
-from syncvar.collectives.groups import communicator_of
-from syncvar.engine.group import Request
-from syncvar.execution.kernels import identity
+from syncvar.collectives import finite
+from syncvar.collectives.calls import entered, make_call, plain_array
+from syncvar.collectives.reducing import (
+    Reducing,
+    contribution,
+    described,
+    outcome,
+    run_plan,
+    tell_that_all_came,
+)
 from syncvar.execution.lower_reduce import Ends
-from syncvar.joining import finite
-from syncvar.joining.process import entered_natively
+from syncvar.ops import identity
+from syncvar.wire.arrays import as_array, checked_output, deliver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
+
+    from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
@@ -27,38 +32,25 @@ if TYPE_CHECKING:
 
 __all__ = ["exscan", "scan"]
 
-_SCAN, _EXSCAN = Ends("scan"), Ends("exscan")
 
-
+@entered(second="op", usual="sum", positions=2)
 def scan(
-    x: Any,
-    op: str = "sum",
-    *,
-    out: Any = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    algorithm: str | None = None,
-) -> Any:
+    x: Any, op: str = "sum", *, out: Any = None,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None,
+) -> Any:  # fmt: skip
     """Combine the values of the ranks 0 to r on rank r.
 
     Args:
         x: Array of any shape, or number; the same shape and dtype on every rank.
         op: As for `all_reduce`; the mean on rank r is over r + 1 values.
         out: Array of the result's shape and dtype to write to.
-        group: Ranks that take part; None means the world.
-        async_op: Return a `Work` at once. The value of `x` is taken when the call is made.
-        timeout: Seconds; None means the job's default.
-        algorithm: Force one of `syncvar plan scan`; the same on every rank.
+        group, async_op, timeout, algorithm: As in every collective, see `syncvar.collectives`.
 
     Returns:
         A new array of the shape of `x`: x0 op … op xr.
 
     Raises:
-        ConfigError: A wrong argument; the other ranks raise MismatchError and the group stays usable.
-        MismatchError: The ranks do not make the same call.
-        PeerLost: A rank is gone.
-        DeadlineExceeded: The call did not finish in time.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
 
     Cost: over links ceil(log2 n) rounds with the whole array, and as many empty frames back: no rank returns before all
         have come; one round in shared memory.
@@ -69,19 +61,14 @@ def scan(
         >>> sv.scan([1.0, 2.0])
         array([1., 2.])
     """
-    return _prefix(scan, _SCAN, x, op, out, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
+    return make_call(scan, _form, _scan_request, x, out, group, async_op, timeout, {}, (op, algorithm))
 
 
+@entered(second="op", usual="sum", positions=2)
 def exscan(
-    x: Any,
-    op: str = "sum",
-    *,
-    out: Any = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-    algorithm: str | None = None,
-) -> Any:
+    x: Any, op: str = "sum", *, out: Any = None,
+    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None,
+) -> Any:  # fmt: skip
     """Combine the values of the ranks 0 to r-1 on rank r; rank 0 gets the identity of the op.
 
     The arguments are those of `scan`, with an op that has an identity: minloc, maxloc and registered ops have none. The mean on
@@ -91,10 +78,7 @@ def exscan(
         A new array of the shape of `x`: x0 op … op x(r-1).
 
     Raises:
-        ConfigError: A wrong argument; the other ranks raise MismatchError and the group stays usable.
-        MismatchError: The ranks do not make the same call.
-        PeerLost: A rank is gone.
-        DeadlineExceeded: The call did not finish in time.
+        ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
 
     Cost: that of `scan`.
 
@@ -103,31 +87,15 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    return _prefix(exscan, _EXSCAN, x, op, out, group=group, async_op=async_op, timeout=timeout, algorithm=algorithm)
+    return make_call(exscan, _form, _exscan_request, x, out, group, async_op, timeout, {}, (op, algorithm))
 
 
-if not TYPE_CHECKING:
-    scan = entered_natively(scan, second="op", usual="sum", positions=2)
-    exscan = entered_natively(exscan, second="op", usual="sum", positions=2)
+def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+    op, algorithm = how
+    return plain_array(x) if isinstance(op, str) and algorithm is None else None
 
 
-def _prefix(
-    public: Callable[..., Any], ends: Ends, x: Any, op: str, out: Any, *,
-    group: Group | None, async_op: bool, timeout: float | None, algorithm: str | None,
-) -> Any:  # fmt: skip
-    """Make a scan or an exscan, by its prepared call where it has one."""
-    communicator = communicator_of(group)
-    if algorithm is None and not async_op:
-        result = call_reduction(communicator, ends, x, op, out, timeout, None, public=public)
-        if result is not None:
-            return result
-    request = partial(_request, ends.collective)
-    return call_generally(
-        public, communicator, request, x, out, group=group, timeout=timeout, async_op=async_op, op=op, algorithm=algorithm
-    )
-
-
-def _request(name: str, communicator: Communicator, x: Any, op: str, out: Any, algorithm: str | None, *, keep: bool) -> Request:  # noqa: ARG001
+def _request(name: str, communicator: Communicator, x: Any, out: Any, _keep: bool, op: str, algorithm: str | None) -> Reducing:
     """Check the arguments and return the request; what this rank brings is taken now, so there is nothing more to keep."""
     array = as_array(x)
     finite.look(array, name)
@@ -145,4 +113,7 @@ def _request(name: str, communicator: Communicator, x: Any, op: str, out: Any, a
             return outcome(left, work, count, array.shape, into)
         return deliver(np.full(array.shape, neutral, how.result), into)
 
-    return Request(what, digest, body())
+    return Reducing(what, digest, body(), op, Ends(name), is_entered=array.dtype == how.result)
+
+
+_scan_request, _exscan_request = partial(_request, "scan"), partial(_request, "exscan")

@@ -14,7 +14,7 @@ from syncvar.wire import pack_object, unpack_object
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
 
-__all__ = ["gather_objects", "meet"]
+__all__ = ["gather_objects", "meet", "meeting"]
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -25,20 +25,19 @@ def meet(
     parts: tuple[Hashable, ...],
     timeout: float | None,
     check: Callable[[], None] | None = None,
-    *,
-    async_op: bool = False,
-) -> Any:
+) -> None:
     """Meet at a point that all ranks name alike; `parts` is compared."""
 
     def request() -> Request:
         if check is not None:
             check()
-        return Request(what, fingerprint(*parts), _body(communicator))
+        return Request(what, fingerprint(*parts), meeting(communicator))
 
-    return communicator.perform(what, request, timeout, async_op=async_op)
+    communicator.perform(what, request, timeout)
 
 
-def _body(communicator: Communicator) -> Generator[Stage, None, None]:
+def meeting(communicator: Communicator) -> Generator[Stage, None, None]:
+    """Wait for all ranks: the stages of a call to which they bring nothing."""
     yield Stage(communicator.plan("barrier", 0), _NOTHING)
 
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array, flatten, unflatten
-from syncvar.collectives._kinds import given_back
+from syncvar.collectives.library_arrays import given_back
 from syncvar.errors import ConfigError
-from syncvar.execution.float16 import widen
-from syncvar.execution.kernels import finish, quiet, reduction
+from syncvar.execution.arithmetic import widen
+from syncvar.ops import finish, quiet, reduction
 from syncvar.plans import split
+from syncvar.wire.arrays import as_array
+from syncvar.wire.structures import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._arguments import (
+from syncvar.errors import ConfigError
+from syncvar.plans import even_chunks
+from syncvar.wire import DTYPE_NAMES, dtype_from_index
+from syncvar.wire.arrays import as_array
+from syncvar.wire.structures import (
     Structure,
-    as_array,
     describe,
     flatten,
     is_structure,
@@ -23,9 +26,6 @@ from syncvar.collectives._arguments import (
     restored_structure,
     unflatten,
 )
-from syncvar.errors import ConfigError
-from syncvar.plans import even_chunks
-from syncvar.wire import DTYPE_NAMES, dtype_from_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,8 +17,8 @@ import numpy as np
 from syncvar.arena.box import what_of
 from syncvar.engine.message_ends import Inward, Outward
 from syncvar.engine.messages import WAY, Sending
-from syncvar.engine.recorder import Told
 from syncvar.errors import SyncvarError
+from syncvar.recording.entries import Told
 from syncvar.wire import dtype_index
 
 if TYPE_CHECKING:
@@ -89,61 +89,19 @@ class Line:
         self._request = request
         self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
 
-    def put(self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]) -> bool:
-        """Send a message that is not long, if there is room for it now.
+    def send(
+        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]], request: Callable[[], Request], timeout: float | None,
+        *, waits: bool,
+    ) -> bool:  # fmt: skip
+        """Send a message, if there is room for it now; of a long one the receiver is told, and it waits here until it has been taken.
 
         Args:
             array: The message.
             kind: Of the message.
             words: Returns the call in words and the index of the array's dtype; asked once for each dtype and shape.
-
-        Returns:
-            False when nothing has been done.
-        """
-        stream, outward = self.stream, self.end
-        engine, count = stream.engine, stream.count
-        if engine is None or count is None or not isinstance(outward, Outward) or not engine.is_quiet or not array.flags.c_contiguous:
-            return False
-        sort = self._sort_of(array, kind, words)
-        if not stream.busy.acquire(blocking=False):
-            return False
-        number, begin = self.number(), monotonic_ns()
-        try:
-            if not outward.lock.acquire(blocking=False):
-                return False
-            try:
-                box = outward.box()
-                if box is None:
-                    return False
-                data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
-                while not box.put(sort.what, stream.identity, number, array.shape, data, array.nbytes):
-                    room = box.room_at(array.shape, array.nbytes)
-                    if room is None or not outward.wait(room[:1], room[1]):
-                        return False
-                count.next_call = count.number = stream.next_call = number + 1
-            finally:
-                outward.lock.release()
-        except BaseException as error:  # the other rank may have the message, or not
-            stream.interrupt(number, begin, error)
-            raise
-        else:
-            stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
-            self._keep((array.dtype, array.shape, kind), sort)
-            return True
-        finally:
-            stream.busy.release()
-
-    def tell(
-        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]], request: Callable[[], Request], timeout: float | None
-    ) -> bool:
-        """Send a long message: tell of it, and wait until it has been taken; where that takes long, the engine waits.
-
-        Args:
-            array: The message.
-            kind: Of the message.
-            words: As for `put`.
             request: Makes the call, where the engine has to go on.
             timeout: Seconds, or None for the job's default.
+            waits: It is long.
 
         Returns:
             False when nothing has been done.
@@ -153,27 +111,34 @@ class Line:
         """
         stream, outward = self.stream, self.end
         engine, count = stream.engine, stream.count
-        if engine is None or count is None or not isinstance(outward, Outward) or not engine.is_quiet or engine.under_way:
+        if engine is None or count is None or not isinstance(outward, Outward) or not engine.is_quiet or (waits and engine.under_way):
             return False
         if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
             return False
         try:
-            sort = self._sort_of(array, kind, words)
-            call, begin = self.number(), monotonic_ns()
-            told = outward.tell(sort.what, stream.identity, call, array.shape, array)
-            if not told:
-                return False
-            count.next_call = count.number = stream.next_call = call + 1
-            self._keep((array.dtype, array.shape, kind), sort)
+            sort, call, begin, number = self._sort_of(array, kind, words), self.number(), monotonic_ns(), 0
             try:
-                if outward.is_taken_soon(told):
+                if waits:
+                    number = outward.tell(sort.what, stream.identity, call, array)
+                    has_begun = number != 0
+                else:
+                    data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
+                    has_begun = outward.put(sort.what, stream.identity, call, array.shape, data, array.nbytes, waits=True)
+                if not has_begun:
+                    return False
+                count.next_call = count.number = stream.next_call = call + 1
+                is_over = not waits or outward.is_taken_soon(number)
+                if is_over:
                     stream.recorder.add((sort.told, call, begin, monotonic_ns(), get_ident()))
-                    return True
-            except BaseException as error:
-                outward.give_up(told)
+                self._keep((array.dtype, array.shape, kind), sort)
+                operation = None if is_over else stream.operation(call, _begun(request(), number), begin)
+            except BaseException as error:  # the other rank may have the message, or not
+                if number:
+                    outward.give_up(number)
                 stream.interrupt(call, begin, error)
                 raise
-            engine.take_over(stream.operation(call, _begun(request(), told), begin), timeout)
+            if operation is not None:
+                engine.take_over(operation, timeout)
             return True
         finally:
             stream.busy.release()
@@ -232,6 +197,7 @@ class Line:
                 if not waits:
                     stream.next_call = count.number = number
                     return NOT_YET
+                operation = stream.operation(number, request(), begin)
             except SyncvarError as error:
                 count.next_call = number + 1
                 stream.recorder.begin(self._told(request, 0), number, begin).end(error)
@@ -240,7 +206,7 @@ class Line:
             except BaseException as error:
                 stream.interrupt(number, begin, error)
                 raise
-            return engine.take_over(stream.operation(number, request(), begin), timeout)
+            return engine.take_over(operation, timeout)
         finally:
             stream.busy.release()
 

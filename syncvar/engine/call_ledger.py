@@ -101,18 +101,22 @@ class CallLedger:
     # -- numbers --------------------------------------------------------------------------------------------------
 
     def announce(self, group: int, next_call: int) -> None:
-        """Note that calls of a group below `next_call` will not begin here any more; their frames may be dropped."""
+        """Note that calls of a group below `next_call` will not begin here any more; their frames are dropped.
+
+        A call that is started announces itself, under the engine's lock: its frames may have come before, and the progress
+        thread must not take them for frames of a call that is over.
+        """
         self._next_call[group] = next_call
         self._has_skipped = True
-
-    def begin(self, operation: Operation) -> None:
-        """Note that a call begins."""
-        self.note(operation.group, operation.call + 1)
 
     def note(self, group: int, next_call: int) -> None:
         """Note the number of a group's next call."""
         self._next_call.pop(group, None)  # groups stand in the order of their last use
         self._next_call[group] = next_call
+
+    def count_by(self, counting: Counting) -> None:
+        """Take the number of a group's next call from who counts them: calls in shared memory pass this book by."""
+        self.counted[counting.identity] = counting
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group, of those used last."""
@@ -160,6 +164,10 @@ class CallLedger:
             self._has_skipped = True  # a call in shared memory may begin and end without a word to this book
         self.early.setdefault((header.group, header.call), []).append(frame)
         return True
+
+    def is_awaited(self, group: int, call: int) -> bool:
+        """Return whether a frame has come for a call that has not begun here."""
+        return (group, call) in self.early
 
     def take_early(self, operation: Operation) -> list[Frame]:
         """Return the frames kept for a call."""

@@ -4,12 +4,8 @@ A caller that waits takes the engine's lock and drives: it drains the transport,
 deadlines. Other waiting threads follow; when the driver leaves, one of them takes over. A progress thread drives when
 nobody waits, so that started operations go on and the launcher is heard while the program computes.
 
-Failure is by generation: the first loss, missed deadline or interruption fails every running operation and is raised
-by every later call.
-
-What a call looks at first is `admission`'s. The rest has one owner each: whose turn it is to drive `turns`, what a turn
-does `driver`, the calls that run `started`, where each group stands `call_ledger`, credit `flow`, questions `one_sided`, what
-breaks a generation `failures`, what others say of calls `verdicts`, the channel to the launcher `launcher_link`.
+What all parts share is in `core`. Each part has one matter: `started` the operations that run, `flow` the credit of the
+links, `one_sided` the questions, `verdicts` what others say of this rank's calls.
 """
 
 from __future__ import annotations
@@ -20,28 +16,27 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.engine.admission import Admission
-from syncvar.engine.call_ledger import CallLedger
-from syncvar.engine.driver import Driver
-from syncvar.engine.failures import Failures
+from syncvar.arena.waiting import pause_after
+from syncvar.engine.core import Core
 from syncvar.engine.flow import Flow
-from syncvar.engine.launcher_link import LauncherLink
 from syncvar.engine.one_sided import Answer, Question, Questions
-from syncvar.engine.recorder import Recorder, Told
 from syncvar.engine.started import StartedCalls
-from syncvar.engine.turns import Turns
-from syncvar.engine.verdicts import Verdicts
+from syncvar.engine.verdicts import VERDICT_GRACE_S, Verdicts
 from syncvar.errors import SyncvarError
 from syncvar.execution.gil import crowd
+from syncvar.recording.entries import Told
+from syncvar.recording.recorder import Recorder
+from syncvar.transports import Lost
+from syncvar.wire import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
-    from syncvar.engine.call_ledger import Counting
     from syncvar.engine.operation import Operation
-    from syncvar.errors import TransportError, UsageError
+    from syncvar.errors import UsageError
     from syncvar.transports import Control, Transport
 
 __all__ = ["Engine"]
@@ -49,10 +44,20 @@ __all__ = ["Engine"]
 _log = logging.getLogger("syncvar")
 _APPEAR_S = 2.0  # how long a question for what is not there is repeated
 _APPEAR_LOOK_S = 0.001
+_CALLER_RECENT_S = 0.005
+_HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
+_IDLE_S = 1.0
+_KEPT_S = 0.1  # so long a call that has begun is its caller's alone, who may be about to end it
+_IDLE_SHARED_S = 0.002  # while started calls go through shared memory, where nothing tells of an arrival
+_IDLE_MOVING_S = 0.0002  # while one of them moves: both sides have to look at the same time to go on
+_BEGUN_S = 0.001  # so long a started call is its caller's alone, who may be about to wait for it
+_MOVES_S = 0.02  # so long after its last move
+_LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
+_SLEEP_MIN_S = 0.001  # shorter waits are no business of the transport
 
 
-class Engine(Admission):
-    """Everything that runs in a process of a world larger than one.
+class Engine(Core):
+    """Everything that runs in a process of a world larger than one. Its progress thread runs from the beginning.
 
     Args:
         rank: This process in the world.
@@ -66,7 +71,7 @@ class Engine(Admission):
         recorder: Takes down what happens.
 
     Attributes:
-        under_way: The started calls that go through shared memory: whoever waits without the engine does not help them on.
+        around: What the progress thread works in; a simulated rank's says whose thread it is, for ops that ask.
     """
 
     def __init__(
@@ -81,59 +86,43 @@ class Engine(Admission):
         arena: Arena | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        book = CallLedger(hosts)
-        super().__init__(book)
-        self.recorder = recorder = recorder or Recorder(rank, world_size, generation)
-        self._transport = transport
-        self._config = config
-        self._arena = arena
-        self._turns = turns = Turns(transport.wake, recorder)
-        self._link = link = LauncherLink(control, turns)
-        self._flow = flow = Flow(rank, generation, transport, config.segment_bytes, config.window_bytes, self._is_oldest)
-        self._questions = questions = Questions(rank, generation, transport, config.segment_bytes)
-        self._failures = failures = Failures(rank, hosts, self, link, book, recorder, self._drop)
-        self._started = started = StartedCalls(self, book, flow, failures, link, turns, arena)
-        self._verdicts = verdicts = Verdicts(rank, hosts, self, book, started, questions, failures, link, recorder)
-        self.left_run = verdicts.left_run
-        self.passed_over = verdicts.passed_over
-        self.blocks = book.blocks
-        self._driver = Driver(transport, turns, link, self, book, flow, questions, started, failures, verdicts)
-        self.under_way: list[Any] = started.shared
-        self._driver.start()
+        recorder = recorder or Recorder(rank, world_size, generation)
+        super().__init__(rank, generation, transport, control, config, hosts, arena, recorder)
+        self.flow = Flow(self)
+        self._questions = Questions(self)
+        self._started = StartedCalls(self, self.flow)
+        self._verdicts = Verdicts(self, self._started, self._questions)
+        self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self._heard = 0.0  # when the launcher was heard last
+        self._last_caller = 0.0  # when a caller drove last: it may come again at once
+        self._stopped = threading.Event()
+        self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
+        self._progress.start()
 
     @property
     def frames_sent(self) -> int:
         """How many data frames this process has sent, questions and answers included."""
-        return self._flow.frames_sent + self._questions.frames_sent
+        return self.flow.frames_sent + self._questions.frames_sent
 
     # -- calls ----------------------------------------------------------------------------------------------------
-
-    def announce(self, group: int, next_call: int) -> None:
-        """Note that calls of a group below `next_call` will not be started here any more.
-
-        Their frames are dropped. A call that is started announces itself, under the lock: its frames may have come
-        before, and the progress thread must not take them for frames of a call that is over.
-        """
-        self._book.announce(group, next_call)
 
     def start(self, operation: Operation, timeout_s: float | None, began: float | None = None) -> None:
         """Start an operation, which may have begun a while ago; it advances whenever somebody drives."""
         now = time.monotonic() if began is None else began
-        allowed = self._config.collective_timeout_s if timeout_s is None else timeout_s
         operation.started = now
-        operation.timeout_s = allowed
-        operation.deadline = now + allowed
-        operation.report_at = now + self._config.report_after_s
+        operation.timeout_s = self.config.collective_timeout_s if timeout_s is None else timeout_s
+        operation.deadline = now + operation.timeout_s
+        operation.report_at = now + self.config.report_after_s
         try:
-            self._started.inbox.append(operation)
-            if self._turns.lock.acquire(blocking=False):
+            self.inbox.append(operation)
+            if self.lock.acquire(blocking=False):
                 try:
                     self._started.begin_waiting()
                 finally:
-                    self._turns.lock.release()
-                self._turns.hand_over()
+                    self.lock.release()
+                self.hand_over()
             else:
-                self._transport.wake()
+                self.transport.wake()
         except BaseException as error:
             self.interrupted(operation, error)
             raise
@@ -147,7 +136,19 @@ class Engine(Admission):
         """
         operation.thread = threading.get_ident()
         try:
-            self._driver.wait(operation)
+            while not operation.is_over:
+                if self.lock.acquire(blocking=False):
+                    try:
+                        self.driver = operation.thread
+                        self._drive(operation)
+                    finally:
+                        self.driver = 0
+                        self._last_caller = time.monotonic()
+                        self.lock.release()
+                        self.hand_over()
+                else:
+                    self.refuse_in_handler(operation.what)
+                    self.follow(operation)
         except BaseException as error:
             self.interrupted(operation, error)
             raise
@@ -163,13 +164,8 @@ class Engine(Admission):
     def run(self, operation: Operation, timeout_s: float | None) -> Any:
         """Start an operation and wait for it."""
         operation.thread = threading.get_ident()
-        is_allowed = self.allows(operation.group, operation.call)
-        if is_allowed and operation.links is None and self._inline(operation):
-            if operation.error is not None:
-                self.recorder.failed(operation.error)
-                raise operation.error
-            return operation.result
-        self.start(operation, timeout_s)
+        if not (self.allows(operation.group, operation.call) and operation.links is None and self._inline(operation)):
+            self.start(operation, timeout_s)
         return self.wait(operation)
 
     def take_over(self, operation: Operation, timeout_s: float | None) -> Any:
@@ -186,9 +182,9 @@ class Engine(Admission):
         wait = channel.hold if crowd.holds() else channel.wait
         try:
             while True:
-                operation.advance(self._flow)
+                operation.advance()
                 if operation.is_over:
-                    self._failures.tell_accident(operation)
+                    self.tell_accident(operation)
                     return True
                 if not operation.may_look or not wait(channel.others, operation.need, channel.last + 2):
                     return False
@@ -214,14 +210,14 @@ class Engine(Admission):
             PeerLost: The rank is gone.
         """
         now = time.monotonic()
-        allowed = self._config.collective_timeout_s if timeout_s is None else timeout_s
+        allowed = self.config.collective_timeout_s if timeout_s is None else timeout_s
         deadline, appears, pause = now + allowed, now + min(_APPEAR_S, allowed / 2), _APPEAR_LOOK_S
         while True:
             self.check()
             question = Question(peer, key, what, deadline, allowed)
             question.entry = self.recorder.begin(Told(what, -1, (), 0, 0, f"question to rank {peer}"), -1)
             self._questions.asked.append(question)
-            self._transport.wake()
+            self.transport.wake()
             answer: tuple[bytes, bytes] | None = self.wait(question)
             if answer is not None or time.monotonic() >= appears:
                 return answer
@@ -231,48 +227,6 @@ class Engine(Admission):
     def publish(self, find: Callable[[int], Answer | None]) -> None:
         """Name the function that finds what this process publishes, by key; the engine's driver calls it."""
         self._questions.find = find
-
-    def poll(self) -> None:
-        """Drive once, if nobody else does."""
-        self._driver.poll()
-
-    # -- what goes wrong ------------------------------------------------------------------------------------------
-
-    def interrupted(self, operation: Operation | Question, error: BaseException) -> None:
-        """Break the generation because an exception has left a started call."""
-        self._failures.interrupted(operation, error)
-
-    def poison(self, group: int, members: tuple[int, ...], call: int, what: str, reason: str) -> None:
-        """Tell the group that this rank's call had a bad argument: the others raise MismatchError at once."""
-        self._link.poison(group, members, call, what, reason)
-
-    def _drop(self, failure: TransportError | UsageError, but: Operation | Question | None) -> None:
-        """Let go of what this generation holds, because it broke; an operation that was interrupted ends by itself."""
-        self._started.drop(failure, but)
-        self._questions.fail(failure)
-        if self._arena is not None:
-            self._arena.quarantine()
-        self._book.early.clear()
-        self._flow.clear()
-        self._turns.hand_over()
-
-    # -- where a group's calls stand ------------------------------------------------------------------------------
-
-    def count(self, group: int, next_call: int) -> None:
-        """Note where a group stood whose communicator is gone."""
-        self._book.note(group, next_call)
-
-    def count_by(self, counting: Counting) -> None:
-        """Take the number of a group's next call from who counts them: calls in shared memory pass the book by."""
-        self._book.counted[counting.identity] = counting
-
-    def following(self, group: int) -> int:
-        """Return the number of a group's next call here, as far as its calls have been started."""
-        return self._book.following(group)
-
-    def is_awaited(self, group: int, call: int) -> bool:
-        """Return whether a frame has come for a call that has not begun here."""
-        return (group, call) in self._book.early
 
     def is_idle(self, group: int) -> bool:
         """Return whether no call of a group is running or waits to be started."""
@@ -286,13 +240,6 @@ class Engine(Admission):
             if operation.group == group:
                 with contextlib.suppress(SyncvarError):
                     self.wait(operation)
-
-    def rest(self, group: int, peer: int) -> None:
-        """Keep of a pair's calls no more than their number: they may go on after a long time, or never."""
-        self._flow.rest(group, peer)
-
-    def _is_oldest(self, operation: Operation) -> bool:
-        return self._started.is_oldest(operation)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -315,15 +262,146 @@ class Engine(Admission):
                 break
             self.wait(started[0])
         if self.failure is None:
-            self._link.tell_beside("leaving", entered=self._book.entered(), skipped=self._book.skipped())
+            self.tell_beside("leaving", entered=self.book.entered(), skipped=self.book.skipped())
 
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
         self.failure = failure
         self.is_quiet = False
-        self._driver.disown()
+        self._stopped.set()
 
     def stop(self) -> None:
         """End the progress thread. Idempotent."""
         self.is_quiet = False
-        self._driver.stop()
+        self._stopped.set()
+        self.transport.wake()
+        if self._progress is not threading.current_thread():
+            self._progress.join()
+        self.around = contextlib.nullcontext
+        self.hand_over()
+
+    # -- driving --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        transport, lock = self.transport, self.lock
+        while not self._stopped.is_set():
+            if self.under_way and time.monotonic() - self._started.moved < _MOVES_S:
+                time.sleep(_IDLE_MOVING_S)
+            else:
+                idled = not self.under_way
+                transport.wait_idle(self._idle_s())
+                if idled and self.under_way:
+                    time.sleep(_BEGUN_S)
+            if self._stopped.is_set():
+                return
+            if not self.active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
+                time.sleep(_CALLER_RECENT_S)
+                continue
+            if not lock.acquire(blocking=False):
+                time.sleep(_CALLER_RECENT_S)
+                continue
+            try:
+                with self.around():
+                    self._hear()
+                    self.adopt(_KEPT_S)
+                    self.look()
+                    self.timers(time.monotonic())
+            except Exception as error:  # of no call in particular: those end with their own
+                self.fall(error, "the progress thread")
+            finally:
+                lock.release()
+            self.hand_over()
+
+    def _idle_s(self) -> float:
+        if self.under_way:
+            return _IDLE_SHARED_S
+        return VERDICT_GRACE_S if self._verdicts.late or self.begun else _IDLE_S
+
+    def poll(self) -> None:
+        """Drive once, if nobody else does."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self.look()
+                self.timers(time.monotonic())
+            finally:
+                self.lock.release()
+            self.hand_over()
+
+    def _drive(self, operation: Operation | Question) -> None:
+        look, timers, wait, started = self.look, self.timers, self.transport.wait, self._started
+        if time.monotonic() - self._heard > _HEAR_S:
+            self._hear()
+        while True:
+            look(operation)
+            if operation.is_over:
+                return
+            now = time.monotonic()
+            due = timers(now)
+            if due <= now:
+                continue
+            pause = due - now
+            if self.under_way and any(one.needs_looks for one in self.under_way):
+                waited = now - started.moved
+                if waited < _LOOK_S and operation.look():
+                    continue
+                pause = min(pause, pause_after(waited))
+                if pause < _SLEEP_MIN_S:
+                    time.sleep(pause)
+                    if now - self._heard > _HEAR_S:
+                        self._hear()
+                    continue
+            if wait(pause):
+                self._hear()
+
+    def look(self, until: Operation | Question | None = None) -> None:
+        """Take what has arrived and advance what it concerns: everything, or until this operation is over."""
+        started = self._started
+        if self.inbox:
+            started.begin_waiting()
+        self._questions.send_asked()
+        self.flow.settle()
+        for group, call, frames in self.book.take_skipped():
+            self.flow.use_up(frames)
+            self._verdicts.passed(group, call)
+        receive = self.transport.receive
+        while True:
+            arrival = receive()
+            if arrival is None:
+                break
+            if isinstance(arrival, Lost):
+                self._verdicts.suspect(arrival.peer, arrival.reason)
+                continue
+            header = arrival.header
+            if header.kind in (Kind.DATA, Kind.KNOCK):  # a peer that knocks waits in a call: this rank may have gone on without it
+                operation = self.active.get((header.group, header.call))
+                if operation is None:
+                    if not self.book.keep(arrival):
+                        self.flow.use_up([arrival])
+                        self._verdicts.passed(header.group, header.call)
+                else:
+                    started.deliver(operation, arrival)
+                    if operation is until and operation.is_over:
+                        return
+            elif header.kind == Kind.CREDIT:
+                self.flow.credited(header.source, header.group, header.nbytes)
+            elif header.kind == Kind.ASK:
+                self._questions.answer(header)
+            elif header.kind == Kind.ANSWER and self._questions.accept(arrival):
+                self.hand_over()
+        if self.under_way:
+            started.look_at_shared()
+
+    def timers(self, now: float) -> float:
+        """Do what is due; return when the next thing is (`now` when something has changed)."""
+        due = self._started.expire(now, now + _IDLE_S)
+        due = self._verdicts.expire(now, due)
+        return self._questions.expire(now, due)
+
+    def _hear(self) -> None:
+        self.run_errands()
+        self._heard = time.monotonic()
+        while True:
+            message = self.control.receive()
+            if message is None:
+                return
+            self._verdicts.hear(message)

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 from syncvar.wire import HEADER_NBYTES, Kind, pack_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
+    from syncvar.engine.core import Core
+    from syncvar.engine.links import Links
     from syncvar.engine.operation import Operation
-    from syncvar.transports import Frame, Transport
+    from syncvar.transports import Frame
 
 __all__ = ["Flow"]
 
@@ -34,53 +36,41 @@ class _Credit:
     def __init__(self) -> None:
         self.outstanding = 0
         # A heap by call and order of sending; the number makes entries differ before an operation is compared.
-        self.queue: list[tuple[int, int, Operation, bytes, memoryview | None]] = []
+        self.queue: list[tuple[int, int, Links, bytes, memoryview | None]] = []
 
 
 class Flow:
     """The credit of all links of a process: the outlet of its operations.
 
     Args:
-        rank: This process in the world.
-        generation: Version of the membership.
-        transport: Where frames go.
-        segment_bytes: Largest payload of a frame.
-        window_bytes: Unused bytes allowed on a link for each group.
-        is_oldest: Whether no older operation of its group is running here.
+        core: Has the transport, the limits and the running operations.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        generation: int,
-        transport: Transport,
-        segment_bytes: int,
-        window_bytes: int,
-        is_oldest: Callable[[Operation], bool],
-    ) -> None:
-        self.rank = rank
-        self.generation = generation
-        self.segment_bytes = segment_bytes
+    def __init__(self, core: Core) -> None:
+        self.rank = core.rank
+        self.generation = core.generation
+        self.segment_bytes = core.config.segment_bytes
         self.frames_sent = 0
-        self._transport = transport
-        self._window_bytes = window_bytes
-        self._is_oldest = is_oldest
+        self._transport = core.transport
+        self._window_bytes = core.config.window_bytes
+        self._active = core.active
         self._numbers = count()
         self._credits: dict[tuple[int, int], _Credit] = {}
         self._owed: dict[tuple[int, int], int] = {}
         self._resting: deque[tuple[int, int]] = deque()  # (group, peer) of pairs that are let go, by threads that do not drive
+        core.when_broken.append(lambda _: self._credits.clear())  # nothing that waits is sent any more
 
-    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
+    def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None) -> None:
         """Send a frame now, or when the credit allows."""
-        credit = self._credits.get((peer, operation.group))
+        credit = self._credits.get((peer, links.group))
         if credit is None:
-            credit = self._credits[peer, operation.group] = _Credit()
+            credit = self._credits[peer, links.group] = _Credit()
         nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-        if not credit.queue and self._fits(credit, nbytes, operation):
-            self._send(credit, nbytes, operation, peer, header, payload)
+        if not credit.queue and self._fits(credit, nbytes, links):
+            self._send(credit, nbytes, links, peer, header, payload)
             return
-        heapq.heappush(credit.queue, (operation.call, next(self._numbers), operation, header, payload))
-        operation.queued += 1
+        heapq.heappush(credit.queue, (links.call, next(self._numbers), links, header, payload))
+        links.queued += 1
         self._go_on(peer, credit)
 
     def consumed(self, peer: int, group: int, nbytes: int) -> None:
@@ -134,32 +124,33 @@ class Flow:
             if other == group and credit.queue:
                 self._go_on(peer, credit)
 
-    def clear(self) -> None:
-        """Forget what waits: the generation is broken."""
-        self._credits.clear()
-
-    def _fits(self, credit: _Credit, nbytes: int, operation: Operation) -> bool:
+    def _fits(self, credit: _Credit, nbytes: int, links: Links) -> bool:
         total = credit.outstanding + nbytes
         if total * 4 <= self._window_bytes:
             return True
         # Below half of the window a frame of the oldest call may go however large it is.
-        return (credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes) and self._is_oldest(operation)
+        return (credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes) and self._is_oldest(links)
+
+    def _is_oldest(self, links: Links) -> bool:
+        """Return whether no older operation of its group is running here."""
+        group, call = links.group, links.call
+        return not any(number < call for other, number in self._active if other == group)
 
     def _go_on(self, peer: int, credit: _Credit) -> None:
         while credit.queue:
-            _, _, operation, header, payload = credit.queue[0]
+            _, _, links, header, payload = credit.queue[0]
             nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)
-            if not self._fits(credit, nbytes, operation):
+            if not self._fits(credit, nbytes, links):
                 return
             heapq.heappop(credit.queue)
-            operation.queued -= 1
-            self._send(credit, nbytes, operation, peer, header, payload)
+            links.queued -= 1
+            self._send(credit, nbytes, links, peer, header, payload)
 
     def _send(
-        self, credit: _Credit, nbytes: int, operation: Operation, peer: int, header: bytes, payload: memoryview | None
+        self, credit: _Credit, nbytes: int, links: Links, peer: int, header: bytes, payload: memoryview | None
     ) -> None:
         credit.outstanding += nbytes
         self.frames_sent += 1
         loan = self._transport.send(peer, header, payload, borrow=True)
         if loan is not None and not loan.is_done():
-            operation.loans.append(loan)
+            links.loans.append(loan)

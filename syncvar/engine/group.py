@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar.engine.call_ledger import CallBlock
-from syncvar.engine.call_sites import own_site
-from syncvar.engine.hierarchical import Hosts, hierarchical_operation
-from syncvar.engine.host_steps import host_steps
-from syncvar.engine.links import link_operation
-from syncvar.engine.messages import message_operation
+from syncvar.engine.links import Links, NoOutlet
 from syncvar.engine.operation import Operation
 from syncvar.engine.planner import Planner
 from syncvar.engine.queued import send_queued
-from syncvar.engine.recorder import Recorder, Told
+from syncvar.engine.stages import stage_steps
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
-from syncvar.errors import ConfigError, InternalError, MismatchError, UsageError
-from syncvar.execution.kernels import quiet
+from syncvar.errors import ConfigError, MismatchError, UsageError
 from syncvar.kernel import CommunicatorState, note_change
+from syncvar.ops import quiet
+from syncvar.recording.call_sites import own_site
+from syncvar.recording.entries import Told
+from syncvar.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections import deque
@@ -31,13 +30,14 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channel import Channel
     from syncvar.engine.engine import Engine
+    from syncvar.engine.links import Outlet
     from syncvar.engine.messages import Receiving, Sending
     from syncvar.engine.operation import Stage
     from syncvar.kernel import Count
 
     PreparedCall = Callable[..., NDArray[Any] | None]
 
-__all__ = ["Communicator", "Request", "Uneven", "Work", "begin_epochs", "fingerprint"]
+__all__ = ["Communicator", "Hosts", "Request", "Uneven", "Work", "begin_epochs", "fingerprint"]
 
 _PREPARED_MAX = 512
 _EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
@@ -88,7 +88,7 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
             continue
         blocks = one.blocks
         if blocks is None:
-            blocks = one.blocks = engine.blocks(one.identity)
+            blocks = one.blocks = engine.book.blocks(one.identity)
         block = next(reversed(blocks), None)  # in one step: another thread may take it away
         if block is not None and block.epoch_end == last:
             block.epoch_end = end
@@ -99,21 +99,16 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
         engine.passed_over(communicators)
 
 
-class _NoOutlet:
-    """The outlet of a group of one, whose plans send nothing."""
+class Hosts(NamedTuple):
+    """The hosts of a group that spans several, as this rank sees them.
 
-    rank = 0
-    generation = 0
-    segment_bytes = 1 << 20
+    Args:
+        sizes: Ranks of the group on each host, in the group's order.
+        channel: Of this rank and those of its host; None where it is alone there.
+    """
 
-    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
-        raise InternalError(f"{operation.what}: a group of one sent a frame to rank {peer}")
-
-    def consumed(self, peer: int, group: int, nbytes: int) -> None:
-        raise InternalError(f"a group of one received a frame of rank {peer}")
-
-
-_NO_OUTLET = _NoOutlet()
+    sizes: tuple[int, ...]
+    channel: Channel | None
 
 
 class Uneven(Protocol):
@@ -164,6 +159,7 @@ class Communicator(CommunicatorState):
         self.count: Count | None = None  # of those that go through a box
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
+        self.outlet: Outlet = NoOutlet() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
         self._block_end = _EPOCH_CALLS - 1  # last number of the block of calls that it is in
         self.blocks: deque[CallBlock] | None = None  # that have ended, once one has
@@ -174,16 +170,16 @@ class Communicator(CommunicatorState):
         self.plan = Planner(self.members, self.rank, dict(forced or {}), is_shared=self.is_shared, host_sizes=sizes)
         self.streams: dict[tuple[int, int, int], Any] = {}  # messages: a `Line` by (source, dest, tag)
         self.last_parts: dict[int, NDArray[Any]] = {}  # by root: an array like the part that a scatter has given last
-        self.own_messages: dict[int, Any] = {}  # by tag: what this rank sends itself, see collectives._mailbox
+        self.own_messages: dict[int, Any] = {}  # by tag: what this rank sends itself, see collectives.mailbox
         self.prepares = True
         self.prepared_calls: dict[Any, PreparedCall] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
-            self.next_call = engine.following(identity)  # 0, but of a pair that was let go and comes back
-            engine.announce(identity, self.next_call)
+            self.next_call = engine.book.following(identity)  # 0, but of a pair that was let go and comes back
+            engine.book.announce(identity, self.next_call)
             if channel is not None:
-                engine.count_by(self)
+                engine.book.count_by(self)
 
     def forced(self, collective: str) -> str | None:
         """Return the algorithm that the job's setting demands for a collective."""
@@ -213,7 +209,7 @@ class Communicator(CommunicatorState):
         """Whether another rank is seen to be in this group's next call."""
         channel, engine = self.channel, self.engine
         if channel is None:
-            if engine is not None and engine.is_awaited(self.identity, self.next_call):
+            if engine is not None and engine.book.is_awaited(self.identity, self.next_call):
                 return True
             channel = None if self.hosts is None else self.hosts.channel
             if channel is None:
@@ -292,7 +288,7 @@ class Communicator(CommunicatorState):
         note_change()
         for one in (self, other):
             if one.engine is not None and one.channel is not None:
-                one.engine.count_by(one)
+                one.engine.book.count_by(one)
 
     def perform(
         self,
@@ -335,17 +331,19 @@ class Communicator(CommunicatorState):
                     error.add_note(f"refused on rank {self.members[self.member_rank]}; the other ranks of the group raise MismatchError")
                 self.recorder.refused(Told(name, self.identity, self.members, 0, 0, ""), call, error)
                 if engine is not None and self.size > 1:
-                    engine.announce(self.identity, call + 1)
+                    engine.book.announce(self.identity, call + 1)
                     engine.poison(self.identity, self.members, call, name, f"{type(error).__name__}: {error}")
                 raise
             operation = self.operation(call, request)
             if engine is None or self.size == 1:
-                operation.advance(_NO_OUTLET)
+                operation.advance()
                 work = Work(None, operation)
                 return work if async_op else work.wait()
             if async_op and self.uneven is None:
                 operation.site = own_site()
                 engine.start(operation, allowed)
+                if not operation.is_over:
+                    engine.transport.wake()  # the progress thread goes on with it, whatever its caller does
                 return Work(engine, operation, sends=not after_queued)
             if not async_op:
                 return engine.run(operation, allowed)
@@ -360,6 +358,7 @@ class Communicator(CommunicatorState):
             raise self._destroyed
         if self.engine is not None:
             self.engine.check()
+            self.engine.refuse_in_handler(name)
         elif self._forked is not None:
             raise self._forked
         if self.busy.locked():
@@ -372,9 +371,7 @@ class Communicator(CommunicatorState):
         """Break the generation: an exception has left a message that the other rank may have seen, or wait for."""
         if self.engine is not None:
             told = Told("a message", self.identity, self.members, 0, 0, "")
-            operation = Operation(self.identity, self.members, call, 0, told.what)
-            operation.entry = self.recorder.begin(told, call, begin)
-            self.engine.interrupted(operation, error)
+            self.engine.interrupted(Operation(self.recorder.begin(told, call, begin), None), error)
 
     def operation(self, call: int, request: Request, begin: int | None = None) -> Operation:
         """Return a call as the engine runs it.
@@ -384,25 +381,20 @@ class Communicator(CommunicatorState):
             request: What it is.
             begin: When it began, CLOCK_MONOTONIC; None for now.
         """
-        channel = self.channel
-        if self.size == 1:
-            channel = None
-        way = "hosts" if self.hosts is not None else "links" if channel is None else "arena"
-        told = Told(request.what, self.identity, self.members, request.digest, 0, way)
-        entry = self.recorder.begin(told, call, begin)
-        about = self.identity, self.members, call, request.digest, request.what
-        if self.hosts is not None:
-            operation = hierarchical_operation(self.hosts, *about, request.body)
-        elif request.message is not None:
-            operation = message_operation(request.message, *about, request.body)
-        elif channel is None:
-            operation = link_operation(*about, request.body)
-        else:
-            if self.engine is not None and self.engine.begun:
-                self.engine.adopt()  # those that come before it in the channel's queue
-            operation = Operation(*about, channel)
-            operation.follow(host_steps(channel, call, request.digest, request.body, entry))
-        operation.entry = entry
+        hosts, message = self.hosts, request.message
+        channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
+        is_shared = hosts is None and channel is not None
+        way = "hosts" if hosts is not None else "arena" if is_shared else "links"
+        entry = self.recorder.begin(Told(request.what, self.identity, self.members, request.digest, 0, way), call, begin)
+        links = None if is_shared else Links(entry, self.outlet)
+        if is_shared and self.engine is not None and self.engine.begun:
+            self.engine.adopt()  # those that come before it in the channel's queue
+        steps = stage_steps(entry, request.body, channel, links)
+        if message is None or links is None:
+            return Operation(entry, steps, channel, links)
+        operation = Operation(entry, message.steps(entry, links, steps), channel, links)
+        operation.is_shared = True
+        operation.abandon = message.abandon
         return operation
 
     def begin_epoch(self) -> None:
@@ -419,7 +411,7 @@ class Communicator(CommunicatorState):
                 self.engine.left_run(self.identity, self.members, self.next_call - 1, self._block_end, reason)
         self.skip()
         if self.engine is not None:
-            self.engine.announce(self.identity, self.next_call)
+            self.engine.book.announce(self.identity, self.next_call)
 
     def skip(self) -> int:
         """Go on to the next block of call numbers; return the last number before it."""
@@ -433,9 +425,9 @@ class Communicator(CommunicatorState):
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)
         if engine is not None and self.count is not None:
-            engine.count(self.identity, max(self.next_call, self.count.number))
+            engine.book.note(self.identity, max(self.next_call, self.count.number))
         elif engine is not None and self.is_shared:
-            engine.count(self.identity, self.next_call)
+            engine.book.note(self.identity, self.next_call)
 
     def destroy(self) -> None:
         """Let go of what the group holds here; later calls are refused. Started calls go on."""
@@ -443,7 +435,7 @@ class Communicator(CommunicatorState):
             f"this group of ranks {list(self.members)} has been destroyed; make it again with sv.new_group or split"
         )
         if self.engine is not None and self.is_shared:
-            self.engine.count(self.identity, self.next_call)
+            self.engine.book.note(self.identity, self.next_call)
         self.channel = self.hosts = None
         self.prepared_calls.clear()
         self.plan.forget()

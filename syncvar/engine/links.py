@@ -1,32 +1,30 @@
-"""Plans over links, run round by round, as steps of an operation.
+"""Plans over links, run round by round.
 
-A stage is a plan with its buffers. The engine hands arrived frames in and is handed the frames to send; nothing here waits,
-reads a clock or opens a socket.
+The engine hands arrived frames in and is handed the frames to send; nothing here waits, reads a clock or opens a socket.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from syncvar.engine.operation import Operation, agreed_errors
-from syncvar.engine.prepared_plans import INCOMING_LEFT, OVERWRITE
 from syncvar.errors import InternalError
 from syncvar.plans import Copy, Reduce
+from syncvar.plans.link_rounds import INCOMING_LEFT, OVERWRITE
 from syncvar.wire import Kind, pack_header
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.operation import Outlet, Stage, Steps
-    from syncvar.engine.prepared_plans import Incoming, LinkRound, Prepared
-    from syncvar.execution.kernels import Combiner
+    from syncvar.ops import Combiner
+    from syncvar.plans.link_rounds import Incoming, LinkRound, Prepared
+    from syncvar.recording.entries import Entry
     from syncvar.transports import Frame
 
-__all__ = ["Links", "link_operation"]
+__all__ = ["Links", "NoOutlet", "Outlet"]
 
 _ROUNDS_PER_STAGE = 1 << 24
 _PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
@@ -47,26 +45,69 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
     return max(1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize)
 
 
-class Links:
-    """What an operation sends and gets over links; it waits for this object, until all frames of a round have come.
+class Outlet(Protocol):
+    """Where the frames of calls go."""
 
-    It does not know the operation that has it: what a call has brought and made is let go with its last reference.
+    rank: int
+    generation: int
+    segment_bytes: int
+
+    def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None, /) -> None:
+        """Send a frame as soon as the link's credit allows."""
+
+    def consumed(self, peer: int, group: int, nbytes: int, /) -> None:
+        """Give credit back for a frame that has been used."""
+
+
+class NoOutlet:
+    """The outlet of a group of one, whose plans send nothing."""
+
+    rank = 0
+    generation = 0
+    segment_bytes = 1 << 20
+
+    def post(self, links: Links, peer: int, _header: bytes, _payload: memoryview | None) -> None:
+        """Refuse to send."""
+        raise InternalError(f"call {links.call}: a group of one sent a frame to rank {peer}")
+
+    def consumed(self, peer: int, _group: int, _nbytes: int) -> None:
+        """Refuse to have received."""
+        raise InternalError(f"a group of one received a frame of rank {peer}")
+
+
+class Links:
+    """What a call sends and gets over links; its operation waits for this object, until all frames of a round have come.
+
+    It does not know its operation: what a call has brought and made is let go with its last reference.
+
+    Args:
+        entry: The call, in the flight recorder.
+        outlet: Where its frames go.
 
     Attributes:
-        outlet: Where frames go; whoever drives the operation sets it.
+        group: Identity of the group.
+        call: The call's number.
+        queued: Frames that wait for credit.
+        loans: Of memory that the transport still reads.
         has_heard: A frame has been used.
     """
 
     __slots__ = (
-        "_ahead", "_buffers", "_incoming", "_pending", "_round", "_stage", "_tag", "_ufunc", "has_heard", "outlet",
+        "_ahead", "_buffers", "_entry", "_incoming", "_outlet", "_pending", "_round", "_stage", "_tag", "_ufunc", "call", "group",
+        "has_heard", "loans", "queued",
     )  # fmt: skip
 
     need = 1
     needs_looks = False
 
-    def __init__(self) -> None:
-        self.outlet = cast("Outlet", None)
+    def __init__(self, entry: Entry, outlet: Outlet) -> None:
+        self.group = entry.told.group
+        self.call = entry.call
+        self.queued = 0
+        self.loans: list[Any] = []
         self.has_heard = False
+        self._entry = entry
+        self._outlet = outlet
         self._stage = -1
         self._round = -1
         self._tag = -1  # of this round's frames; -1 between stages
@@ -94,6 +135,13 @@ class Links:
         """Return False: frames come by themselves."""
         return False
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether all frames have gone, and the memory lent to the transport is back."""
+        if self.loans:
+            self.loans = [loan for loan in self.loans if not loan.is_done()]
+        return not self.loans and not self.queued
+
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def expects(self, frame: Frame) -> bool:
@@ -110,9 +158,9 @@ class Links:
         self._ahead.clear()
         return frames
 
-    def apply(self, operation: Operation, frame: Frame) -> None:
+    def apply(self, frame: Frame) -> None:
         """Use a frame of this round."""
-        what = operation.what
+        what = self._entry.told.what
         header, payload = frame
         source = header.source
         wanted = self._incoming.get(source)
@@ -121,7 +169,7 @@ class Links:
             raise InternalError(f"{what}: rank {source} sent a frame that round {self._round} does not expect")
         self.has_heard = True
         array = self._buffers[wanted.buffer]
-        per_segment = _per_segment(wanted.stop - wanted.start, array.itemsize, self.outlet.segment_bytes)
+        per_segment = _per_segment(wanted.stop - wanted.start, array.itemsize, self._outlet.segment_bytes)
         start = wanted.start + header.segment * per_segment
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
@@ -133,53 +181,40 @@ class Links:
             if wanted.mode == OVERWRITE:
                 target[...] = value
             elif wanted.mode == INCOMING_LEFT:
-                self._combine(what, value, own, target)
+                self._combine(value, own, target)
             else:
-                self._combine(what, own, value, target)
+                self._combine(own, value, target)
         if left == 1:
             del self._pending[source]
         else:
             self._pending[source] = left - 1
-        self.outlet.consumed(source, operation.group, header.nbytes)
+        self._outlet.consumed(source, self.group, header.nbytes)
 
-    # -- stages ---------------------------------------------------------------------------------------------------
+    # -- rounds ---------------------------------------------------------------------------------------------------
 
-    def steps(self, operation: Operation, body: Generator[Stage, None, Any]) -> Steps:
-        """Run a body all of whose stages go over links; its return value is the result."""
-        body = agreed_errors(operation, body)
-        try:
-            while True:
-                try:
-                    stage = next(body)
-                except StopIteration as end:
-                    return end.value
-                yield from self.run(operation, stage)
-        finally:
-            body.close()
-
-    def run(self, operation: Operation, stage: Stage) -> Steps:
-        """Run a stage."""
-        plan = cast("Prepared", stage.plan)
-        scratch = np.empty(plan.scratch_count, stage.work.dtype) if plan.scratch_count else stage.work[:0]
-        rounds, self._buffers, self._ufunc = plan.rounds, (stage.work, scratch), stage.ufunc
-        if stage.brought is not None:
+    def run(
+        self, plan: Prepared, work: NDArray[Any], ufunc: Combiner | None = None, brought: NDArray[Any] | None = None
+    ) -> Iterator[Links]:
+        """Run a plan; the arguments are those of a `Stage`."""
+        scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
+        rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
+        if brought is not None:
             if plan.apart is None:
-                raise InternalError(f"{operation.what}: the plan needs what is brought in its work buffer")
-            rounds, self._buffers = plan.apart, (*self._buffers, stage.brought)
-        operation.entry.stage(plan.algorithm, stage.work.nbytes)
+                raise InternalError(f"{self._entry.told.what}: the plan needs what is brought in its work buffer")
+            rounds, self._buffers = plan.apart, (work, scratch, brought)
+        self._entry.stage(plan.algorithm, work.nbytes)
         self._stage += 1
         for self._round, one in enumerate(rounds):  # noqa: B020
-            self._enter(operation, one)
+            self._enter(one)
             while self._pending:
                 yield self
             for step in one.local:
-                self._make(operation.what, step)
+                self._make(step)
         self._tag = -1
 
-    def _enter(self, operation: Operation, one: LinkRound) -> None:
-        outlet = self.outlet
+    def _enter(self, one: LinkRound) -> None:
         tag = self._tag = self._stage * _ROUNDS_PER_STAGE + self._round
-        itemsize, limit = self._buffers[0].itemsize, outlet.segment_bytes
+        itemsize, limit = self._buffers[0].itemsize, self._outlet.segment_bytes
         self._incoming = one.incoming
         pending = self._pending = {}
         for peer, wanted in one.incoming.items():
@@ -187,46 +222,36 @@ class Links:
             per_segment = _per_segment(count, itemsize, limit)
             pending[peer] = 1 if count <= per_segment else -(-count // per_segment)
         for peer, buffer, start, stop in one.sends:
-            self._send(operation, peer, self._buffers[buffer], start, stop, tag, _per_segment(stop - start, itemsize, limit))
+            self._send(peer, self._buffers[buffer], start, stop, tag, _per_segment(stop - start, itemsize, limit))
         for frame in self._ahead.pop(tag, ()):
-            self.apply(operation, frame)
+            self.apply(frame)
 
-    def _send(self, operation: Operation, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int) -> None:
-        outlet = self.outlet
+    def _send(self, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int) -> None:
+        outlet, fingerprint = self._outlet, self._entry.told.fingerprint
         segment = 0
         while True:
             end = min(stop, start + per_segment)
             piece = array[start:end]
             header = pack_header(
-                Kind.DATA, outlet.rank, outlet.generation, operation.group, operation.call, tag, segment, operation.fingerprint,
-                piece.nbytes,
-            )  # fmt: skip
-            outlet.post(operation, peer, header, piece.view(np.uint8).data if end > start else None)
+                Kind.DATA, outlet.rank, outlet.generation, self.group, self.call, tag, segment, fingerprint, piece.nbytes
+            )
+            outlet.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1
             start = end
             if start >= stop:
                 return
 
-    def _make(self, what: str, step: Copy | Reduce) -> None:
+    def _make(self, step: Copy | Reduce) -> None:
         source = self._buffers[step.source.buffer][step.source.start : step.source.stop]
         target = self._buffers[step.target.buffer][step.target.start : step.target.stop]
         if isinstance(step, Copy):
             target[...] = source
         elif step.source_left:
-            self._combine(what, source, target, target)
+            self._combine(source, target, target)
         else:
-            self._combine(what, target, source, target)
+            self._combine(target, source, target)
 
-    def _combine(self, what: str, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
+    def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
         if self._ufunc is None:
-            raise InternalError(f"{what}: the plan reduces but no op was given")
+            raise InternalError(f"{self._entry.told.what}: the plan reduces but no op was given")
         self._ufunc(left, right, out=target)
-
-
-def link_operation(
-    group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str, body: Generator[Stage, None, Any]
-) -> Operation:
-    """Return a call whose frames travel over links; the arguments are those of `Operation`, and a generator of stages."""
-    operation = Operation(group, members, call, fingerprint, what)
-    links = operation.links = Links()
-    return operation.follow(links.steps(operation, body))

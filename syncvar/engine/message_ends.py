@@ -13,6 +13,7 @@ the sender gives it up meanwhile, what was read of it is not used.
 
 from __future__ import annotations
 
+import collections
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Post:
     def inward(self, source: int) -> Inward:
         """Return this rank's end of the messages from another one."""
         made = self._inward.get(source)
-        return made or self._inward.setdefault(source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.following))
+        return made or self._inward.setdefault(source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.book.following))
 
 
 class Outward:
@@ -95,7 +96,23 @@ class Outward:
             self._has_none = self._box is None
         return self._box
 
-    def tell(self, what: int, stream: int, call: int, shape: tuple[int, ...], work: NDArray[Any]) -> int:
+    def put(self, what: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int, *, waits: bool) -> bool:
+        """Put a message in the box; False where there is no room, nor soon where it `waits`, or another thread is at it. See `Outbox.put`."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            box = self.box()
+            if box is None:
+                return False
+            while not box.put(what, stream, call, shape, data, nbytes):
+                room = box.room_at(shape, nbytes) if waits else None
+                if room is None or not self.wait(room[:1], room[1]):
+                    return False
+            return True
+        finally:
+            self.lock.release()
+
+    def tell(self, what: int, stream: int, call: int, array: NDArray[Any]) -> int:
         """Tell the receiver of a long message in one piece; returns its number in the box, 0 where that cannot be. See `Outbox.tell`."""
         if not self.lock.acquire(blocking=False):
             return 0
@@ -103,8 +120,8 @@ class Outward:
             box = self.box()
             if box is None:
                 return 0
-            address, offset = work.__array_interface__["data"][0], self.arena.locate(work)
-            return box.tell(what, stream, call, shape, work.nbytes, address, 0 if offset is None else offset + 1)
+            address, offset = array.__array_interface__["data"][0], self.arena.locate(array)
+            return box.tell(what, stream, call, array.shape, array.nbytes, address, 0 if offset is None else offset + 1)
         finally:
             self.lock.release()
 
@@ -126,10 +143,19 @@ class Outward:
         return self._boxes.native_end(self._box, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects)
 
     def tell_link(self) -> None:
-        """Say that a message goes over a link, lest the receiver look for it in the box."""
-        with self.lock:
-            if self._box is not None:
-                self._box.tell_link()
+        """Say, as the driver, that a message goes over a link, lest the receiver look for it in the box.
+
+        Whoever has the box may be this thread, which came here from a signal's handler; the receiver then learns it a little later.
+        """
+        box = self._box
+        if box is None:
+            return
+        box.count_link()
+        if self.lock.acquire(blocking=False):
+            try:
+                box.note_news()
+            finally:
+                self.lock.release()
 
 
 class _Kept(NamedTuple):
@@ -169,6 +195,7 @@ class Inward:
         self._kept_nbytes_max = kept_nbytes_max
         self._refuses = False
         self._parts: dict[Key, _Parts] = {}
+        self._forgotten: collections.deque[Key] = collections.deque()  # of receives that have failed
         self._following = following
         self._reach: Any = False  # not known yet
 
@@ -214,6 +241,7 @@ class Inward:
         if not self.lock.acquire(blocking=False):
             return None
         try:
+            self._drop_forgotten()
             parts = self._parts.get(key)
             if parts is not None and not parts.missing:
                 del self._parts[key]
@@ -224,14 +252,19 @@ class Inward:
             self.lock.release()
 
     def forget(self, key: Key) -> None:
-        """Drop what has come of a message that nobody will ask for any more."""
+        """Drop what has come of a message that nobody will ask for any more: whoever has the lock next does."""
         self.expected.discard(key)
-        self._parts.pop(key, None)
-        found = self._kept.pop(key, None)
-        if isinstance(found, _Kept):
-            self._let_go(found)
+        self._forgotten.append(key)
 
     # -- inside, with the lock ------------------------------------------------------------------------------------
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            key = self._forgotten.popleft()
+            self._parts.pop(key, None)
+            found = self._kept.pop(key, None)
+            if isinstance(found, _Kept):
+                self._let_go(found)
 
     def _search(self, key: Key, landing: Landing) -> Taken | None:
         box = self._box
@@ -275,7 +308,8 @@ class Inward:
 
     def _keep(self, box: Inbox, entry: Entry) -> None:
         key = entry.stream, entry.call
-        if key not in self.expected and entry.call < self._following(entry.stream):
+        # In this order: another thread that begins the receive meanwhile expects it before the number grows.
+        if entry.call < self._following(entry.stream) and key not in self.expected:
             return  # its receive has failed
         if entry.form == Form.TOLD:
             self._kept[key] = entry

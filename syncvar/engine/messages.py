@@ -6,52 +6,26 @@ A long message waits in the box for the receiver's answer, or until the receiver
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.engine.links import Links
-from syncvar.engine.operation import BodyError, Operation
+from syncvar.engine.operation import BodyError
 from syncvar.errors import InternalError, SyncvarError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
+    from syncvar.engine.links import Links
     from syncvar.engine.message_ends import Inward, Key, Landing, Outward, Taken
-    from syncvar.engine.operation import Stage, Steps
+    from syncvar.engine.operation import Steps
+    from syncvar.recording.entries import Entry
 
-__all__ = ["WAY", "Letter", "Receiving", "Sending", "message_operation"]
+__all__ = ["WAY", "Receiving", "Sending"]
 
 WAY = "arena message"  # in flight records
-
-
-class Letter(NamedTuple):
-    """A message to be sent.
-
-    Args:
-        what: See `Outbox.put`.
-        shape: Of the array.
-        work: Its elements, flat and in one piece.
-        waits: It is long: it waits for its receiver.
-    """
-
-    what: int
-    shape: tuple[int, ...]
-    work: NDArray[Any]
-    waits: bool
-
-
-def message_operation(
-    message: Sending | Receiving, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str,
-    body: Generator[Stage, None, Any],
-) -> Operation:  # fmt: skip
-    """Return the call of a message that may go through a box: the arguments of `Operation`, and what it does over a link."""
-    operation = Operation(group, members, call, fingerprint, what)
-    operation.is_shared = True
-    links = operation.links = Links()
-    return operation.follow(message.begin(operation, links.steps(operation, body)))
 
 
 class Sending:
@@ -59,13 +33,17 @@ class Sending:
 
     Args:
         outward: Where it goes.
-        letter: The message.
+        what: See `Outbox.put`.
+        array: The message, in one piece.
+        waits: It is long: it waits for its receiver.
     """
 
-    def __init__(self, outward: Outward, letter: Letter) -> None:
+    def __init__(self, outward: Outward, what: int, array: NDArray[Any], *, waits: bool) -> None:
         self._outward = outward
-        self._letter = letter
-        self._bytes = letter.work.view(np.uint8).data
+        self._what = what
+        self._array = array
+        self._waits = waits
+        self._bytes = array.reshape(-1).view(np.uint8).data
         self._number = 0  # of a long message in its box
         self._gone = 0  # bytes of it, sent in parts
         self._group = self._call = 0
@@ -75,11 +53,10 @@ class Sending:
         self._number = number
         self._gone = gone
 
-    def begin(self, operation: Operation, over_link: Steps) -> Steps:
-        """Return the steps of its operation; nothing is done before the first one."""
-        self._group, self._call = operation.group, operation.call
-        operation.abandon = self._abandon
-        return self._steps(operation, over_link)
+    def steps(self, entry: Entry, _links: Links, over_link: Steps) -> Steps:
+        """Return the steps of a call, given those that it takes over a link; nothing is done before the first one."""
+        self._group, self._call = entry.told.group, entry.call
+        return self._steps(entry, over_link)
 
     # -- as what is waited for ------------------------------------------------------------------------------------
 
@@ -130,7 +107,12 @@ class Sending:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _steps(self, operation: Operation, over_link: Steps) -> Steps:
+    def abandon(self) -> None:
+        """See to it that the receiver uses nothing of a message whose call has failed."""
+        if self._number:
+            self._outward.give_up(self._number)
+
+    def _steps(self, entry: Entry, over_link: Steps) -> Steps:
         try:
             try:
                 goes_by_link = not self._number and not self._put()
@@ -144,27 +126,16 @@ class Sending:
                 yield self
         finally:
             over_link.close()
-        _went_through_box(operation, len(self._bytes))
+        _went_through_box(entry, len(self._bytes))
         return None
 
     def _put(self) -> bool:
         """Put the message in the box, or tell of it; False where that cannot be."""
-        outward, (what, shape, work, waits) = self._outward, self._letter
-        if waits:
-            self._number = outward.tell(what, self._group, self._call, shape, work)
+        array = self._array
+        if self._waits:
+            self._number = self._outward.tell(self._what, self._group, self._call, array)
             return self._number != 0
-        if not outward.lock.acquire(blocking=False):
-            return False
-        try:
-            box = outward.box()
-            return box is not None and box.put(what, self._group, self._call, shape, self._bytes, work.nbytes)
-        finally:
-            outward.lock.release()
-
-    def _abandon(self) -> None:
-        """See to it that the receiver uses nothing of the message."""
-        if self._number:
-            self._outward.give_up(self._number)
+        return self._outward.put(self._what, self._group, self._call, array.shape, self._bytes, array.nbytes, waits=False)
 
 
 class Receiving:
@@ -186,13 +157,12 @@ class Receiving:
         self._key: Key = (0, 0)
         self._taken: Taken | None = None
 
-    def begin(self, operation: Operation, over_link: Steps) -> Steps:
-        """Return the steps of its operation; from now on the message is expected."""
-        self._links = operation.links
-        self._key = operation.group, operation.call
+    def steps(self, entry: Entry, links: Links, over_link: Steps) -> Steps:
+        """Return the steps of a call, given those that it takes over a link; from now on the message is expected."""
+        self._links = links
+        self._key = entry.told.group, entry.call
         self._inward.expected.add(self._key)
-        operation.abandon = self._abandon
-        return self._steps(operation, over_link)
+        return self._steps(entry, over_link)
 
     # -- as what is waited for ------------------------------------------------------------------------------------
 
@@ -227,12 +197,17 @@ class Receiving:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _steps(self, operation: Operation, over_link: Steps) -> Steps:
+    def abandon(self) -> None:
+        """Drop what has come of a message whose call has failed."""
+        self._inward.forget(self._key)
+
+    def _steps(self, entry: Entry, over_link: Steps) -> Steps:
         try:
             next(over_link)  # from now on it hears the link: the first round waits for a frame
             yield self
             if self._taken is None:
                 self._inward.links += 1
+                self._inward.expected.discard(self._key)
                 return (yield from over_link)
         finally:
             over_link.close()
@@ -242,13 +217,10 @@ class Receiving:
             result = self._finish(kind, message)
         except SyncvarError as error:
             raise BodyError(error) from error
-        _went_through_box(operation, message.nbytes)
+        _went_through_box(entry, message.nbytes)
         return result
 
-    def _abandon(self) -> None:
-        self._inward.forget(self._key)
 
-
-def _went_through_box(operation: Operation, nbytes: int) -> None:
-    operation.entry.way = WAY
-    operation.entry.nbytes = nbytes
+def _went_through_box(entry: Entry, nbytes: int) -> None:
+    entry.way = WAY
+    entry.nbytes = nbytes

@@ -14,15 +14,16 @@ import collections
 import itertools
 from typing import TYPE_CHECKING
 
-from syncvar.engine.recorder import UNRECORDED
 from syncvar.errors import DeadlineExceeded
+from syncvar.recording.entries import UNRECORDED
 from syncvar.wire import Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncvar.engine.core import Core
     from syncvar.errors import SyncvarError
-    from syncvar.transports import Frame, Transport
+    from syncvar.transports import Frame
     from syncvar.wire import Header
 
 __all__ = ["Answer", "Question", "Questions"]
@@ -88,28 +89,35 @@ class Questions:
     """The questions of a process, those that it asks and those that it is asked.
 
     Args:
-        rank: This process in the world.
-        generation: Version of the membership.
-        transport: Where frames go.
-        segment_bytes: Largest payload of a frame.
+        core: Has the transport, the book of the ranks that have left, and what broke the generation.
+
+    Attributes:
+        find: Finds what this process publishes, by key; the driver calls it.
     """
 
-    def __init__(self, rank: int, generation: int, transport: Transport, segment_bytes: int) -> None:
+    def __init__(self, core: Core) -> None:
         self.frames_sent = 0
         self.find: Callable[[int], Answer | None] = _nothing
         self.asked: collections.deque[Question] = collections.deque()  # by any thread, for the driver to send
-        self._rank = rank
-        self._generation = generation
-        self._transport = transport
-        self._segment_bytes = segment_bytes
+        self._core = core
+        self._segment_bytes = core.config.segment_bytes
         self._numbers = itertools.count()
         self._open: dict[int, Question] = {}
+        core.when_broken.append(self.fail)
 
-    def ask(self, question: Question) -> None:
-        """Send a question."""
-        question.call = next(self._numbers)
-        self._open[question.call] = question
-        self._send(Kind.ASK, question.peer, question.call, question.key, 0, 0, None)
+    def send_asked(self) -> None:
+        """Send the questions that were asked, but those that cannot be answered any more."""
+        core = self._core
+        while self.asked:
+            question = self.asked.popleft()
+            if core.failure is not None:
+                question.fail(core.failure)
+            elif question.peer in core.book.left:
+                question.fail(core.book.ended(question.peer, question.what))
+            else:
+                question.call = next(self._numbers)
+                self._open[question.call] = question
+                self._send(Kind.ASK, question.peer, question.call, question.key, 0, 0, None)
 
     def answer(self, header: Header) -> None:
         """Answer a question that has come."""
@@ -165,9 +173,9 @@ class Questions:
         self, kind: Kind, peer: int, call: int, key: int, count: int, segment: int, payload: memoryview | None
     ) -> None:
         nbytes = 0 if payload is None else payload.nbytes
-        header = pack_header(kind, self._rank, self._generation, 0, call, count, segment, key, nbytes)
+        header = pack_header(kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes)
         self.frames_sent += 1
-        self._transport.send(peer, header, payload if nbytes else None, borrow=True)
+        self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
 
 
 def _nothing(_key: int) -> None:

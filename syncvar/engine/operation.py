@@ -1,9 +1,8 @@
 """A started call: its steps, and where it stands in them.
 
 The steps are a generator. It does as much of the call as it can, and yields what has to be reached before it goes on: a
-word of the group's channel, where the bytes go through the arena (`host_steps`), or something else that can say whether it
-is reached: the frames of a round (`links`), an answer in a box (`messages`). A call over several hosts yields both in
-turn (`hierarchical`).
+word of the group's channel, where the bytes go through the arena, or something else that can say whether it is reached: the
+frames of a round (`links`), an answer in a box (`messages`). `stages` walks through both.
 
 An operation never waits. Whoever has the time drives it: the caller, inline and without the engine's lock, or the engine.
 """
@@ -14,10 +13,9 @@ import contextlib
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from syncvar.engine.recorder import UNRECORDED
-from syncvar.errors import InternalError, MismatchError, SyncvarError
-from syncvar.execution.kernels import quiet
-from syncvar.execution.phases import DISAGREE
+from syncvar.errors import InternalError, MismatchError
+from syncvar.execution.running import DISAGREE
+from syncvar.ops import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -26,16 +24,18 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channel import Channel
     from syncvar.engine.links import Links
-    from syncvar.engine.prepared_plans import Prepared, PreparedStages
-    from syncvar.execution.kernels import Combiner
+    from syncvar.engine.planner import PreparedStages
     from syncvar.execution.moves import Movement
     from syncvar.execution.reductions import Vector
     from syncvar.execution.rounds import Published
+    from syncvar.ops import Combiner
+    from syncvar.plans.link_rounds import Prepared
+    from syncvar.recording.entries import Entry
     from syncvar.transports import Frame
 
     Steps = Generator[int | "Wait", None, Any]
 
-__all__ = ["BodyError", "Operation", "Outlet", "Stage", "State", "Wait", "agreed_errors"]
+__all__ = ["BodyError", "Operation", "Stage", "State", "Wait"]
 
 _START = 1  # what is reached at once: words of a channel begin at 2
 
@@ -82,20 +82,6 @@ class Stage(NamedTuple):
     brought: NDArray[Any] | None = None
 
 
-class Outlet(Protocol):
-    """What an operation needs of the engine."""
-
-    rank: int
-    generation: int
-    segment_bytes: int
-
-    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
-        """Send a frame as soon as the link's credit allows."""
-
-    def consumed(self, peer: int, group: int, nbytes: int) -> None:
-        """Give credit back for a frame that has been used."""
-
-
 class Wait(Protocol):
     """What an operation waits for, where it is no word of its channel."""
 
@@ -126,30 +112,25 @@ class Operation:
     """A started call.
 
     Args:
-        group: Identity of the group.
-        members: Its ranks in the world.
-        call: Call number within the group.
-        fingerprint: Digest of what the call is.
-        what: The call in words.
-        channel: This rank's end of the channels through which the call goes; None where it goes through none.
+        entry: The call, in the flight recorder.
+        steps: What it does; None of a call that is over when it is made.
+        channel: This rank's end of the group's channels, where its bytes go through the arena: it waits there for its turn.
+        links: What it sends and gets in frames, where it may.
+        wait: What has to be reached before its next step.
     """
 
-    __slots__ = (
-        "_steps", "_wait", "abandon", "accident", "call", "channel", "deadline", "entry", "error", "fingerprint", "group", "held",
-        "is_shared", "links", "loans", "members", "mismatch", "queued", "report_at", "reported", "result", "site", "started", "state",
-        "thread", "timeout_s", "what",
-    )  # fmt: skip
-
     def __init__(
-        self, group: int, members: tuple[int, ...], call: int, fingerprint: int, what: str, channel: Channel | None = None
+        self, entry: Entry, steps: Steps | None, channel: Channel | None = None, links: Links | None = None, wait: int | Wait = _START
     ) -> None:
-        self.group = group
-        self.members = members
-        self.call = call
-        self.fingerprint = fingerprint
-        self.what = what
+        told = entry.told
+        self.entry = entry
+        self.group = told.group
+        self.members = told.members
+        self.call = entry.call
+        self.fingerprint = told.fingerprint
+        self.what = told.what
         self.channel = channel
-        self.links: Links | None = None  # what it sends and gets in frames, where it may
+        self.links = links
         self.is_shared = channel is not None  # its bytes go through memory, where somebody has to look: no frame arrives
         self.state = State.CREATED
         self.result: Any = None
@@ -157,26 +138,18 @@ class Operation:
         self.accident: Exception | None = None  # the error, where it is this rank's alone and the others must be told
         self.held: Any = None  # what others may read as long as the call is under way
         self.abandon: Callable[[], None] | None = None  # called when it fails
-        self.loans: list[Any] = []
-        self.queued = 0  # frames that wait for credit
         self.deadline = 0.0
         self.timeout_s = 0.0
         self.started = 0.0
         self.report_at = 0.0
         self.reported = False
         self.mismatch = False
-        self.entry = UNRECORDED  # in the flight recorder
         self.site = ""  # file:line, of a call that was started and not waited for at once
         self.thread = 0  # the thread that waits for this operation; 0 when nobody does
-        self._steps: Steps | None = None
-        self._wait: int | Wait = _START
+        self._steps = steps
+        self._wait = wait
         if channel is not None:
             channel.queue.append(self)
-
-    def follow(self, steps: Steps, wait: int | Wait = _START) -> Operation:
-        """Take the steps that it goes, and what has to be reached before the next one; returns this operation."""
-        self._steps, self._wait = steps, wait
-        return self
 
     # -- what the engine asks -------------------------------------------------------------------------------------
 
@@ -262,24 +235,21 @@ class Operation:
 
     # -- going on -------------------------------------------------------------------------------------------------
 
-    def advance(self, outlet: Outlet) -> State:
+    def advance(self) -> State:
         """Go on as far as possible without waiting."""
         if self.state == State.CREATED:
             self.state = State.RUNNING
         if self.state == State.RUNNING:
-            if self.links is not None:
-                self.links.outlet = outlet
             self._go_on()
         if self.state == State.DRAINING:
             self._drain()
         return self.state
 
-    def accept(self, frame: Frame, outlet: Outlet) -> None:
+    def accept(self, frame: Frame) -> None:
         """Take a frame of this call; the caller has compared the fingerprints."""
         links = self.links
         if links is None:
             raise InternalError(f"{self.what}: a frame came to a call that sends none")
-        links.outlet = outlet
         if self.state != State.RUNNING or not links.expects(frame):
             links.put_aside(frame)
         else:
@@ -306,7 +276,7 @@ class Operation:
                 return
             with quiet():
                 if frame is not None and links is not None:
-                    links.apply(self, frame)
+                    links.apply(frame)
                 while self.state == State.RUNNING and self._is_reached():
                     self._wait = next(steps)
         except StopIteration as end:
@@ -337,9 +307,7 @@ class Operation:
         return wait == _START or (wait != DISAGREE and channel is not None and channel.is_reached(wait))
 
     def _drain(self) -> None:
-        if self.loans:
-            self.loans = [loan for loan in self.loans if not loan.is_done()]
-        if not self.loans and not self.queued:
+        if self.links is None or self.links.is_drained:
             self.state = State.DONE
             self.entry.end()
 
@@ -364,13 +332,3 @@ class Operation:
     def _leave_queue(self) -> None:
         if self.channel is not None and self in self.channel.queue:
             self.channel.queue.remove(self)
-
-
-def agreed_errors(operation: Operation, body: Generator[Stage, None, Any]) -> Generator[Stage, None, Any]:
-    """Yield the stages of a body; errors of ours, once this rank has spoken, are what all ranks come to."""
-    try:
-        return (yield from body)
-    except SyncvarError as error:
-        if operation.is_published:
-            raise BodyError(error) from error
-        raise

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.engine.prepared_plans import prepare, prepare_stages
 from syncvar.execution.rounds import prepare_published
 from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
+from syncvar.plans.link_rounds import Prepared, prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from syncvar.engine.prepared_plans import Prepared, PreparedStages
     from syncvar.execution.rounds import Published
+    from syncvar.plans import Part
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "PreparedStages"]
 
 _PLANS_MAX = 512
+_IDLE = Prepared((), 0, 0, "idle")
+
+
+class _Ready(NamedTuple):
+    """A stage that is ready to run on the elements [start, stop) of the collective's buffer; None: nothing to do."""
+
+    start: int
+    stop: int
+    plan: Prepared | Published | None
+
+
+class PreparedStages(NamedTuple):
+    """The stages of a collective over several hosts, made ready to run.
+
+    Args:
+        stages: In order, as many on every rank.
+        algorithm: For the flight recorder.
+    """
+
+    stages: tuple[_Ready, ...]
+    algorithm: str = "hierarchical"
 
 
 class Planner:
@@ -90,10 +111,25 @@ class Planner:
         if wanted is None and self._host_sizes is not None and collective in COMPOSED:
             parts = stages(collective, self._host_sizes, rank, itemsize=itemsize, root=root, reproducible=reproducible, **sizes)
             if parts is not None:
-                return prepare_stages(parts, self._members)
+                return _prepare_stages(parts, self._members)
         chosen = choose(
             collective, total * itemsize, size, reproducible=reproducible, forced=wanted, shared=self._is_shared, even=is_even
         ).algorithm
         if self._is_shared:
             return prepare_published(build_all(collective, chosen, size, root=root, **sizes), rank, root)
         return prepare(build(collective, chosen, rank, size, root=root, **sizes), self._members)
+
+
+def _prepare_stages(parts: Sequence[Part], members: Sequence[int]) -> PreparedStages:
+    """Make the stages of this rank ready to run; `members` are the ranks of the group in the world."""
+    made = []
+    for part in parts:
+        plan: Prepared | Published | None = None
+        if part.plan is not None and part.on_host:
+            plan = prepare_published(part.plans, part.plan.rank)
+        elif part.plan is not None:
+            plan = prepare(part.plan, [members[rank] for rank in part.members])
+        elif not part.on_host:
+            plan = _IDLE  # stages between hosts are counted: their number is part of the name of a frame
+        made.append(_Ready(part.chunk.start, part.chunk.stop, plan))
+    return PreparedStages(tuple(made))

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SPREAD
-from syncvar.engine.call_sites import site_of
 from syncvar.engine.operation import Operation
-from syncvar.engine.recorder import Told
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
 from syncvar.execution.gil import crowd
-from syncvar.execution.kernels import quiet
-from syncvar.execution.phases import DISAGREE
+from syncvar.execution.running import DISAGREE
+from syncvar.kernel import slot_call
+from syncvar.ops import quiet
+from syncvar.recording.call_sites import site_of
+from syncvar.recording.entries import Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -60,11 +61,7 @@ class Preparation(NamedTuple):
         return self if said is None else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> Operation:
-        communicator, told = self.communicator, self.told
-        entry = self.engine.recorder.begin(told, number, begin)
-        operation = Operation(communicator.identity, communicator.members, number, told.fingerprint, told.what, self.channel)
-        operation.entry = entry
-        return operation.follow(steps, need)
+        return Operation(self.engine.recorder.begin(self.told, number, begin), steps, self.channel, wait=need)
 
     def go_on(
         self, number: int, begin: int, steps: Any, need: int, held: Any = None, *, timeout: float | None = None
@@ -90,7 +87,10 @@ class Preparation(NamedTuple):
         def call(x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
             if queue or busy.locked() or not (engine.is_quiet and channel.is_settled):
                 return None
-            arrays = arrays_of(x, out)
+            try:
+                arrays = arrays_of(x, out)
+            except Exception:  # no memory: the call has no number yet, and the general way raises it again and tells the others
+                return None
             if arrays is None:
                 return None
             with busy:
@@ -136,6 +136,8 @@ class Preparation(NamedTuple):
                 what goes where, `ring`, the `crowd` of a long vector, and `everyone`, False where not everybody ends with all of it; `half`
                 where arrays of halves are float32 in the slots.
         """  # fmt: skip
+        if not self.channel.is_native:
+            return None
         layout: dict[str, Any] = {
             "crowd": None, "puts": (), "takes": (), "terms": (), "ring": -1, "parts": 0, "half": 0, "reads": False, "everyone": True, **copies,
         }  # fmt: skip
@@ -160,10 +162,10 @@ class Preparation(NamedTuple):
 
         in_slots = np.dtype(np.float32) if layout["half"] else layout["made"][0]
         division = (None, b"") if divisor is None else (np.divide, divisor.tobytes())
-        made: PreparedCall | None = self.channel.slot_call(
-            self.told.fingerprint, detail, tells, layout["brought"], layout["made"], (layout["puts"], layout["takes"], layout["terms"]),
-            (layout["half"], in_slots, fold, *division, apply), layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
-            engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
+        made: PreparedCall | None = slot_call(
+            self.told.fingerprint, detail, tells, layout["brought"], layout["made"], layout["puts"], layout["takes"], layout["terms"],
+            (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply), layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
+            channel=self.channel, queue=self.channel.queue, engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
             begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt, crowd=layout["crowd"], nothing=nothing,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -10,24 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.channels import CHECK, MASK, SPREAD
-from syncvar.engine.host_steps import host_steps
 from syncvar.engine.preparation import Preparation, as_far_as_others_come, preparation_of
+from syncvar.engine.stages import stage_steps
 from syncvar.errors import InternalError, SyncvarError
+from syncvar.execution.arithmetic import folder
 from syncvar.execution.gil import crowd
-from syncvar.execution.kernels import quiet
-from syncvar.execution.moves import (
-    NOTHING,
-    Movement,
-    move_published,
-    move_shared,
-    said_of,
-    take_blocks,
-    teach_moves,
-)
-from syncvar.execution.reductions import folder
+from syncvar.execution.moves import NOTHING, Movement, move_published, move_shared, take_blocks, teach_moves
+from syncvar.ops import quiet
+from syncvar.recording.entries import UNRECORDED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
 
@@ -55,8 +47,7 @@ def prepare_move(
         general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
         brought: What this rank brings to such a call.
     """
-    nbytes = layout.elements * layout.blocks * layout.dtype.itemsize
-    ground = preparation_of(communicator, request.what, request.digest, nbytes, "arena")
+    ground = preparation_of(communicator, request.what, request.digest, layout.nbytes, "arena")
     if ground is None:
         return None
     _, channel, engine, told = ground
@@ -74,23 +65,28 @@ def prepare_move(
 
     def attempt(number: int, check: int, arrays: tuple[NDArray[Any], Any, Blocks]) -> tuple[Any, Any, int, Movement | None]:
         x, out, blocks = arrays
+        if small is not None and small(number, check, blocks):
+            return blocks.result, None, 0, None
+        movement = Movement(layout, blocks)
         if small is not None:
-            movement, need, steps = small(number, check, blocks)
+            need, steps = channel.last, take_blocks(channel, check, movement)
         else:
-            movement = Movement(layout, blocks)
             steps = move_shared(channel, (number, check), movement)
             reached = as_far_as_others_come(channel, steps, number)
-            if reached is None:
-                need, steps = channel.last, None if movement.is_done else iter(())
-            else:
-                need = reached
-        if steps is None or movement is None:
-            return blocks.result, None, 0, None
-        return None, followed(x, out, steps, movement, number), need, movement
+            if reached is None and movement.is_done:
+                return blocks.result, None, 0, None
+            need = channel.last if reached is None else reached
+        return None, followed(x, out, steps, movement), need, movement
 
-    def followed(x: NDArray[Any], out: Any, steps: Any, movement: Movement, number: int) -> Generator[int, None, Any]:
-        body = None if general is None else partial(general, x, out)
-        return _moved_or_else(channel, steps, movement, body, number, digest)
+    def followed(x: NDArray[Any], out: Any, steps: Any, movement: Movement) -> Generator[Any, None, Any]:
+        """Go on with a movement; where the ranks do not bring the same, in the general way."""
+        yield from steps
+        if movement.is_done:
+            return movement.blocks.result
+        if general is None:
+            raise InternalError(f"{told.what}: the ranks bring different arrays, and may not")
+        made = yield from stage_steps(UNRECORDED, general(x, out), channel, None, is_begun=True)
+        return movement.blocks.made if made is None else made  # who gets nothing has made the call
 
     def later(number: int, begin: int, x: NDArray[Any], out: Any, made: NDArray[Any], _said: None, run: Any, _native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
@@ -98,14 +94,12 @@ def prepare_move(
         if blocks is None:
             raise InternalError(f"{told.what}: the result does not go where it was said to go")
         check = (digest + number * SPREAD) & MASK
-        if small is None:
-            moving = Movement(layout, blocks)
-            return False, followed(x, out, move_published(channel, check, moving, run), moving, number)
-        movement, _, steps = small.taken(check, channel.last, blocks)
-        if movement is None:
+        if small is not None and small.taken(check, channel.last, blocks):
             add((told, number, begin, monotonic_ns(), get_ident()))
             return True, blocks.result
-        return False, followed(x, out, steps, movement, number)
+        movement = Movement(layout, blocks)
+        steps = move_published(channel, check, movement, run) if small is None else take_blocks(channel, check, movement)
+        return False, followed(x, out, steps, movement)
 
     call = ground.plainly(arrays_of, attempt, notes=True)
     return _natively(ground, call, later, layout, front, brought) or call
@@ -113,51 +107,41 @@ def prepare_move(
 
 def _natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layout, front: Front, like: NDArray[Any]) -> PreparedCall | None:
     """Return what runs such calls in C, or None: where a block goes is seen from the arrays of such a call."""
-    x = np.empty(like.shape, like.dtype)
+    x, channel, folds = np.empty(like.shape, like.dtype), ground.channel, layout.ufunc is not None
     blocks = front(x, None)
     if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
         return None
-    rank, nbytes, fold = ground.channel.rank, layout.elements * layout.dtype.itemsize, layout.fold
-    puts = [(_offset(block, x), place * nbytes, nbytes, rank) for place, block in enumerate(blocks.outgoing)]
-    own: list[tuple[Any, Any, int, int]] = [] if blocks.own is None else [(_offset(blocks.own, x), 0 if fold else _offset(blocks.own_target, blocks.made), nbytes, -1)]
-    if fold is None and blocks.own_target is None:
-        own = []
-    others: list[tuple[Any, Any, int, int]] = [
-        (place * nbytes, 0 if fold else _offset(target, blocks.made), nbytes, peer)
-        for (peer, place), target in zip(layout.takes, [None] * len(layout.takes) if fold else blocks.targets, strict=True)
-    ]
-    if any(None in copy for copy in (*puts, *own, *others)) or (fold and not x.dtype == layout.dtype == blocks.made.dtype):
+    made, takes_nothing, nbytes = blocks.made, blocks.made is NOTHING, layout.elements * layout.dtype.itemsize
+    keeps = blocks.own is not None and (folds or blocks.own_target is not None)
+    sources = [_offset(block, x) for block in (*blocks.outgoing, *([blocks.own] if keeps else ()))]
+    targets = [_offset(target, made) for target in (*blocks.targets, *([blocks.own_target] if keeps and not folds else ()))]
+    is_plain = x.dtype == layout.dtype and (takes_nothing or made.dtype == layout.dtype)
+    if None in sources or None in targets or not is_plain:
         return None
-    if fold:
-        others.insert(rank, own[0])
-        own = []
-    if not layout.goes_by_slots(ground.channel):
-        return _long_natively(ground, call, later, layout, blocks, x)
-    takes, terms = ([], others) if fold else ([*own, *others], [])
-    return ground.natively(
-        call, later, brought=(x.dtype, x.shape), made=(blocks.made.dtype, blocks.made.shape), puts=tuple(puts), takes=tuple(takes), terms=tuple(terms),
-        fold=fold.ufunc if fold else None, divisor=np.asarray(fold.divisor, layout.dtype) if fold and fold.divisor else None,
-        detail=layout.detail or 0, tells=True, parts=blocks.parts, nothing=NOTHING if blocks.made is NOTHING else None,
-    )  # fmt: skip
+    like_all: dict[str, Any] = {
+        "brought": (x.dtype, x.shape), "made": (made.dtype, made.shape), "detail": layout.detail or 0, "tells": True, "parts": blocks.parts,
+        "nothing": NOTHING if takes_nothing else None,
+    }  # fmt: skip
+    if not layout.goes_by_slots(channel):
+        if not channel.are_native:
+            return None
+        puts = tuple([(start, 0, 0, channel.rank) for start in sources[: len(blocks.outgoing)]])
+        native: Any = ground.natively(call, later, puts=puts, crowd=crowd, reads=layout.is_read(channel), **like_all)
+        starts = tuple([start // layout.dtype.itemsize for start in sources]), tuple([start // layout.dtype.itemsize for start in targets])
+        return native if native is not None and teach_moves(channel, layout, blocks, starts, native) else None
+    puts = tuple([(start, place * nbytes, nbytes, channel.rank) for place, start in enumerate(sources[: len(blocks.outgoing)])])
+    goals = targets * len(layout.takes) if folds else targets[: len(layout.takes)]
+    others = [(place * nbytes, goal, nbytes, peer) for (peer, place), goal in zip(layout.takes, goals, strict=True)]
+    own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
+    if folds:
+        like_all["terms"] = (*others[: channel.rank], *own, *others[channel.rank :])
+        like_all["divisor"] = np.asarray(layout.divisor, layout.dtype) if layout.divisor else None
+    else:
+        like_all["takes"] = (*own, *others)
+    return ground.natively(call, later, puts=puts, fold=layout.ufunc, **like_all)
 
 
-def _long_natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layout, blocks: Blocks, x: NDArray[Any]) -> PreparedCall | None:
-    channel, itemsize = ground.channel, layout.dtype.itemsize
-    takes_nothing = blocks.made is NOTHING
-    if not channel.are_native or x.dtype != layout.dtype or not (takes_nothing or blocks.made.dtype == layout.dtype):
-        return None
-    brought = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
-    targets = blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
-    starts = tuple([(_offset(block, x) or 0) // itemsize for block in brought]), tuple([(_offset(block, blocks.made) or 0) // itemsize for block in targets])
-    native: Any = ground.natively(
-        call, later, brought=(x.dtype, x.shape), made=(blocks.made.dtype, blocks.made.shape),
-        puts=tuple([(_offset(block, x), 0, 0, channel.rank) for block in blocks.outgoing]),
-        detail=layout.detail or 0, tells=True, parts=blocks.parts, crowd=crowd, reads=layout.is_read(channel), nothing=NOTHING if takes_nothing else None,
-    )  # fmt: skip
-    return native if native is not None and teach_moves(channel, layout, blocks, starts, native) else None
-
-
-def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> int | None:
+def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> Any:
     """Return where a part of an array begins in it, in bytes; None where it is no part in one piece."""
     if part is None or not part.flags.c_contiguous or (part.size and not np.may_share_memory(part, whole)):
         return None
@@ -166,7 +150,7 @@ def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> int | None:
 
 
 class _SmallBlocks:
-    """Tries to make a call in one phase: (None, 0, None), or what has to be gone on with.
+    """Makes a call in one phase; returns False where it has to be gone on with, because the others do not come soon, or differ.
 
     Args:
         channel: This rank's end.
@@ -176,67 +160,48 @@ class _SmallBlocks:
     __slots__ = ("_channel", "_checks", "_layout", "_mine", "_theirs")
 
     def __init__(self, channel: Channel, layout: Layout) -> None:
-        rank, shape, dtype, count = channel.rank, layout.shape, layout.dtype, layout.elements
+        shape, dtype, count = layout.shape, layout.dtype, layout.elements
         self._channel, self._layout = channel, layout
-        self._mine: list[list[NDArray[Any]]] = []
-        self._theirs: list[list[NDArray[Any]]] = []
-        for side in (0, 1):
-            own = channel.small(rank, side, count * layout.blocks, dtype)
-            self._mine.append([own[place * count : (place + 1) * count].reshape(shape) for place in range(layout.blocks)])
-            self._theirs.append([
-                channel.small(peer, side, count * (place + 1), dtype)[place * count :].reshape(shape)
-                for peer, place in layout.takes
-            ])  # fmt: skip
+
+        def slots(rank: int, place: int) -> list[NDArray[Any]]:
+            """Return a block's place in a rank's slot, on both sides."""
+            return [channel.small(rank, side, count * (place + 1), dtype)[place * count :].reshape(shape) for side in (0, 1)]
+
+        self._mine = list(zip(*[slots(channel.rank, place) for place in range(layout.blocks)], strict=True)) or [(), ()]
+        self._theirs = list(zip(*[slots(*take) for take in layout.takes], strict=True)) or [(), ()]
         self._checks = [tuple(other + CHECK + side for other in channel.others) for side in (0, 1)]
 
-    def __call__(self, number: int, check: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
+    def __call__(self, number: int, check: int, blocks: Blocks) -> bool:
         channel = self._channel
         for slot, block in zip(self._mine[channel.side ^ 1], blocks.outgoing):  # noqa: B905  (not every rank puts as many)
             slot[...] = block
-        return self.taken(check, channel.begin(number, said_of(self._layout, check).full, check), blocks)
+        return self.taken(check, channel.begin(number, self._layout.check_of(check), check), blocks)
 
-    def taken(self, check: int, target: int, blocks: Blocks) -> tuple[Movement | None, int, Any]:
+    def taken(self, check: int, target: int, blocks: Blocks) -> bool:
         """Go on with a call that has been published."""
         channel, layout = self._channel, self._layout
         words, wait, others, side = channel.words, channel.wait, channel.others, channel.side
-        said = said_of(layout, check)
         for other in others:
             if words[other] < target and not wait(others, target):
-                break
-        else:
-            for place in self._checks[side]:
-                if words[place] != said.full:
-                    break
-            else:
-                theirs, fold = self._theirs[side], layout.fold
-                if fold is not None:
-                    self._combine(theirs, blocks.own, blocks.targets[0])
-                    return None, 0, None
-                if blocks.own_target is not None:
-                    blocks.own_target[...] = blocks.own
-                for into, slot in zip(blocks.targets, theirs, strict=True):
-                    into[...] = slot
-                return None, 0, None
-        movement = Movement(layout, blocks)
-        return movement, target, take_blocks(channel, said, movement)
+                return False
+        full = layout.check_of(check)
+        for place in self._checks[side]:
+            if words[place] != full:
+                return False
+        if layout.ufunc is not None:
+            self._combine(self._theirs[side], blocks.own, blocks.targets[0])
+            return True
+        if blocks.own_target is not None:
+            blocks.own_target[...] = blocks.own
+        for into, slot in zip(blocks.targets, self._theirs[side], strict=True):
+            into[...] = slot
+        return True
 
-    def _combine(self, theirs: list[NDArray[Any]], own: Any, target: NDArray[Any]) -> None:
-        dtype = self._layout.dtype
-        terms = list(theirs)
-        terms.insert(self._channel.rank, own if own.dtype == dtype else own.astype(dtype))
+    def _combine(self, theirs: Sequence[NDArray[Any]], own: Any, target: NDArray[Any]) -> None:
+        dtype, rank = self._layout.dtype, self._channel.rank
+        terms = [*theirs[:rank], own if own.dtype == dtype else own.astype(dtype), *theirs[rank:]]
         made = target if target.dtype == dtype else np.empty(target.shape, dtype)
         with quiet():
-            folder(self._layout.arithmetic)(terms, made)
+            folder(self._layout.how)(terms, made)
             if made is not target:
                 target[...] = made
-
-
-def _moved_or_else(
-    channel: Channel, steps: Any, movement: Movement, general: Any, number: int, digest: int
-) -> Generator[int, None, Any]:
-    """Go on with a movement; where the ranks do not bring the same, with the general body."""
-    yield from steps
-    if movement.is_done:
-        return movement.blocks.result
-    made = yield from host_steps(channel, number, digest, general(), is_begun=True)
-    return movement.blocks.made if made is None else made  # who gets nothing has made the call

@@ -14,13 +14,13 @@ from numpy.lib.stride_tricks import as_strided
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
 from syncvar.engine.preparation import as_far_as_others_come, preparation_of
 from syncvar.errors import SyncvarError
+from syncvar.execution.arithmetic import HALVES
 from syncvar.execution.gil import crowd
-from syncvar.execution.kernels import quiet_caller, reduction
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends, Places
 from syncvar.execution.moves import NOTHING
-from syncvar.execution.phases import agreed
 from syncvar.execution.reductions import Vector, is_direct, reduce_published, reduce_shared, teach
-from syncvar.execution.running import HALVES
+from syncvar.execution.running import agreed
+from syncvar.ops import quiet_caller, reduction
 from syncvar.plans import tree_order
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from syncvar.arena.channel import Channel
     from syncvar.engine.group import Communicator, PreparedCall
     from syncvar.engine.preparation import Preparation, Said
-    from syncvar.execution.kernels import Reduction
+    from syncvar.ops import Reduction
 
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["prepare_barrier", "prepare_reduction"]
+__all__ = ["prepare_barrier", "prepare_reduction", "prepare_together"]
 
 
 def prepare_reduction(
@@ -89,6 +89,35 @@ def prepare_barrier(communicator: Communicator, digest: int, what: str) -> Prepa
     return None if ground is None else _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None, Fate(EVERYWHERE, range(communicator.size), NOTHING))
 
 
+def prepare_together(communicator: Communicator, how: Reduction, nbytes: int, digest: int, what: str) -> PreparedCall | None:
+    """Return the prepared call that reduces several arrays as one long vector from where they lie, or None where there is none.
+
+    Args:
+        communicator: The group.
+        how: The reduction, of each of them.
+        nbytes: Of the vector.
+        digest: Fingerprint of the call, as the long way makes it.
+        what: The call in words.
+
+    Returns:
+        As `prepare_reduction`, of a list of arrays; the result is a list of new ones, and `out` is left to the long way.
+    """
+    ground = preparation_of(communicator, what, digest, nbytes, "arena")
+    if ground is None:
+        return None
+    channel = ground.channel
+    divisor = channel.size if how.is_mean else 0
+
+    def arrays_of(x: list[NDArray[Any]], out: Any) -> tuple[Vector, list[NDArray[Any]]] | None:
+        if out is not None or not _has_segments(channel):
+            return None
+        made = [np.empty(array.shape, how.result) for array in x]
+        sources, targets = ([np.ascontiguousarray(array).reshape(-1) for array in arrays] for arrays in (x, made))
+        return Vector.of(sources, targets, how.ufunc, how.accumulate, divisor), made
+
+    return _reducing(ground, arrays_of, Fate(EVERYWHERE, range(channel.size)))
+
+
 class Fate(NamedTuple):
     """What this rank ends with in calls that reduce.
 
@@ -104,7 +133,7 @@ class Fate(NamedTuple):
     nothing: NDArray[Any] | None = None
     neutral: Any = None
 
-    def filled(self, made: NDArray[Any]) -> NDArray[Any]:
+    def filled(self, made: Any) -> Any:
         """Return a result, which is neutral where nothing has been combined."""
         if not self.terms and self.nothing is None:
             made[...] = self.neutral
@@ -242,7 +271,7 @@ def _levels(
     Where the slots are evenly spaced and the ranks a power of two, a whole level of the tree is one step.
     """
     size = channel.size
-    if len(terms) < size or size & (size - 1):
+    if len(terms) < size or size & (size - 1) or prod(shape) == 1:  # of one element as the C runner does, so that the same NaN is kept
         return _one_by_one(terms, shape, dtype)
     try:
         rows = channel.smalls(side, shape, dtype)
@@ -278,12 +307,10 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
     is_flat = len(shape) == 1
 
     def vector_of(flat: NDArray[Any], flat_out: NDArray[Any]) -> Vector:
-        return Vector([flat], [flat_out if nothing is None else nowhere], ufunc, accumulate, divisor, apply, ends)
+        return Vector.of([flat], [flat_out if nothing is None else nowhere], ufunc, accumulate, divisor, apply, ends)
 
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[Vector, NDArray[Any]] | None:
-        try:
-            channel.reserve_segments()
-        except SyncvarError:  # the general way tells the others what is wrong
+        if not _has_segments(channel):
             return None
         if nothing is not None:
             return vector_of(np.ascontiguousarray(x).reshape(-1), nowhere), nothing
@@ -308,13 +335,7 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
                 flat = flat.copy()
         return vector_of(flat, flat_out), made
 
-    def attempt(number: int, check: int, arrays: tuple[Vector, NDArray[Any]]) -> tuple[Any, Any, int, None]:
-        vector, made = arrays
-        steps = reduce_shared(channel, (number, check), vector)
-        need = as_far_as_others_come(channel, steps, number)
-        return (fate.filled(made), None, 0, None) if need is None else (None, _then(steps, made, fate), need, None)
-
-    call = ground.plainly(arrays_of, attempt, notes=True)
+    call = _reducing(ground, arrays_of, fate)
 
     def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
@@ -326,7 +347,7 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
 
     like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
     vector = vector_of(like, like[:])
-    if how.source != kind.name or (nothing is None and not terms) or not channel.are_native or not vector.suits_native(vector.arithmetic):
+    if how.source != kind.name or (nothing is None and not terms) or not channel.are_native or not vector.suits_native:
         return call
     made = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
     native = ground.natively(call, later, brought=(kind, shape), made=made, crowd=crowd, everyone=ends == EVERYWHERE, nothing=nothing)
@@ -336,6 +357,28 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
     return native
 
 
-def _then(steps: Any, made: NDArray[Any], fate: Fate) -> Generator[int, None, NDArray[Any]]:
+def _reducing(ground: Preparation, arrays_of: Callable[[Any, Any], tuple[Vector, Any] | None], fate: Fate) -> PreparedCall:
+    """Return what reduces long vectors in Python's steps; `arrays_of` returns of (x, out) the vector and what is returned."""
+    channel = ground.channel
+
+    def attempt(number: int, check: int, arrays: tuple[Vector, Any]) -> tuple[Any, Any, int, None]:
+        vector, made = arrays
+        steps = reduce_shared(channel, (number, check), vector)
+        need = as_far_as_others_come(channel, steps, number)
+        return (fate.filled(made), None, 0, None) if need is None else (None, _then(steps, made, fate), need, None)
+
+    return ground.plainly(arrays_of, attempt, notes=True)
+
+
+def _has_segments(channel: Channel) -> bool:
+    """Return whether there is room for the cells of long vectors, or will be; the general way tells the others why there is none."""
+    try:
+        channel.reserve_segments()
+    except SyncvarError:
+        return False
+    return True
+
+
+def _then(steps: Any, made: Any, fate: Fate) -> Generator[int, None, Any]:
     yield from steps
     return fate.filled(made)

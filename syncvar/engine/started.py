@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from syncvar.engine.call_sites import call_site
-from syncvar.engine.operation import Operation, State
+from syncvar.engine.operation import State
+from syncvar.errors import DeadlineExceeded
+from syncvar.recording.call_sites import call_site
+from syncvar.topology import rank_list
 from syncvar.wire import Kind
 
 if TYPE_CHECKING:
-    from syncvar.arena.mapping import Arena
-    from syncvar.engine.admission import Admission
-    from syncvar.engine.call_ledger import CallLedger
-    from syncvar.engine.failures import Failures
+    from syncvar.engine.core import Core
     from syncvar.engine.flow import Flow
-    from syncvar.engine.launcher_link import LauncherLink
-    from syncvar.engine.turns import Turns
+    from syncvar.engine.operation import Operation
     from syncvar.transports import Frame
 
 __all__ = ["StartedCalls"]
@@ -29,78 +26,55 @@ _FOREVER = float("inf")
 
 
 class StartedCalls:
-    """The started calls of a process. All but `inbox` is the driver's.
+    """What the driver does with the operations of `core.inbox`, `core.active` and `core.under_way`.
 
     Args:
-        admission: Refuses calls after a break.
-        book: Where the calls of each group stand.
-        flow: Sends the operations' frames.
-        failures: Hears of missed deadlines and accidents.
-        link: To the launcher.
-        turns: Lets threads go on whose operation is over.
-        arena: The memory shared with the ranks of this host, if there is any.
+        core: Has them.
+        flow: Sends their frames.
+
+    Attributes:
+        moved: When one of those in shared memory began or went on.
     """
 
-    def __init__(
-        self,
-        admission: Admission,
-        book: CallLedger,
-        flow: Flow,
-        failures: Failures,
-        link: LauncherLink,
-        turns: Turns,
-        arena: Arena | None,
-    ) -> None:
-        self.active: dict[tuple[int, int], Operation] = {}  # that run, by group and call
-        self.inbox: collections.deque[Operation] = collections.deque()  # that any thread has started
-        self.shared: list[Operation] = []  # those that somebody has to look at
-        self.moved = 0.0  # when one of these began or went on
-        self._admission = admission
-        self._book = book
+    def __init__(self, core: Core, flow: Flow) -> None:
+        self.moved = 0.0
+        self._core = core
+        self._book = core.book
         self._flow = flow
-        self._failures = failures
-        self._link = link
-        self._turns = turns
-        self._arena = arena
 
     @property
     def all(self) -> list[Operation]:
         """Those that run, and those that wait to begin; not one that is over, whom its waiter has heard before it is let go of here."""
-        return [one for one in (*list(self.active.values()), *list(self.inbox)) if not one.is_over]
-
-    def is_oldest(self, operation: Operation) -> bool:
-        """Return whether no older operation of its group is running here."""
-        group, call = operation.group, operation.call
-        return not any(number < call for other, number in self.active if other == group)
+        return [one for one in (*list(self._core.active.values()), *list(self._core.inbox)) if not one.is_over]
 
     # -- from the start to the end --------------------------------------------------------------------------------
 
     def begin_waiting(self) -> None:
         """Begin those in the inbox."""
-        while self.inbox:
-            operation = self.inbox.popleft()
+        while self._core.inbox:
+            operation = self._core.inbox.popleft()
             key = (operation.group, operation.call)
-            if self._admission.failure is not None:
-                operation.fail(self._admission.failure)
+            if self._core.failure is not None:
+                operation.fail(self._core.failure)
                 continue
             refusal = self._book.refusal(operation)
-            self._book.begin(operation)
+            self._book.note(operation.group, operation.call + 1)
             if refusal is not None:
                 operation.fail(refusal)
                 self._flow.use_up(self._book.take_early(operation))
                 continue
-            self.active[key] = operation
+            self._core.active[key] = operation
             if operation.is_shared:
-                self.shared.append(operation)
+                self._core.under_way.append(operation)
                 self.moved = time.monotonic()
-            operation.advance(self._flow)
-            self._failures.tell_accident(operation)
+            operation.advance()
+            self._core.tell_accident(operation)
             for frame in self._book.take_early(operation):
-                if key in self.active and not operation.is_over:
+                if key in self._core.active and not operation.is_over:
                     self.deliver(operation, frame)
                 else:
                     self._flow.use_up([frame])
-            if operation.is_over and key in self.active:
+            if operation.is_over and key in self._core.active:
                 self.retire(operation)
 
     def deliver(self, operation: Operation, frame: Frame) -> None:
@@ -113,23 +87,23 @@ class StartedCalls:
                 operation.mismatch = True
                 self._report(operation, time.monotonic())
             return
-        operation.accept(frame, self._flow)
-        self._failures.tell_accident(operation)
+        operation.accept(frame)
+        self._core.tell_accident(operation)
         if operation.is_shared:
             self.moved = time.monotonic()  # it may look for its neighbours again
         if operation.state == State.DRAINING:
-            operation.advance(self._flow)
+            operation.advance()
         if operation.is_over:
             self.retire(operation)
 
     def look_at_shared(self) -> None:
         """Advance the calls in shared memory."""
-        for operation in list(self.shared):
+        for operation in list(self._core.under_way):
             before = operation.need
-            operation.advance(self._flow)
+            operation.advance()
             if operation.is_over:
                 self.moved = time.monotonic()
-                self._failures.tell_accident(operation)
+                self._core.tell_accident(operation)
                 self.retire(operation)
             elif operation.need != before:
                 self.moved = time.monotonic()
@@ -138,46 +112,51 @@ class StartedCalls:
 
     def retire(self, operation: Operation) -> None:
         """Let go of an operation that is over, and give back what it has not used."""
-        self.active.pop((operation.group, operation.call), None)
+        self._core.active.pop((operation.group, operation.call), None)
         if operation.is_shared:
             with contextlib.suppress(ValueError):
-                self.shared.remove(operation)
-            if operation.error is not None and self._arena is not None and operation.is_under_way:
-                self._arena.quarantine()  # others may still write what this call began
+                self._core.under_way.remove(operation)
+            if operation.error is not None and self._core.arena is not None and operation.is_under_way:
+                self._core.arena.quarantine()  # others may still write what this call began
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
-        if operation.reported and self._admission.failure is None:
-            self._link.tell("resumed", group=operation.group, call=operation.call)
+        if operation.reported and self._core.failure is None:
+            self._core.tell("resumed", group=operation.group, call=operation.call)
         if operation.thread:
-            self._turns.hand_over()
-
-    def drop(self, failure: BaseException, but: object) -> None:
-        """End all that run because the generation broke, but for one that ends by itself."""
-        for operation in list(self.active.values()):
-            if operation is not but:
-                operation.fail(failure)
-        self.active.clear()
-        self.shared.clear()
+            self._core.hand_over()
 
     # -- deadlines and long waits ---------------------------------------------------------------------------------
 
     def expire(self, now: float, due: float) -> float:
         """Give up those whose deadline has passed, and report those that wait long; return when the next is due, or `due`."""
-        for operation in list(self.active.values()):
+        for operation in list(self._core.active.values()):
             if operation.state == State.DRAINING:
-                operation.advance(self._flow)
+                operation.advance()
                 if operation.is_over:
                     self.retire(operation)
                     due = now
                     continue
                 due = min(due, now + _LOAN_LOOK_S)
             if now >= operation.deadline:
-                self._failures.missed_deadline(operation, now)
+                self._miss_deadline(operation, now)
                 return now
             if now >= operation.report_at:
                 self._report(operation, now)
             due = min(due, operation.deadline, operation.report_at)
         return due
+
+    def _miss_deadline(self, operation: Operation, now: float) -> None:
+        """Break the generation because an operation has not ended in time."""
+        missing, call = operation.awaiting, f"{operation.what} (call {operation.call})"
+        error = DeadlineExceeded(
+            f"{call} did not finish within {operation.timeout_s:g} s: rank {self._core.rank} waited "
+            f"{now - operation.started:.1f} s for {rank_list(missing) if missing else 'its own sends'}",
+            missing,
+            operation.timeout_s,
+        )
+        self._core.break_generation(error)
+        reason = f"gave up {call} after {operation.timeout_s:g} s"
+        self._core.tell("broke", kind_of_break="deadline", reason=reason, group=operation.group, call=operation.call, missing=list(missing))
 
     def _report(self, operation: Operation, now: float) -> None:
         operation.report_at = _FOREVER
@@ -187,12 +166,12 @@ class StartedCalls:
             for thread in threading.enumerate()
             if not thread.name.startswith("syncvar-") and not type(thread).__module__.startswith("zmq.")
         )
-        waiting = len({other.thread for other in self.active.values() if other.thread})
+        waiting = len({other.thread for other in self._core.active.values() if other.thread})
         if operation.is_unheard:
             for peer in operation.awaiting:
                 if peer not in self._book.left:
                     self._flow.knock(operation, peer)
-        self._link.tell(
+        self._core.tell(
             "report",
             group=operation.group,
             members=list(operation.members),

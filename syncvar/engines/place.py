@@ -16,6 +16,7 @@ from syncvar.engines.part import End, Part, Place, packed, unpacked
 from syncvar.joining.directory import base_directory
 from syncvar.joining.meeting import leave
 from syncvar.joining.process import is_initialized, member
+from syncvar.recording.recorder import boot_identity
 from syncvar.remote_call import called
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ def arrive(address: str) -> bytes:
         address: Where the engine reaches this host.
     """
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        machine = file.read().strip()
-    ground = "/".join([machine, *spaces, str(os.getuid()), str(base_directory(os.environ))])
+    ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
     return packed(Place(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
 
 

@@ -8,7 +8,7 @@ for good (`Channel.keep`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,40 @@ if TYPE_CHECKING:
 
     from syncvar.arena.channel import Channel
 
-__all__ = ["ADDRESS", "Gone", "place_of", "read"]
+__all__ = ["ADDRESS", "Gone", "Lying", "Reached", "place_of", "read"]
 
 ADDRESS = 1 << 60  # above every offset, and every address of a program
+
+
+class Lying(NamedTuple):
+    """Where an array begins in the arena.
+
+    Args:
+        offset: In bytes.
+        dtype: Of its elements.
+    """
+
+    offset: int
+    dtype: np.dtype[Any]
+
+
+class Reached:
+    """Where an array begins in the process of another rank, which may be read.
+
+    Args:
+        rank: Whose, in the group.
+        place: As that rank has told it.
+        dtype: Of its elements.
+    """
+
+    __slots__ = ("dtype", "place", "rank")
+
+    def __init__(self, rank: int, place: int, dtype: np.dtype[Any]) -> None:
+        self.rank, self.place, self.dtype = rank, place, dtype
+
+    def __getitem__(self, part: slice) -> Reached:
+        """Return the elements of a slice."""
+        return Reached(self.rank, self.place + part.start * self.dtype.itemsize, self.dtype)
 
 
 class Gone(Exception):  # noqa: N818  (no error: the launcher will say what has happened)

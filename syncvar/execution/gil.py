@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
-    from syncvar.execution.kernels import Combiner
+    from syncvar.ops import Combiner
 
-__all__ = ["PIECE", "Crowd", "copy_holding", "crowd", "ufunc_holding"]
+    Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
+
+__all__ = ["PIECE", "Copier", "Crowd", "copier", "crowd", "ufunc_holding"]
 
 PIECE = 500  # elements up to which NumPy keeps the lock
 _SLOW_S = 0.002
@@ -62,10 +66,15 @@ def ufunc_holding(ufunc: Combiner, one: NDArray[Any], other: NDArray[Any], out: 
         ufunc(one[start:stop], other[start:stop], out=out[start:stop])
 
 
-def copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
+def _copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Do `target[...] = source` on flat arrays without letting go of the lock."""
     if target.dtype == source.dtype and target.size and target.flags.c_contiguous and source.flags.c_contiguous:
         target.view(np.uint8).data[:] = source.view(np.uint8).data
         return
     for start in range(0, target.size, PIECE):
         target[start : start + PIECE] = source[start : start + PIECE]
+
+
+def copier() -> Copier:
+    """Return what copies flat arrays now: without letting go of the lock where that is better."""
+    return _copy_holding if crowd.holds() else np.copyto

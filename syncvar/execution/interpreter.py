@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
+    from syncvar.execution.gil import Copier
     from syncvar.execution.program import Code
-
-    Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
 
 __all__ = ["interpret", "opened"]
 

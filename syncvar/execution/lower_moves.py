@@ -29,6 +29,7 @@ from syncvar.execution.program import (
     Publish,
     Stretch,
     assemble,
+    in_cell,
 )
 
 __all__ = ["Move", "Way", "lower_move", "move_code"]
@@ -58,6 +59,8 @@ class Move(NamedTuple):
             itself goes to the TARGET after those that it takes.
         converts: What it brings for itself has another dtype than what is combined.
         makes_first: What is combined has another dtype than the target.
+        starts: Where each SOURCE begins in SOURCE 0, and each TARGET in TARGET 0, of which they are parts; None where they are
+            arrays of their own.
     """
 
     rank: int
@@ -71,24 +74,31 @@ class Move(NamedTuple):
     folds: bool = False
     converts: bool = False
     makes_first: bool = False
+    starts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def length(self, turn: int) -> int:
+        """Return how many elements of a block go through the cell of a turn."""
+        return max(0, min(self.cell, self.elements - turn * self.cell))
+
+    def own(self, kind: Kind, place: int, start: int, length: int) -> Stretch:
+        """Return some elements of a SOURCE or TARGET."""
+        if self.starts is None:
+            return Stretch(Memory(kind, -1, place), start, length)
+        return Stretch(Memory(kind), self.starts[kind == Kind.TARGET][place] + start, length)
+
+    def part(self, way: Way, rank: int, place: int, turn: int) -> Stretch:
+        """Return where a part of a rank's block is taken: side by side in a slot or cell lie those of all its blocks."""
+        if way == Way.LYING:
+            return Stretch(Memory(Kind.LYING, rank, place), 0, self.elements)
+        if way == Way.SLOTS:
+            return Stretch(Memory(Kind.SLOT, rank), place * self.elements, self.elements)
+        return in_cell(rank, turn, self.lag, self.blocks * self.cell, place * self.cell, self.length(turn))
 
 
 @lru_cache(maxsize=256)
-def move_code(
-    move: Move, way: Way, *, has_told: bool = False, some_told: bool = False, starts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-) -> Code:
-    """Return what `lower_move` does, made ready for a runner.
-
-    Args:
-        move: What a rank brings and takes.
-        way: How.
-        has_told: As for `lower_move`.
-        some_told: As for `lower_move`.
-        starts: All SOURCEs are parts of SOURCE 0, and all TARGETs of TARGET 0: the first element of each; None where they are
-            arrays of their own.
-    """
-    program = lower_move(move, way, has_told=has_told, some_told=some_told)
-    return assemble(program if starts is None else _laid(program, *starts))
+def move_code(move: Move, way: Way, *, has_told: bool = False, some_told: bool = False) -> Code:
+    """Return what `lower_move` does, made ready for a runner."""
+    return assemble(lower_move(move, way, has_told=has_told, some_told=some_told))
 
 
 def lower_move(move: Move, way: Way, *, has_told: bool = False, some_told: bool = False) -> Program:
@@ -105,15 +115,12 @@ def lower_move(move: Move, way: Way, *, has_told: bool = False, some_told: bool 
         >>> [type(step).__name__ for step in lower_move(move, Way.CELLS).steps]
         ['Copy', 'Publish', 'Copy', 'Await', 'Copy']
     """
-    if way == Way.SLOTS:
-        opening = [Copy(_source(place, 0, move.elements), _slot(move, move.rank, place)) for place in range(move.puts)]
-        steps = [*_take(move, [_slot(move, *take) for take in move.takes], 0), *_keep(move, 0, move.elements)]
-        return Program(tuple(opening), tuple(steps))
-    if way == Way.LYING:
-        lying = [Stretch(Memory(Kind.LYING, *take), 0, move.elements) for take in move.takes]
-        return Program((), (*_keep(move, 0, move.elements), *_take(move, lying, 0), Publish(), Await()))
+    if way != Way.CELLS:
+        move = move._replace(cell=move.elements)
+        steps = (*_keep(move, 0), *_take(move, way, 0))
+        return Program(tuple(_put(move, way, 0)), steps) if way == Way.SLOTS else Program((), (*steps, Publish(), Await()))
     turns = -(-move.elements // move.cell)
-    opening = _put(move, 0)
+    opening = _put(move, way, 0)
     told: list[Instruction] = [*(opening if has_told else ()), Publish(), Await()] if some_told else []
     last_side = ((turns - 1) // move.lag) & 1 if move.puts and turns else None
     return Program(() if has_told else tuple(opening), (*told, *_by_cells(move, turns)), last_side, is_read=False)
@@ -124,85 +131,52 @@ def _by_cells(move: Move, turns: int) -> list[Instruction]:
     ahead = move.lag - 1
     heard = max(0, turns - 1) // move.lag * move.lag  # before its end a rank has heard that all have taken so many cells
     final = heard + ahead if heard else turns - 1  # the last phase
-    steps: list[Instruction] = [*_keep_cell(move, 0)]
+    steps: list[Instruction] = [*_keep(move, 0)]
+
+    def put(turn: int) -> list[Instruction]:
+        return [*_put(move, Way.CELLS, turn), Publish(), *_keep(move, turn)]
+
     for turn in range(1, min(ahead, turns)):
-        steps += [*_put(move, turn), Publish(), *_keep_cell(move, turn)]
+        steps += put(turn)
     for turn in range(turns):
         if turn + ahead <= final:
-            steps += [*_put(move, turn + ahead), Publish(), *_keep_cell(move, turn + ahead)]
+            steps += put(turn + ahead)
         if turn and (move.takes or turn + move.lag < turns):
             steps.append(Await(min(turn + ahead, final) - turn))
-        steps += _take(move, [_cell(move, *take, turn) for take in move.takes], turn * move.cell)
+        steps += _take(move, Way.CELLS, turn)
     if heard and (final > turns - 1 or not move.takes):
         steps.append(Await())
     return steps
 
 
-def _laid(program: Program, sources: tuple[int, ...], targets: tuple[int, ...]) -> Program:
-    """Return the same program where all SOURCEs, and all TARGETs, are parts of one array."""
-    starts = {Kind.SOURCE: sources, Kind.TARGET: targets}
-
-    def moved(stretch: Stretch) -> Stretch:
-        kind, _, place = stretch.memory
-        return Stretch(Memory(kind), starts[kind][place] + stretch.start, stretch.length) if kind in starts else stretch
-
-    def laid(step: Instruction) -> Instruction:
-        if isinstance(step, Copy):
-            return Copy(moved(step.source), moved(step.target))
-        return Fold(tuple(map(moved, step.terms)), moved(step.target)) if isinstance(step, Fold) else step
-
-    opening = tuple(Copy(moved(step.source), moved(step.target)) for step in program.opening)
-    return program._replace(opening=opening, steps=tuple(map(laid, program.steps)))
+def _put(move: Move, way: Way, turn: int) -> list[Copy]:
+    """Return what puts a part of all blocks."""
+    start, length = turn * move.cell, move.length(turn)
+    puts = range(move.puts if length else 0)
+    return [Copy(move.own(Kind.SOURCE, place, start, length), move.part(way, move.rank, place, turn)) for place in puts]
 
 
-def _source(place: int, start: int, length: int) -> Stretch:
-    return Stretch(Memory(Kind.SOURCE, -1, place), start, length)
-
-
-def _slot(move: Move, rank: int, place: int) -> Stretch:
-    return Stretch(Memory(Kind.SLOT, rank), place * move.elements, move.elements)
-
-
-def _length(move: Move, turn: int) -> int:
-    return max(0, min(move.cell, move.elements - turn * move.cell))
-
-
-def _cell(move: Move, rank: int, place: int, turn: int) -> Stretch:
-    """Return where a rank puts a part of a block: side by side in a cell lie those of all its blocks."""
-    width = move.cell * move.blocks
-    return Stretch(Memory(Kind.CELLS, rank, turn // move.lag & 1), turn % move.lag * width + place * move.cell, _length(move, turn))
-
-
-def _put(move: Move, turn: int) -> list[Copy]:
-    """Return what puts a cell of all blocks."""
-    if not _length(move, turn):
-        return []
-    return [Copy(_source(place, turn * move.cell, _length(move, turn)), _cell(move, move.rank, place, turn)) for place in range(move.puts)]
-
-
-def _keep_cell(move: Move, turn: int) -> list[Copy]:
+def _keep(move: Move, turn: int) -> list[Copy]:
     """Return what copies to the result as much of the block that this rank brings for itself."""
-    return _keep(move, turn * move.cell, _length(move, turn))
-
-
-def _keep(move: Move, start: int, length: int) -> list[Copy]:
+    start, length = turn * move.cell, move.length(turn)
     if move.folds or not move.keeps or not length:
         return []
-    return [Copy(_source(move.puts, start, length), Stretch(Memory(Kind.TARGET, -1, len(move.takes)), start, length))]
+    return [Copy(move.own(Kind.SOURCE, move.puts, start, length), move.own(Kind.TARGET, len(move.takes), start, length))]
 
 
-def _take(move: Move, parts: list[Stretch], start: int) -> list[Instruction]:
-    """Return what is done with parts of the blocks that are taken, from an element of them on."""
+def _take(move: Move, way: Way, turn: int) -> list[Instruction]:
+    """Return what is done with a part of the blocks that are taken."""
+    start, length = turn * move.cell, move.length(turn)
+    parts = [move.part(way, *take, turn) for take in move.takes]
     if not move.folds:
-        return [Copy(part, Stretch(Memory(Kind.TARGET, -1, place), start, part.length)) for place, part in enumerate(parts)]
-    length = parts[0].length if parts else move.elements - start
-    own = _source(move.puts, start, length)
+        return [Copy(part, move.own(Kind.TARGET, place, start, length)) for place, part in enumerate(parts)]
+    own = move.own(Kind.SOURCE, move.puts, start, length)
     steps: list[Instruction] = []
     if move.converts:
         converted = Stretch(Memory(Kind.SCRATCH, -1, 1), 0, length)
         steps.append(Copy(own, converted))
         own = converted
-    target = Stretch(Memory(Kind.TARGET), start, length)
+    target = move.own(Kind.TARGET, 0, start, length)
     made = Stretch(Memory(Kind.SCRATCH), 0, length) if move.makes_first else target
     steps.append(Fold((*parts[: move.rank], own, *parts[move.rank :]), made))
     return steps if made is target else [*steps, Copy(made, target)]

@@ -16,7 +16,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from syncvar.execution.pieces import pieces
 from syncvar.execution.program import (
     Await,
     Code,
@@ -29,10 +28,11 @@ from syncvar.execution.program import (
     Publish,
     Stretch,
     assemble,
+    in_cell,
 )
 from syncvar.plans import even_chunks
 
-__all__ = ["EVERYWHERE", "Cells", "Ends", "Places", "lower_reduce", "lower_small", "owner_bounds", "reduce_code"]
+__all__ = ["EVERYWHERE", "Cells", "Ends", "Places", "lower_reduce", "lower_small", "owner_bounds", "pieces", "reduce_code"]
 
 _SCRATCH = Memory(Kind.SCRATCH)
 
@@ -137,14 +137,31 @@ def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_fi
     """
     arrays = _Arrays(counts)
     slots = [Stretch(Memory(Kind.SLOT, one), 0, arrays.count) for one in range(size)]
-    opening = arrays.copies_into(slots[rank], 0)
     terms = tuple([slots[one] for one in ends.terms(rank, size)])
-    if len(terms) < 2:  # nothing is combined
-        return Program(opening, arrays.copies_from(terms[0], 0) if terms else ())
-    if arrays.is_split or makes_first:
-        made = Stretch(_SCRATCH, 0, arrays.count)
-        return Program(opening, (Fold(terms, made), *arrays.copies_from(made, 0)))
-    return Program(opening, (Fold(terms, Stretch(Memory(Kind.TARGET), 0, arrays.count)),))
+    return Program(arrays.copies_into(slots[rank], 0), arrays.sum(terms, 0, arrays.count, makes_first=makes_first))
+
+
+@lru_cache(maxsize=256)
+def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Return of which parts of arrays with these counts the elements [start, stop) of their concatenation are made.
+
+    Returns:
+        (array, first, last, place): the elements [first, last) of an array are those of the stretch from `place` on.
+
+    Example:
+        >>> pieces((2, 0, 3), 1, 4)
+        ((0, 1, 2, 0), (2, 0, 2, 1))
+    """
+    found = []
+    begin = 0
+    for array, count in enumerate(counts):
+        low, high = max(start, begin), min(stop, begin + count)
+        if high > low:
+            found.append((array, low - begin, high - begin, low - start))
+        begin += count
+        if begin >= stop:
+            break
+    return tuple(found)
 
 
 class _Arrays:
@@ -159,26 +176,29 @@ class _Arrays:
         self.count = sum(self.counts)
         self.is_split = len(self.counts) > 1
 
-    def parts(self, kind: Kind, start: int, length: int) -> list[Stretch]:
-        """Return where the elements [start, start + length) of the vector lie."""
-        found = pieces(self.counts, start, start + length)
-        return [Stretch(Memory(kind, -1, piece.array), piece.start, piece.stop - piece.start) for piece in found]
-
     def copies_into(self, cell: Stretch, start: int) -> tuple[Copy, ...]:
         """Return what brings elements of the sources, from one of the vector on, to another memory."""
-        made, place = [], 0
-        for part in self.parts(Kind.SOURCE, start, cell.length):
-            made.append(Copy(part, cell.cut(place, place + part.length)))
-            place += part.length
-        return tuple(made)
+        return tuple([Copy(theirs, ours) for theirs, ours in self._pairs(Kind.SOURCE, cell, start)])
 
     def copies_from(self, made: Stretch, start: int) -> tuple[Copy, ...]:
         """Return what stores what has been made as the elements of the targets, from one of the vector on."""
-        copies, place = [], 0
-        for part in self.parts(Kind.TARGET, start, made.length):
-            copies.append(Copy(made.cut(place, place + part.length), part))
-            place += part.length
-        return tuple(copies)
+        return tuple([Copy(ours, theirs) for theirs, ours in self._pairs(Kind.TARGET, made, start)])
+
+    def sum(self, terms: tuple[Stretch, ...], start: int, length: int, *, makes_first: bool) -> tuple[Instruction, ...]:
+        """Return what combines terms and stores the combination as elements of the targets, from one of the vector on."""
+        if len(terms) < 2:  # nothing is combined
+            return self.copies_from(terms[0], start) if terms else ()
+        if self.is_split or makes_first:
+            made = Stretch(_SCRATCH, 0, length)
+            return (Fold(terms, made), *self.copies_from(made, start))
+        return (Fold(terms, Stretch(Memory(Kind.TARGET), start, length)),)
+
+    def _pairs(self, kind: Kind, whole: Stretch, start: int) -> list[tuple[Stretch, Stretch]]:
+        """Return the parts of arrays that are elements of the vector, from one on, each with its part of another memory."""
+        return [
+            (Stretch(Memory(kind, -1, array), first, last - first), whole.cut(place, place + last - first))
+            for array, first, last, place in pieces(self.counts, start, start + whole.length)
+        ]
 
 
 def lower_reduce(
@@ -244,8 +264,7 @@ class _Lowering:
         return self._cell(rank, turn, low, high)
 
     def _cell(self, rank: int, turn: int, low: int, high: int) -> Stretch:
-        elements, lag, _ = self.cells
-        return Stretch(Memory(Kind.CELLS, rank, (turn // lag) & 1), turn % lag * elements + low, high - low)
+        return in_cell(rank, turn, self.cells.lag, self.cells.elements, low, high - low)
 
     def _put(self, turn: int) -> list[Copy]:
         """Return what puts this rank's cell of a turn; of what it combines itself, only what has to be converted."""
@@ -268,14 +287,7 @@ class _Lowering:
             self.steps += self._put(turn + lag)
             length = self._length(turn)
             terms = tuple([self._in_cells(rank, turn, 0, length) for rank in self.terms])
-            start = turn * self.cells.elements
-            if len(terms) < 2:  # nothing is combined
-                self.steps += self.arrays.copies_from(terms[0], start) if terms else ()
-            elif self.places.makes_first:
-                made = Stretch(_SCRATCH, 0, length)
-                self.steps += [Fold(terms, made), *self.arrays.copies_from(made, start)]
-            else:
-                self.steps.append(Fold(terms, Stretch(Memory(Kind.TARGET), start, length)))
+            self.steps += self.arrays.sum(terms, turn * self.cells.elements, length, makes_first=self.places.makes_first)
             if turn < heard:
                 self.steps.append(Publish())
         if self.places.sources or self.places.goes_on:  # they must stay until everyone has read them

@@ -23,14 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
-from syncvar.errors import InternalError
-from syncvar.execution.addresses import ADDRESS, Gone, place_of, read
+from syncvar.execution.addresses import ADDRESS, Lying, Reached, place_of
+from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_moves import Move, Way, move_code
-from syncvar.execution.phases import DISAGREE, NEVER
-from syncvar.execution.program import Kind
-from syncvar.execution.reductions import copier, folder, storer
-from syncvar.execution.running import Arithmetic, Lying, Reached, found_in, native_of, open_code, run_code
-from syncvar.kernel import UNREAD
+from syncvar.execution.running import DISAGREE, native_of, open_code, reading, run_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,32 +34,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
-    from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
 
-__all__ = ["NOTHING", "Blocks", "Fold", "Layout", "Movement", "Said", "cells_of_blocks", "fits_slots", "is_worth_reading", "move_published", "move_shared", "said_of", "take_blocks", "teach_moves"]
+    Starts = tuple[tuple[int, ...], tuple[int, ...]]
+    from syncvar.ops import Combiner
+
+__all__ = ["NOTHING", "Blocks", "Layout", "Movement", "cells_of_blocks", "fits_slots", "is_worth_reading", "move_published", "move_shared", "take_blocks", "teach_moves"]
 
 # Cells of half a segment, for all blocks that a rank puts: so what lies in them stays in the caches of the cores. Measured on one machine.
 _LAG = 16  # with two ranks: 32 KiB in each
 _WIDE_LAG = 4  # with more, which may share cores: they give way to each other less often
 _PLAIN_LAG = 2  # where a runner is Python, whose steps take longer
 _NATIVE_SLOT_BYTES = 8 << 10  # up to these small slots are faster where programs run in C
-_READ_BYTES = 4 << 20  # from this on a block is read where it lies faster than it goes by cells, one for each rank
+_READ_BYTES = 512 << 10  # from this on one of several blocks of a rank is read where it lies faster than it goes by cells
+_LONE = 128  # so many times as long is a block that its rank puts for all others, or for the only one
 
 NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 """What a rank ends with that gets nothing, as `Blocks.made`."""
-
-
-class Fold(NamedTuple):
-    """How what comes in is combined, of a reduce-scatter.
-
-    Args:
-        ufunc: Combines two operands.
-        divisor: What the combination is divided by; 0 for nothing.
-    """
-
-    ufunc: Combiner
-    divisor: int = 0
 
 
 def cells_of_blocks(elements: int, itemsize: int, blocks: int, size: int, *, are_native: bool) -> tuple[int, int]:
@@ -90,7 +77,7 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
     """Return whether a block of so many bytes is better read in the memory of its rank than sent by way of cells.
 
     A rank that puts several blocks does by cells what all others do at once when they read; one that takes several reads alone what
-    by cells the others bring.
+    by cells the others bring. One block is copied into cells and out of them, at once, faster than the system finds its pages.
 
     Args:
         nbytes: Of each block.
@@ -100,9 +87,9 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
     """
     if not are_native:
         return True
-    if takes > 1:
-        return puts > 1 and nbytes >= _READ_BYTES // 2
-    return nbytes >= (_READ_BYTES // 8 if puts > 1 else _READ_BYTES)
+    if puts > 1:
+        return nbytes >= (_READ_BYTES if takes == 1 else 4 * _READ_BYTES)
+    return takes == 1 and nbytes >= _LONE * _READ_BYTES
 
 
 class Layout(NamedTuple):
@@ -114,9 +101,10 @@ class Layout(NamedTuple):
         dtype: Of the elements in shared memory.
         shape: Of each block.
         blocks: Largest number of blocks that a rank of the group puts.
-        takes: (peer, which of its blocks) for each block to take; with `fold` in the order of ranks.
-        fold: How what comes in is combined; None for calls that only move.
+        takes: (peer, which of its blocks) for each block to take; of a call that combines in the order of ranks.
         most_takes: Largest number of blocks that a rank of the group takes.
+        ufunc: Combines two operands; None for calls that only move.
+        divisor: What the combination is divided by; 0 for nothing.
     """
 
     detail: int | None
@@ -124,8 +112,9 @@ class Layout(NamedTuple):
     shape: tuple[int, ...] = ()
     blocks: int = 0
     takes: tuple[tuple[int, int], ...] = ()
-    fold: Fold | None = None
     most_takes: int = 1
+    ufunc: Combiner | None = None
+    divisor: int = 0
 
     @property
     def elements(self) -> int:
@@ -133,38 +122,45 @@ class Layout(NamedTuple):
         return prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of as many blocks as a rank puts at most."""
+        return self.elements * self.blocks * self.dtype.itemsize
+
+    @property
     def is_small(self) -> bool:
         """Whether the blocks of a rank have room in its small slot."""
-        return self.elements * self.blocks * self.dtype.itemsize <= SMALL_BYTES
+        return self.nbytes <= SMALL_BYTES
 
     def goes_by_slots(self, channel: Channel) -> bool:
         """Return whether the blocks of a rank go into its small slot."""
-        return fits_slots(self.elements * self.blocks * self.dtype.itemsize, are_native=channel.are_native)
+        return fits_slots(self.nbytes, are_native=channel.are_native)
 
     def is_read(self, channel: Channel) -> bool:
         """Return whether long blocks are read in the memory of their ranks."""
-        if channel.reach is None or self.fold is not None:
+        if channel.reach is None or self.ufunc is not None:
             return False
         return is_worth_reading(self.elements * self.dtype.itemsize, self.blocks, self.most_takes, are_native=channel.are_native)
 
     @property
-    def arithmetic(self) -> Arithmetic:
+    def how(self) -> Arithmetic:
         """What becomes of the blocks."""
-        if self.fold is None:
-            return Arithmetic(None, self.dtype, self.dtype)
-        return Arithmetic(self.fold.ufunc, self.dtype, self.dtype, self.fold.divisor)
+        return Arithmetic(self.ufunc, self.dtype, self.dtype, self.divisor)
 
-    def code(self, channel: Channel, blocks: Blocks, way: Way, **how: Any) -> Code:
+    def check_of(self, check: int) -> int:
+        """Return the check of a call with the detail."""
+        return check if self.detail is None else (check + self.detail) & MASK
+
+    def code(self, channel: Channel, blocks: Blocks, way: Way, starts: Starts | None = None, **told: bool) -> Code:
         """Return what a rank does with its blocks, as a program; see `move_code`."""
-        folds, own = self.fold is not None, blocks.own
+        folds, own = self.ufunc is not None, blocks.own
         cell, lag = cells_of_blocks(self.elements, self.dtype.itemsize, self.blocks, channel.size, are_native=channel.are_native)
         move = Move(
             channel.rank, self.elements, cell, lag, max(1, self.blocks), len(blocks.outgoing), self.takes,
             keeps=own is not None and (folds or blocks.own_target is not None), folds=folds,
             converts=folds and own is not None and own.dtype != self.dtype,
-            makes_first=folds and blocks.targets[0].dtype != self.dtype,
+            makes_first=folds and blocks.targets[0].dtype != self.dtype, starts=starts,
         )  # fmt: skip
-        return move_code(move, way, **how)
+        return move_code(move, way, **told)
 
 
 class Blocks(NamedTuple):
@@ -173,9 +169,9 @@ class Blocks(NamedTuple):
     Args:
         made: The result.
         outgoing: What this rank puts.
-        targets: Where what it takes goes, contiguous; with a fold one array, for the combination.
+        targets: Where what it takes goes, contiguous; of a call that combines one array, for the combination.
         own: What this rank brings for itself.
-        own_target: Where it goes; None for nowhere, or with a fold.
+        own_target: Where it goes; None for nowhere, or in a call that combines.
         parts: The caller gets a list of so many parts of the result, cut evenly along axis 0; 0: the result as it is.
     """
 
@@ -198,50 +194,27 @@ class Blocks(NamedTuple):
 class Movement:
     """A call that moves blocks: its layout, its arrays, and whether it has come to an end."""
 
-    __slots__ = ("blocks", "is_done", "layout", "sources")
+    __slots__ = ("arrays", "blocks", "is_done", "layout")
 
     def __init__(self, layout: Layout, blocks: Blocks) -> None:
         self.layout = layout
         self.blocks = blocks
         brought = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
-        self.sources = [np.ascontiguousarray(block).reshape(-1) for block in brought]  # alive until the others have taken them
+        targets = blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
+        sources = [np.ascontiguousarray(block).reshape(-1) for block in brought]  # alive until the others have taken them
+        self.arrays = sources, [target.reshape(-1) for target in targets]
         self.is_done = False  # else the details differ, and the call has to go on in the general way
 
     @property
     def outgoing(self) -> list[NDArray[Any]]:
         """What the others take."""
-        return self.sources[: len(self.blocks.outgoing)]
-
-
-class Said(NamedTuple):
-    """What a rank has published of a call.
-
-    Args:
-        check: Of the call.
-        full: The check with the detail.
-        side: Of its first cells; above bit 0 where they begin on it, as a number of pages.
-        offer: What can be done with its blocks: READS, RESIDENT and TOLD.
-    """
-
-    check: int
-    full: int
-    side: int
-    offer: int
-
-    @property
-    def mark(self) -> int:
-        """What is published beside the check."""
-        return self.side << 3 | self.offer
+        return self.arrays[0][: len(self.blocks.outgoing)]
 
 
 # What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in the arena; it has blocks, has told where,
-# and put none.
-READS, RESIDENT, TOLD = 1, 2, 4
-
-
-def said_of(layout: Layout, check: int, side: int = 0, offer: int = 0) -> Said:
-    """Return what a rank says of a call."""
-    return Said(check, check if layout.detail is None else (check + layout.detail) & MASK, side, offer)
+# and put none. It is published beside the check, in a mark: the side of the rank's first cells << 3 | its offer.
+_READS, _RESIDENT, _TOLD = 1, 2, 4
+_OFFER = _READS | _RESIDENT | _TOLD
 
 
 def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) -> Iterator[int]:
@@ -256,171 +229,116 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         What the others have to reach.
     """
     call, check = opening
-    said = _put_blocks(channel, check, movement)
+    mark = _put_blocks(channel, movement)
     try:
-        yield channel.begin(call, said.full, check, said.mark)
-        yield from take_blocks(channel, said, movement)
+        yield channel.begin(call, movement.layout.check_of(check), check, mark)
+        yield from take_blocks(channel, check, movement)
     except BaseException:
-        _keep_told(channel, said, movement)
+        _keep_told(channel, check, movement, mark)
         raise
 
 
 def move_published(channel: Channel, check: int, movement: Movement, run: Iterator[int] | None) -> Iterator[int]:
     """Go on with a call of long blocks that the C runner has published, and with its run, if it has begun one."""
     mark = channel.arrays()[1][channel.rank]
-    said = said_of(movement.layout, check, mark >> 3, mark & (READS | RESIDENT | TOLD))
     try:
         if run is None:
             yield channel.last
-            yield from take_blocks(channel, said, movement)
+            yield from take_blocks(channel, check, movement)
             return
-        for need in run:
-            if need == UNREAD:
-                _read_again(channel, movement.layout.takes)
-            yield need
+        told = ((peer, channel.told_place(peer, place)) for peer, place in movement.layout.takes)
+        yield from reading(channel, run, ((peer, place) for peer, place in told if place & ADDRESS))
         movement.is_done = True
     except BaseException:
-        _keep_told(channel, said, movement)
+        _keep_told(channel, check, movement, mark)
         raise
 
 
-def _read_again(channel: Channel, takes: Sequence[tuple[int, int]]) -> None:
-    """Raise what is wrong with reading where ranks have told."""
-    for peer, place in takes:
-        told = channel.told_place(peer, place)
-        if told & ADDRESS:
-            read(channel, peer, told, np.empty(1, np.uint8), hold=True)
-    raise InternalError("the memory of another rank could not be read, and can be")
-
-
-def _keep_told(channel: Channel, said: Said, movement: Movement) -> None:
-    is_refused = channel.is_reached(channel.last) and channel.disagreeing(said.full)
-    if said.offer and movement.outgoing and not is_refused:
+def _keep_told(channel: Channel, check: int, movement: Movement, mark: int) -> None:
+    is_refused = channel.is_reached(channel.last) and channel.disagreeing(movement.layout.check_of(check))
+    if mark & _OFFER and movement.outgoing and not is_refused:
         channel.keep(movement)  # others may still be reading what this rank has told them of
 
 
-def teach_moves(channel: Channel, layout: Layout, blocks: Blocks, starts: tuple[tuple[int, ...], tuple[int, ...]], native: Any) -> bool:
+def teach_moves(channel: Channel, layout: Layout, blocks: Blocks, starts: Starts, native: Any) -> bool:
     """Tell the C runner of a call of long blocks what it does; returns whether it takes that.
 
     Args:
         channel: This rank's.
         layout: What such calls have in common.
         blocks: Of such a call.
-        starts: Where they begin in the arrays of a call, see `move_code`.
+        starts: Where they begin in the arrays of a call, see `Move`.
         native: The call.
     """
     for pattern, way in enumerate((Way.CELLS, Way.LYING)):
-        code = layout.code(channel, blocks, way, starts=starts)
-        program = native_of(code, layout.arithmetic)
+        code = layout.code(channel, blocks, way, starts)
+        program = native_of(code, layout.how)
         if program is None:
             return False
         native.learn(pattern, False, False, -1 if code.last_side is None else code.last_side, program)
     return True
 
 
-def _put_blocks(channel: Channel, check: int, movement: Movement) -> Said:
-    """Put what goes with phase 0; returns what is published with it."""
-    layout = movement.layout
+def _put_blocks(channel: Channel, movement: Movement) -> int:
+    """Put what goes with phase 0; returns the mark that is published with it."""
+    layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
-        code = layout.code(channel, movement.blocks, Way.SLOTS)
-        _open(channel, movement, code, channel.side ^ 1)
-        return said_of(layout, check)
+        open_code(channel, layout.code(channel, blocks, Way.SLOTS), layout.how, movement.arrays, channel.side ^ 1)
+        return 0
     side = channel.tail ^ 1
     flat = movement.outgoing
     if flat:
         channel.reserve_segments()
     offer = _tell(channel, layout, flat)
     if flat and not offer:
-        code = layout.code(channel, movement.blocks, Way.CELLS)
-        _open(channel, movement, code, side)
+        open_code(channel, layout.code(channel, blocks, Way.CELLS), layout.how, movement.arrays, side)
         channel.tail = side
-    return said_of(layout, check, side, offer)
+    return side << 3 | offer
 
 
 def _tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> int:
     """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by cells."""
-    offer = READS | RESIDENT | TOLD if layout.is_read(channel) else RESIDENT | TOLD
+    offer = _OFFER if layout.is_read(channel) else _RESIDENT | _TOLD
     places = []
     for block in blocks:
-        if block.dtype != layout.dtype:
-            return 0
-        place = place_of(channel, block)
+        place = place_of(channel, block) if block.dtype == layout.dtype else None
         if place is None:
             return 0
         if place & ADDRESS:
-            offer &= ~RESIDENT
-        if offer == TOLD:
+            offer &= ~_RESIDENT
+        if offer == _TOLD:
             return 0
         places.append(place)
     channel.tell_places(places)
-    return offer if places else offer & ~TOLD
+    return offer if places else offer & ~_TOLD
 
 
-def take_blocks(channel: Channel, said: Said, movement: Movement) -> Iterator[int]:
+def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[int]:
     """Take what is for this rank, when all ranks have published phase 0; put and publish what does not go with it."""
-    layout = movement.layout
+    layout, blocks = movement.layout, movement.blocks
     sources, marks = channel.arrays()
-    if channel.disagreeing(said.full):
-        if layout.detail is None or any(source != said.check for source in sources):
+    if channel.disagreeing(layout.check_of(check)):
+        if layout.detail is None or any(source != check for source in sources):
             yield DISAGREE
         return
     if layout.detail == 0:
         return
     sides = tuple([mark >> 3 for mark in marks])
-    offers = [mark & (READS | RESIDENT | TOLD) for mark in marks]
+    offers = [mark & _OFFER for mark in marks]
     if layout.goes_by_slots(channel):
-        code = layout.code(channel, movement.blocks, Way.SLOTS)
+        code = layout.code(channel, blocks, Way.SLOTS)
         sides = channel.sides()
-    elif reduce(and_, offers) & (READS | RESIDENT):  # all can take them where they lie, in one way or another
-        code = layout.code(channel, movement.blocks, Way.LYING)
+    elif reduce(and_, offers) & (_READS | _RESIDENT):  # all can take them where they lie, in one way or another
+        code = layout.code(channel, blocks, Way.LYING)
     else:
-        has_told = said.offer != 0 and len(movement.outgoing) > 0
-        code = layout.code(channel, movement.blocks, Way.CELLS, has_told=has_told, some_told=any(offer & TOLD for offer in offers))
+        has_told = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
+        code = layout.code(channel, blocks, Way.CELLS, has_told=has_told, some_told=any(offer & _TOLD for offer in offers))
         if code.last_side is not None:
-            channel.tail = (said.side & 1) ^ code.last_side
-    found = _found(channel, movement, code, sides)
-    native, copy = _native(channel, layout, code, found), copier()
-    try:
-        how = layout.arithmetic
-        yield from run_code(channel, code, found, native, copy, storer(how, copy), folder(how))
-    except Gone:
-        yield NEVER
+            channel.tail = (sides[channel.rank] & 1) ^ code.last_side
+
+    def lying(_kind: int, rank: int, place: int) -> Lying | Reached:
+        told = channel.told_place(rank, place)
+        return Reached(rank, told, layout.dtype) if told & ADDRESS else Lying(told, layout.dtype)
+
+    yield from run_code(channel, code, layout.how, movement.arrays, sides, lying=lying)
     movement.is_done = True
-
-
-def _open(channel: Channel, movement: Movement, code: Code, side: int) -> None:
-    """Make the copies that come before phase 0, into cells or the slot of this side."""
-    found = _found(channel, movement, code, channel.own_side(side))
-    open_code(channel, code, found, _native(channel, movement.layout, code, found), copier())
-
-
-def _found(channel: Channel, movement: Movement, code: Code, sides: tuple[int, ...]) -> list[Any]:
-    """Return the memories of a program; None for those that are not known yet."""
-    layout, blocks = movement.layout, movement.blocks
-    dtype = layout.dtype
-    found = found_in(channel, code, sides, dtype)
-    for number, kind, rank, place, count in code.own:
-        if kind == _SOURCE:
-            found[number] = movement.sources[place]
-        elif kind == _TARGET:
-            target = blocks.targets[place] if place < len(blocks.targets) else blocks.own_target
-            found[number] = NOTHING if target is None else target.reshape(-1)
-        elif kind == _SCRATCH:
-            found[number] = np.empty(count, dtype)
-        elif sides[rank] >= 0:
-            told = channel.told_place(rank, place)
-            found[number] = Reached(rank, told ^ ADDRESS, dtype) if told & ADDRESS else Lying(told, dtype)
-    return found
-
-
-_SOURCE, _TARGET, _SCRATCH = map(int, (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH))
-
-
-def _native(channel: Channel, layout: Layout, code: Code, found: Sequence[Any]) -> Any:
-    """Return the program for the C runner, or None where not all arrays are such as it takes."""
-    if not channel.is_native:
-        return None
-    for array in found:
-        if isinstance(array, np.ndarray) and not (array.dtype == layout.dtype and array.flags.carray):
-            return None
-    return native_of(code, layout.arithmetic)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "AWAIT", "COPY", "FOLD", "PUBLISH", "STORE", "Await", "Code", "Copy", "Fold", "Instruction", "Kind", "Memory", "Program", "Publish",
-    "Stretch", "assemble", "extents",
+    "Stretch", "assemble", "extents", "in_cell", "program_text",
 ]  # fmt: skip
 
 
@@ -57,6 +57,19 @@ class Memory(NamedTuple):
     rank: int = -1
     place: int = 0
 
+    def __str__(self) -> str:
+        kind, rank, place = self
+        if kind in (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH):
+            return _NAMES[kind] + (f" {place}" if place else "")
+        which = f", side {place}" if kind in (Kind.CELLS, Kind.MADE) else f", block {place}" if place else ""
+        return f"{_NAMES[kind]} of rank {rank}{which} "
+
+
+_NAMES = {
+    Kind.SOURCE: "source", Kind.TARGET: "target", Kind.SCRATCH: "scratch", Kind.SLOT: "slot", Kind.CELLS: "cells", Kind.MADE: "made",
+    Kind.LYING: "array", Kind.GOAL: "target",
+}  # fmt: skip
+
 
 class Stretch(NamedTuple):
     """Some elements of a memory.
@@ -75,12 +88,23 @@ class Stretch(NamedTuple):
         """Return the elements [low, high) of this stretch."""
         return Stretch(self.memory, self.start + low, high - low)
 
+    def __str__(self) -> str:
+        return f"{self.memory}[{self.start}:{self.start + self.length}]"
+
+
+def in_cell(rank: int, turn: int, lag: int, width: int, start: int, length: int) -> Stretch:
+    """Return some elements of the cell that a rank puts in a turn: `lag` cells of `width` elements lie on each of two sides in turn."""
+    return Stretch(Memory(Kind.CELLS, rank, turn // lag & 1), turn % lag * width + start, length)
+
 
 class Copy(NamedTuple):
     """target = source, of the same length."""
 
     source: Stretch
     target: Stretch
+
+    def __str__(self) -> str:
+        return f"copy     {self.source} -> {self.target}"
 
 
 class Fold(NamedTuple):
@@ -89,15 +113,25 @@ class Fold(NamedTuple):
     terms: tuple[Stretch, ...]
     target: Stretch
 
+    def __str__(self) -> str:
+        return f"fold     {', '.join(map(str, self.terms))} -> {self.target}"
+
 
 class Publish(NamedTuple):
     """The next phase of the call is published."""
+
+    def __str__(self) -> str:
+        return "publish  the next phase"
 
 
 class Await(NamedTuple):
     """Wait until all others have published what this rank published `back` publications ago (0: its last one)."""
 
     back: int = 0
+
+    def __str__(self) -> str:
+        ago = "this rank's last phase" if not self.back else f"the phase {self.back} before this rank's last"
+        return f"await    {ago} of all others"
 
 
 Instruction = Copy | Fold | Publish | Await
@@ -117,6 +151,26 @@ class Program(NamedTuple):
     steps: tuple[Instruction, ...]
     last_side: int | None = None
     is_read: bool = True
+
+
+def program_text(program: Program, most: int | None = None) -> str:
+    """Return a program, an instruction a line.
+
+    Args:
+        program: Of a rank.
+        most: So many instructions after phase 0 at most; None for all.
+
+    Example:
+        >>> from syncvar.execution.lower_reduce import lower_small
+        >>> print(program_text(lower_small(0, 2, 3)), end="")
+        copy     source[0:3] -> slot of rank 0 [0:3]
+        phase 0  all ranks say what they do, and compare
+        fold     slot of rank 0 [0:3], slot of rank 1 [0:3] -> target[0:3]
+    """
+    steps = program.steps[:most]
+    left = len(program.steps) - len(steps)
+    lines = [*program.opening, "phase 0  all ranks say what they do, and compare", *steps, *([f"...      {left} more"] if left else [])]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def extents(program: Program) -> dict[Memory, int]:
@@ -139,27 +193,15 @@ def extents(program: Program) -> dict[Memory, int]:
     return found
 
 
+COPY, STORE, FOLD, PUBLISH, AWAIT = range(5)
 _SHARED = (Kind.SLOT, Kind.CELLS, Kind.MADE)
-
-
-def _joined(opening: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[tuple[int, int, int], ...], int, int], ...]:
-    made: list[tuple[list[tuple[int, int, int]], int, int]] = []
-    end = -1
-    for _, source, first, target, start, length in opening:
-        if made and made[-1][1] == target and start == end:
-            made[-1][0].append((source, first, length))
-        else:
-            made.append(([(source, first, length)], target, start))
-        end = start + length
-    return tuple((tuple(parts), target, start) for parts, target, start in made)
 
 
 class Code:
     """A program made ready for a runner: memories are numbers, instructions are tuples of numbers.
 
     Args:
-        memories: By their numbers.
-        sizes: Of how many elements each has to be at least.
+        sizes: Of how many elements each memory has to be at least, by their numbers.
         opening: As of the program; (COPY, source, first, target, first, length).
         steps: (COPY or STORE, source, first, target, first, length), (FOLD, ((term, first), ...), target, first, length),
             (PUBLISH,) and (AWAIT, back).
@@ -171,32 +213,30 @@ class Code:
         shared: (number, memory) of those in which ranks write for each other.
         uses_cells: Some of these are cells.
         joins: The opening, copies into adjacent stretches of one memory together: ((source, first, length)..., target, first).
+        natives: The same for the C runner, by what becomes of terms.
     """
 
-    __slots__ = ("is_read", "joins", "last_side", "memories", "natives", "opening", "own", "shared", "sizes", "steps", "uses_cells")
+    __slots__ = ("is_read", "joins", "last_side", "natives", "opening", "own", "shared", "sizes", "steps", "uses_cells")
 
     def __init__(
-        self,
-        memories: tuple[Memory, ...],
-        sizes: tuple[int, ...],
-        opening: tuple[tuple[int, ...], ...],
-        steps: tuple[tuple[Any, ...], ...],
-        last_side: int | None,
+        self, sizes: dict[Memory, int], opening: tuple[tuple[int, ...], ...], steps: tuple[tuple[Any, ...], ...], last_side: int | None,
         is_read: bool = True,
-    ) -> None:
-        self.is_read = is_read
-        self.memories, self.sizes, self.opening, self.steps, self.last_side = memories, sizes, opening, steps, last_side
-        self.natives: dict[Any, Any] = {}  # the same for the C runner, by what becomes of terms
-        self.shared = tuple((number, memory) for number, memory in enumerate(memories) if memory.kind in _SHARED)
-        self.uses_cells = any(memory.kind == Kind.CELLS for memory in memories)
-        self.own = tuple(
-            (number, int(memory.kind), memory.rank, memory.place, sizes[number])
-            for number, memory in enumerate(memories) if memory.kind not in _SHARED
-        )  # fmt: skip
+    ) -> None:  # fmt: skip
+        self.sizes, self.opening, self.steps, self.last_side, self.is_read = sizes, opening, steps, last_side, is_read
+        self.natives: dict[Any, Any] = {}
+        numbered = list(enumerate(sizes))
+        self.shared = [(number, memory) for number, memory in numbered if memory.kind in _SHARED]
+        self.own = [(number, int(memory.kind), memory.rank, memory.place, sizes[memory]) for number, memory in numbered if memory.kind not in _SHARED]
+        self.uses_cells = any(memory.kind == Kind.CELLS for memory in sizes)
         self.joins = _joined(opening)
 
-    def numbers(self) -> tuple[bytes, int]:
-        """Return opening and steps as 64-bit numbers, one after the other, for the C runner, and how many are of the opening."""
+    def numbers(self) -> tuple[bytes, int, tuple[int, ...], tuple[int, ...]]:
+        """Return the same for the C runner.
+
+        Returns:
+            Opening and steps as 64-bit numbers, one after the other; how many are of the opening; kind, rank and place of all memories,
+            one after the other; and their sizes.
+        """
         found = array("q")
         for copied in self.opening:
             found.extend(copied)
@@ -207,15 +247,20 @@ class Code:
                 found.extend((FOLD, target, first, length, len(terms), *(number for term in terms for number in term)))
             else:
                 found.extend(step)
-        return found.tobytes(), opening
-
-    @property
-    def names(self) -> tuple[int, ...]:
-        """Kind, rank and place of all memories, one after the other, for the C runner."""
-        return tuple(int(number) for memory in self.memories for number in memory)
+        names = tuple(int(number) for memory in self.sizes for number in memory)
+        return found.tobytes(), opening, names, tuple(self.sizes.values())
 
 
-COPY, STORE, FOLD, PUBLISH, AWAIT = range(5)
+def _joined(opening: tuple[tuple[int, ...], ...]) -> list[tuple[list[tuple[int, int, int]], int, int]]:
+    made: list[tuple[list[tuple[int, int, int]], int, int]] = []
+    end = -1
+    for _, source, first, target, start, length in opening:
+        if made and made[-1][1] == target and start == end:
+            made[-1][0].append((source, first, length))
+        else:
+            made.append(([(source, first, length)], target, start))
+        end = start + length
+    return made
 
 
 def assemble(program: Program) -> Code:
@@ -223,20 +268,14 @@ def assemble(program: Program) -> Code:
     sizes = extents(program)
     numbers = {memory: number for number, memory in enumerate(sizes)}
 
-    def copied(step: Copy) -> tuple[int, ...]:
-        source, target = step
-        kind = STORE if target.memory.kind in (Kind.TARGET, Kind.GOAL) else COPY
-        return (kind, numbers[source.memory], source.start, numbers[target.memory], target.start, source.length)
-
-    steps: list[tuple[Any, ...]] = []
-    for step in program.steps:
+    def coded(step: Instruction) -> tuple[Any, ...]:
         if isinstance(step, Copy):
-            steps.append(copied(step))
-        elif isinstance(step, Fold):
-            terms = tuple((numbers[term.memory], term.start) for term in step.terms)
-            steps.append((FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length))
-        elif isinstance(step, Publish):
-            steps.append((PUBLISH,))
-        else:
-            steps.append((AWAIT, step.back))
-    return Code(tuple(sizes), tuple(sizes.values()), tuple(map(copied, program.opening)), tuple(steps), program.last_side, program.is_read)
+            source, target = step
+            kind = STORE if target.memory.kind in (Kind.TARGET, Kind.GOAL) else COPY
+            return kind, numbers[source.memory], source.start, numbers[target.memory], target.start, source.length
+        if isinstance(step, Fold):
+            terms = tuple([(numbers[term.memory], term.start) for term in step.terms])
+            return FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length
+        return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
+
+    return Code(sizes, tuple(map(coded, program.opening)), tuple(map(coded, program.steps)), program.last_side, program.is_read)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
+from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.lower_rounds import lower_rounds
-from syncvar.execution.phases import agreed
-from syncvar.execution.program import Kind, assemble
-from syncvar.execution.reductions import copier, folder
-from syncvar.execution.running import Arithmetic, found_in, native_of, open_code, run_code
+from syncvar.execution.program import assemble
+from syncvar.execution.running import agreed, open_code, run_code
 from syncvar.plans import Publication, publications
 
 if TYPE_CHECKING:
@@ -21,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
-    from syncvar.execution.kernels import Combiner
     from syncvar.execution.program import Code
+    from syncvar.ops import Combiner
     from syncvar.plans import Plan
 
 __all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]
@@ -34,14 +31,12 @@ class Published(NamedTuple):
     Args:
         reduces: It combines what all bring, each rank for itself or its part: `reductions` does that.
         rounds: The publications of any other.
-        scratch_count: Elements of SCRATCH.
         algorithm: Of the plans.
         ends: Where it reduces, which ranks end with what.
     """
 
     reduces: bool
     rounds: tuple[Publication, ...]
-    scratch_count: int
     algorithm: str = ""
     ends: Ends = EVERYWHERE
     codes: dict[tuple[int, bool], Code] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
@@ -61,7 +56,7 @@ class Published(NamedTuple):
         return self.codes[key]
 
 
-SIDE_BY_SIDE = Published(reduces=False, rounds=(), scratch_count=0, algorithm="side by side")
+SIDE_BY_SIDE = Published(reduces=False, rounds=(), algorithm="side by side")
 """Stands for the plan of a stage that has a movement."""
 
 
@@ -76,9 +71,9 @@ def prepare_published(plans: Sequence[Plan], rank: int, root: int | None = None)
     mine = plans[rank]
     reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
     if mine.collective in reduces and mine.algorithm in ("direct", "owners"):
-        return Published(reduces=True, rounds=(), scratch_count=0, algorithm=mine.algorithm, ends=Ends(mine.collective, root or 0))
+        return Published(reduces=True, rounds=(), algorithm=mine.algorithm, ends=Ends(mine.collective, root or 0))
     rounds = publications(plans, rank)
-    return Published(reduces=False, rounds=rounds, scratch_count=mine.scratch_count, algorithm=mine.algorithm, codes={})
+    return Published(reduces=False, rounds=rounds, algorithm=mine.algorithm, codes={})
 
 
 def run_rounds(
@@ -96,31 +91,17 @@ def run_rounds(
     code = plan.code(channel.rank, work.itemsize, begins=opening is not None)
     if code.uses_cells:
         channel.reserve_segments()
-    scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
-    how = Arithmetic(ufunc, work.dtype, work.dtype)
-    native = native_of(code, how) if channel.is_native and work.flags.carray else None
-    copy = copier()
-
-    def found(sides: tuple[int, ...], slots: tuple[int, ...] | None = None) -> list[Any]:
-        made = found_in(channel, code, sides, work.dtype, slots)
-        for number, kind, _, _, _ in code.own:
-            made[number] = work if kind == Kind.TARGET else scratch
-        return made
-
-    def bring(side: int) -> None:
-        open_code(channel, code, found(channel.own_side(side)), native, copy)
-
-    slots = None
+    how, arrays, slots = Arithmetic(ufunc, work.dtype, work.dtype), ((), (work,)), None
     if opening is not None:
         call, check = opening
-        bring(channel.side ^ 1)
+        open_code(channel, code, how, arrays, channel.side ^ 1)
         yield from agreed(channel, check, channel.begin(call, check))
         slots = channel.slots_now(0)
         first = channel.next_parity()
     else:
         first = channel.next_parity()
-        bring(first)
+        open_code(channel, code, how, arrays, first)
         yield channel.publish()
     if code.last_side is not None:
         channel.tail = first ^ code.last_side
-    yield from run_code(channel, code, found((first,) * channel.size, slots), native, copy, copy, folder(how))
+    yield from run_code(channel, code, how, arrays, (first,) * channel.size, slots)

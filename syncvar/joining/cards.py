@@ -15,20 +15,22 @@ import hashlib
 import os
 import select
 import shutil
-import socket
 import stat
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError, RendezvousError
-from syncvar.joining.directory import check_private
+from syncvar.exits import is_failing
+from syncvar.private_files import make_private_folder, write_private
+from syncvar.topology.engines.placing import host_of_each, placed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Cards", "Folder", "ProcessManager", "host_of_each", "own_address_towards", "shared_folder"]
+    from syncvar.topology import Told
+
+__all__ = ["Cards", "Folder", "ProcessManager", "shared_folder"]
 
 _VARIABLE = "SYNCVAR_MEETING_DIR"
 _WHAT = "folder in which the ranks meet"
@@ -50,21 +52,27 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
     """
     given = environ.get(_VARIABLE, "")
     path = Path(given) / f"syncvar-{os.getuid()}" if given else Path(environ.get("HOME") or "/") / ".syncvar"
-    check_private(path, _WHAT, _REMEDY)
+    make_private_folder(path, _WHAT, _REMEDY)
     return path
 
 
-class Cards(Protocol):
-    """Where cards are put down and read."""
+class Cards:
+    """Where cards are put down and read: what the places have in common, of which each gives what it does otherwise."""
+
+    def placed(self, told: Told) -> Told:
+        """Return what is told of this rank, with what this place knows of its host."""
+        return told
 
     def put(self, key: str, text: str) -> None:
         """Put a card down, for all to read after the next `turn`."""
-
-    def turn(self) -> None:
-        """Wait until all ranks have put down what they had to."""
+        raise NotImplementedError
 
     def read(self, key: str, whose: str) -> str:
         """Return a card, waiting for it if need be; `whose` says in messages who was to put it down."""
+        raise NotImplementedError
+
+    def turn(self) -> None:
+        """Wait until all ranks have put down what they had to."""
 
     def done(self) -> None:
         """Note that this rank has read what it needs."""
@@ -73,8 +81,8 @@ class Cards(Protocol):
         """Remove the cards: all ranks have met. Rank 0 does this. Idempotent."""
 
 
-class Folder:
-    """Cards as files.
+class Folder(Cards):
+    """Cards as files: who reads one waits for it, so that there are no turns.
 
     Args:
         environ: Where SYNCVAR_MEETING_DIR, or HOME, say which folder all hosts have.
@@ -89,7 +97,7 @@ class Folder:
         self._until = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._path = shared_folder(environ) / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
-        check_private(self._path, _WHAT, _REMEDY)
+        make_private_folder(self._path, _WHAT, _REMEDY)
         with contextlib.suppress(OSError):
             now = self._path.lstat().st_mtime
             for other in self._path.parent.iterdir():  # of runs that were killed before they had met
@@ -98,14 +106,7 @@ class Folder:
 
     def put(self, key: str, text: str) -> None:
         """Put a card down: it is there whole, or not."""
-        draft = self._path / f".{key}-{os.urandom(4).hex()}"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(text)
-        draft.rename(self._path / key)
-
-    def turn(self) -> None:
-        """Do nothing: who reads a card waits for it."""
+        write_private(self._path, key, text)
 
     def read(self, key: str, whose: str) -> str:
         """Return a card, once it is there."""
@@ -126,16 +127,13 @@ class Folder:
                 )
             time.sleep(_PAUSE_S)
 
-    def done(self) -> None:
-        """Do nothing: a file is not kept open."""
-
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._path, ignore_errors=True)
 
 
-class ProcessManager:
-    """Cards that the process manager keeps.
+class ProcessManager(Cards):
+    """Cards that the process manager keeps, and forgets with the run.
 
     The descriptor is also that of an MPI library in this process, before and after: nothing of it is changed. A process
     that ends without a last word counts as crashed, and all others are killed: so may one that has not met them, for they
@@ -185,20 +183,24 @@ class ProcessManager:
         except (ValueError, RendezvousError) as error:
             raise RendezvousError(f"{whose} has put down no card {key!r} with the process manager (PMI): {error}") from error
 
-    def mapping(self) -> str:
-        """Return the process manager's own words for which rank is on which host."""
-        return self._ask(f"get kvsname={self.name} key=PMI_process_mapping", "get_result")["value"]
+    def placed(self, told: Told) -> Told:
+        """Return what is told of this rank, with what the process manager says of the hosts, and of which run it is.
+
+        Raises:
+            ConfigError: The ranks of a host do not follow each other.
+        """
+        mapping = self._ask(f"get kvsname={self.name} key=PMI_process_mapping", "get_result")["value"]
+        hosts = host_of_each(mapping, told.world_size)
+        told = placed(told, hosts, [f"host {host}" for host in hosts], "Give each host all of its ranks at once, for instance by mpiexec -ppn N")
+        return told._replace(run=f"{told.run} {self.name}")
 
     def done(self) -> None:
         """Note that this rank may end without the others."""
         atexit.register(self._finish)
 
-    def remove(self) -> None:
-        """Do nothing: the process manager forgets them with the run."""
-
     def _finish(self) -> None:
-        is_failing = getattr(sys, "last_value", None) is not None  # then the others are to be ended, wherever they are
-        if os.getpid() == self._process and not is_failing and not _is_mpi_in_use():
+        # Where this process fails, the others are to be ended, wherever they are.
+        if os.getpid() == self._process and not is_failing() and not _is_mpi_in_use():
             with contextlib.suppress(RendezvousError):
                 self._ask("finalize", "finalize_ack")
 
@@ -245,50 +247,3 @@ def _is_mpi_in_use() -> bool:
             if is_begun.value:
                 return True
     return False
-
-
-def host_of_each(mapping: str, size: int) -> list[int]:
-    """Return the host of each rank from PMI's mapping of processes: blocks of (first host, hosts, ranks on each).
-
-    Args:
-        mapping: For instance "(vector,(0,2,4))"; the blocks are gone through again and again until all ranks have a host.
-        size: Ranks in the world.
-
-    Raises:
-        RendezvousError: It is no such text.
-
-    Example:
-        >>> host_of_each("(vector,(0,1,2),(1,1,1))", 3)
-        [0, 0, 1]
-    """
-    try:
-        head, *rest = mapping.replace("(", " ").replace(")", " ").replace(",", " ").split()
-        numbers = [int(one) for one in rest]
-        blocks = [numbers[index : index + 3] for index in range(0, len(numbers), 3)]
-        turn = [host for first, hosts, each in blocks for host in range(first, first + hosts) for _ in range(each)]
-        if head != "vector" or not turn:
-            raise ValueError
-    except ValueError:
-        raise RendezvousError(f"the process manager's mapping of ranks to hosts, {mapping!r}, cannot be understood") from None
-    return [turn[rank % len(turn)] for rank in range(size)]
-
-
-def own_address_towards(names: list[str]) -> str:
-    """Return the address by which this host reaches the first other one that can be found, or anything at all; nothing is sent.
-
-    Args:
-        names: Of the other hosts.
-
-    Raises:
-        RendezvousError: This host has no way out.
-    """
-    for name in (*names, socket.gethostname(), "192.0.2.1"):  # the last is nobody's: the way there is that to anywhere
-        with contextlib.suppress(OSError):
-            found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
-            family, kind, protocol, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(place)
-                address = str(probe.getsockname()[0])
-            if name in names or not address.startswith("127."):
-                return address
-    raise RendezvousError(f"rank 0 has no address by which {', '.join(names)} could reach it; set MASTER_ADDR and MASTER_PORT, and SYNCVAR_KEY_FILE")

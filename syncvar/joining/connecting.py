@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.mapping import Arena
 from syncvar.env import RankEnvironment
-from syncvar.errors import ArenaUnavailable, ConfigError, UsageError
+from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.context import Context
-from syncvar.joining.secret import job_secret
+from syncvar.joining.secret import job_secret, keys_of
 from syncvar.logs import log_at
 from syncvar.topology import is_meant_alone, told_elsewhere, why_not_alone
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
     import zmq
 
     from syncvar.config import RuntimeConfig
+    from syncvar.joining.mpi_meeting import MpiCards
+    from syncvar.topology import Told
     from syncvar.transports import Transport
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi import Fabric
@@ -58,75 +61,43 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
     secret: bytes | None = None
-    fabric: Fabric | None = None
-    if config.uses_mpi:
-        environment, secret, fabric = _met_by_mpi(config, environ, environment, alone=alone)
-    elif environment is None and not (alone or is_meant_alone(environ)):
-        environment, secret = _met(config, environ)
-    elif environment is not None:
+    cards: MpiCards | None = None
+    if environment is not None and not config.uses_mpi:
         told_elsewhere(environ, environment)  # refuses a launcher that says otherwise
+    elif environment is not None:
+        raise ConfigError(
+            f"SYNCVAR_TRANSPORT={config.transport} contradicts SYNCVAR_RANK={environment.rank}: syncvar-launch starts no processes of MPI. "
+            f"Start the script with mpirun, or unset SYNCVAR_TRANSPORT"
+        )
+    elif not (alone or is_meant_alone(environ)):
+        told, cards = _told(config, environ)
+        if told is not None:
+            from syncvar.joining.meeting import meet
+
+            environment, secret = meet(told, config, environ, job_secret(environ), cards)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
         return Context(environment, config)
-    if secret is None and _leaves_the_host(environment):
-        secret = job_secret(environ)
-    return _wired(environment, config, environment.generation + generations, secret, fabric, keeper)
+    keys = keys_of(environment, config, environ, secret)
+    return _wired(environment, config, environment.generation + generations, keys, None if cards is None else cards.fabric, keeper)
 
 
-def _met(config: RuntimeConfig, environ: MutableMapping[str, str]) -> tuple[RankEnvironment | None, bytes | None]:
-    """Return who this process is by what another launcher says, and the job's secret; nothing where it is alone."""
+def _told(config: RuntimeConfig, environ: Mapping[str, str]) -> tuple[Told | None, MpiCards | None]:
+    """Return who this process is by what MPI or another launcher says, and the cards of MPI; nothing where it is alone."""
+    if config.uses_mpi:
+        from syncvar.joining.mpi_meeting import join
+
+        cards = join(config, environ)
+        return (None, None) if cards is None else (cards.told, cards)
     told = told_elsewhere(environ, None)
     if told is None:
         reason = why_not_alone(environ)
         if reason:
             raise ConfigError(reason)
-    if told is None or told.world_size == 1:
-        return None, None
-    from syncvar.joining.meeting import meet
-
-    return meet(told, config, environ, job_secret(environ))
-
-
-def _met_by_mpi(
-    config: RuntimeConfig, environ: MutableMapping[str, str], environment: RankEnvironment | None, *, alone: bool
-) -> tuple[RankEnvironment | None, bytes | None, Fabric | None]:
-    """Return who this process is by what MPI says, the job's secret, and the process's end of MPI; nothing where it is alone."""
-    if environment is not None:
-        raise ConfigError(
-            f"SYNCVAR_TRANSPORT={config.transport} contradicts SYNCVAR_RANK={environment.rank}: syncvar-launch starts no processes of MPI. "
-            f"Start the script with mpirun, or unset SYNCVAR_TRANSPORT"
-        )
-    if alone or is_meant_alone(environ):
-        return None, None, None
-    from syncvar.joining.mpi_meeting import join
-
-    joined = join(config, environ)
-    if joined is None:
-        return None, None, None
-    from syncvar.joining.meeting import meet
-
-    return *meet(joined.told, config, environ, job_secret(environ), joined.cards), joined.cards.fabric
-
-
-def _leaves_the_host(environment: RankEnvironment) -> bool:
-    return environment.host_count > 1 or environment.rendezvous.startswith("tcp://")
-
-
-def _link_keys(environment: RankEnvironment, config: RuntimeConfig, secret: bytes | None) -> LinkKeys | None:
-    """Return the keys by which this process speaks with other hosts; None where nothing is encrypted."""
-    if not _leaves_the_host(environment) or config.encryption == "off":
-        return None
-    if secret is None:
-        raise ConfigError(
-            f"rank {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE "
-            f"or SYNCVAR_KEY): start the script with syncvar-launch"
-        )
-    from syncvar.transports.curve import link_keys
-
-    return link_keys(secret, environment.job_id)
+    return None if told is None or told.world_size == 1 else told, None
 
 
 def _wired(
-    environment: RankEnvironment, config: RuntimeConfig, generation: int, secret: bytes | None, fabric: Fabric | None, keeper: int | None
+    environment: RankEnvironment, config: RuntimeConfig, generation: int, keys: LinkKeys | None, fabric: Fabric | None, keeper: int | None
 ) -> Context:
     """Return the context of a rank that has others, with its control channel, its transport and its host's arena.
 
@@ -134,22 +105,23 @@ def _wired(
         environment: Who it is.
         config: Deadlines and limits.
         generation: Version of the membership.
-        secret: The job's; None where there is none.
+        keys: What its tcp links are protected by; None where nothing is.
         fabric: Its end of MPI, where that is the transport.
         keeper: The rank that keeps the roll; None for the launcher.
     """
     import zmq
 
-    from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport, tcp_endpoint
+    from syncvar.transports.addresses import tcp_endpoint
+    from syncvar.transports.control import ZeromqControl
+    from syncvar.transports.zeromq import ZeromqTransport
 
-    keys = _link_keys(environment, config, secret)
     outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
-    zeromq: zmq.Context[Any] = zmq.Context()
-    control: ZeromqControl | None = None
-    transport: Transport | None = None
-    arena: Arena | str = ""
-    try:
+    with contextlib.ExitStack() as undoing:  # where this process does not come into the job
+        zeromq: zmq.Context[Any] = zmq.Context()
+        undoing.callback(zeromq.term)
         control = ZeromqControl(zeromq, environment.rendezvous, environment.rank, config, keys, keeper)
+        undoing.callback(control.close, 0)
+        transport: Transport
         if fabric is not None:
             from syncvar.transports.mpi import MpiTransport, tag_of
 
@@ -159,18 +131,13 @@ def _wired(
                 zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
                 outside=outside, keys=keys if outside else None,
             )  # fmt: skip
+        undoing.callback(transport.close, 0)
         arena = _attach(environment, config, generation)
-        context = Context(environment, config, transport, control, generation, arena)
-    except BaseException:
         if isinstance(arena, Arena):
-            arena.close()
-        if transport is not None:
-            transport.close(0)
-        if control is not None:
-            control.close(0)
-        zeromq.term()
-        raise
-    context.take_zeromq(zeromq)
+            undoing.callback(arena.close)
+        context = Context(environment, config, transport, control, generation, arena)
+        context.ends_sockets = zeromq.term
+        undoing.pop_all()
     return context
 
 
@@ -180,15 +147,7 @@ def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int
         return f"SYNCVAR_TRANSPORT={config.transport} asks for it"
     if environment.local_world_size == 1:
         return "there is one rank on this host"
-    from syncvar.arena.handing import arena_path, fetch
+    from syncvar.arena.handing import arena_path
 
     path = arena_path(environment.socket_directory)
-    fd, reason = fetch(
-        path, environment.job_id, generation, environment.local_rank, min(config.handshake_timeout_s, 3600.0)
-    )
-    if fd is None:
-        return reason or "the launcher gave no reason"
-    try:
-        return Arena.attach(fd, environment.local_rank, checks=config.check_arena == "on")
-    except ArenaUnavailable as error:
-        return str(error)
+    return Arena.fetch(path, environment.job_id, generation, environment.local_rank, config)

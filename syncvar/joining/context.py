@@ -12,31 +12,29 @@ from syncvar.arena.boxes import Boxes
 from syncvar.arena.channel import Channel
 from syncvar.arena.channels import Channels
 from syncvar.engine.engine import Engine
-from syncvar.engine.group import Communicator
-from syncvar.engine.hierarchical import Hosts
+from syncvar.engine.group import Communicator, Hosts
 from syncvar.engine.message_ends import Post
 from syncvar.engine.queued import send_queued
-from syncvar.engine.recorder import Recorder
+from syncvar.env import RankEnvironment
 from syncvar.errors import RendezvousError, SyncvarError, UsageError
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.kernel import told, which
 from syncvar.plans import parse_forced
+from syncvar.recording.recorder import Recorder
 from syncvar.topology import HostMap, rank_list
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import zmq
+    from collections.abc import Callable, Collection, Sequence
 
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
     from syncvar.stacks import Frame
     from syncvar.transports import Control, Transport
 
 __all__ = ["Context"]
 
 _WORLD = 0
+_ALONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
 
 
@@ -62,13 +60,11 @@ class Context:
         arena: Arena | str = "a world of one shares nothing",
     ) -> None:
         self.config = config
-        self.rank = environment.rank if environment else 0
-        self.world_size = environment.world_size if environment else 1
-        self.local_rank = environment.local_rank if environment else 0
-        self.local_world_size = environment.local_world_size if environment else 1
-        self.host_index = environment.host_index if environment else 0
-        self.host_count = environment.host_count if environment else 1
-        self.restarts = environment.restarts if environment else 0
+        me = environment or _ALONE
+        self.rank, self.world_size = me.rank, me.world_size
+        self.local_rank, self.local_world_size = me.local_rank, me.local_world_size
+        self.host_index, self.host_count = me.host_index, me.host_count
+        self.restarts = me.restarts
         self.generation = generation
         self.is_closed = False
         self.is_forked = False
@@ -77,19 +73,12 @@ class Context:
         self.extras: dict[str, Any] = {}  # what upper rooms keep per context: default strategy, names of variables
         self._transport = transport
         self._control = control
-        self._zeromq: zmq.Context[Any] | None = None
+        self.ends_sockets: Callable[[], object] = lambda: None  # after they are closed: where real ones were made
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
         self.post: Post | None = None  # messages between ranks of this host
         self.recorder = Recorder(
-            self.rank,
-            self.world_size,
-            generation,
-            job=environment.job_id if environment else "",
-            host=environment.host if environment else "localhost",
-            folder=environment.flight_dir if environment else "",
-            trace=config.trace,
-            stats=environment.stats_dir if environment else "",
+            me.rank, me.world_size, generation, job=me.job_id, host=me.host, folder=me.flight_dir, trace=config.trace, stats=me.stats_dir
         )
         self.arena: Arena | None = None if isinstance(arena, str) else arena
         self.without_arena = arena if isinstance(arena, str) else ""
@@ -99,8 +88,8 @@ class Context:
         )
         self.hosts = HostMap((self.world_size,))
         self._have_arena: frozenset[int] = frozenset()  # hosts whose ranks all see one
-        if environment is not None and transport is not None and control is not None:
-            roll = answer_roll_call(environment, config, transport, control, generation, self.without_arena)
+        if transport is not None and control is not None:
+            roll = answer_roll_call(me, config, transport, control, generation, self.without_arena)
             self.hosts = HostMap.of_places(roll["places"])
             if self.hosts.ranks(self.host_index) != self.local_ranks:
                 raise RendezvousError(
@@ -228,8 +217,7 @@ class Context:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
             if self._control is not None:
                 self._control.close(self.config.shutdown_timeout_s)
-            if self._zeromq is not None:
-                self._zeromq.term()
+            self.ends_sockets()
             self._let_go_of_arena()
             self.recorder.closed()
         if error is not None:
@@ -250,7 +238,3 @@ class Context:
         self.arena = None  # the memory is the parent's; what lies in it is copied when it is written
         self.is_closed = True
         return failure
-
-    def take_zeromq(self, context: zmq.Context[Any]) -> None:
-        """Own the ZeroMQ context, to end it with this one."""
-        self._zeromq = context

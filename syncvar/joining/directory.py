@@ -7,16 +7,16 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
+from syncvar.private_files import make_private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["JobDirectory", "base_directory", "check_private", "runtime_directory"]
+__all__ = ["JobDirectory", "base_directory", "runtime_directory"]
 
 _SOCKET_NAME_MAX = 24
 _UNIX_PATH_MAX = 107
@@ -38,30 +38,8 @@ def base_directory(environ: Mapping[str, str]) -> Path:
     """
     parent, is_private = runtime_directory(environ)
     base = parent / ("syncvar" if is_private else f"syncvar-{os.getuid()}")
-    check_private(base, "runtime directory", "set XDG_RUNTIME_DIR to a private folder of yours")
+    make_private_folder(base, "runtime directory", "set XDG_RUNTIME_DIR to a private folder of yours")
     return base
-
-
-def check_private(path: Path, what: str, remedy: str) -> None:
-    """Make a folder that nobody else may enter, or check that it is one.
-
-    Args:
-        path: Its name; it is in a folder that is there.
-        what: What it is, for messages.
-        remedy: What to write where it does not serve.
-
-    Raises:
-        ConfigError: It belongs to somebody else, others can enter it, or it cannot be made.
-    """
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise ConfigError(f"the {what} {path} cannot be made: {error.strerror}; {remedy}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"the {what} {path} is not a folder of this user; {remedy}")
-    if status.st_mode & 0o077:
-        raise ConfigError(f"the {what} {path} is open to others (mode {status.st_mode & 0o777:o}); {remedy}")
 
 
 class JobDirectory:
@@ -98,13 +76,8 @@ class JobDirectory:
         """Return the directory of a job that is alive, by its name; None where there is none yet."""
         base = base_directory(environ)
         with contextlib.suppress(OSError), _guarded(base):
-            lock = os.open(base / name / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if _is_held(base / name):
                 return base / name
-            finally:
-                os.close(lock)
         return None  # or it is left over by a job that is gone
 
     def remove(self) -> None:
@@ -126,26 +99,31 @@ def _guarded(base: Path) -> Iterator[None]:
         os.close(guard)
 
 
+def _is_held(directory: Path) -> bool:
+    """Return whether the job of a directory is alive: it holds the lock. The caller holds the base's lock.
+
+    Raises:
+        OSError: That cannot be found out.
+    """
+    try:
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _sweep(base: Path) -> int:
-    """Remove directories of jobs that are gone: nobody holds their lock. The caller holds the base's lock."""
+    """Remove directories of jobs that are gone; return how many there were. The caller holds the base's lock."""
     swept = 0
     for entry in base.iterdir():
-        if not entry.is_dir() or entry.is_symlink():
-            continue
-        try:
-            lock = os.open(entry / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            lock = -1
-        except OSError:
-            continue
-        try:
-            if lock >= 0:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(entry, ignore_errors=True)
-            swept += 1
-        except OSError:
-            continue
-        finally:
-            if lock >= 0:
-                os.close(lock)
+        with contextlib.suppress(OSError):
+            if entry.is_dir() and not entry.is_symlink() and not _is_held(entry):
+                shutil.rmtree(entry, ignore_errors=True)
+                swept += 1
     return swept

@@ -14,31 +14,40 @@ import secrets
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from syncvar.engine.recorder import boot_identity
 from syncvar.errors import ConfigError, RendezvousError, UsageError
+from syncvar.exits import is_failing
+from syncvar.joining.cards import Cards
+from syncvar.recording.recorder import boot_identity
 from syncvar.topology import MPI, Told, started_with_others, told_elsewhere
+from syncvar.topology.engines.placing import placed
 from syncvar.transports.mpi import Fabric, pause_after
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from syncvar.config import RuntimeConfig
 
-__all__ = ["Joined", "MpiCards", "join", "places_of"]
+__all__ = ["MpiCards", "join"]
 
 _RECORD_NBYTES = 4096
-_kept: dict[str, Joined] = {}  # a process joins again after `shutdown`
+_REMEDY = "Let mpirun fill host after host: --map-by slot (Open MPI), -ppn N or host:N (MPICH)"
+_kept: list[MpiCards] = []  # at most one: a process joins again after `shutdown`
 
 
-class MpiCards:
+class MpiCards(Cards):
     """Cards that collectives of MPI hand round: each turn is one, and all ranks take part in it.
 
     Args:
         fabric: This process's end of MPI.
         timeout_s: Longest wait for all ranks, in seconds, for all turns together.
+
+    Attributes:
+        told: Who this process is, by MPI.
     """
+
+    told: Told
 
     def __init__(self, fabric: Fabric, timeout_s: float) -> None:
         self.fabric = fabric
@@ -63,12 +72,6 @@ class MpiCards:
             raise RendezvousError(f"{whose} has put down no card {key!r}, by MPI")
         return self._all[key]
 
-    def done(self) -> None:
-        """Do nothing: nothing is kept open."""
-
-    def remove(self) -> None:
-        """Do nothing: nobody else has them."""
-
     def exchange(self, own: dict[str, str]) -> list[dict[str, str]]:
         """Return what each rank says."""
         byte, comm = self.fabric.mpi.BYTE, self.fabric.comm
@@ -79,19 +82,7 @@ class MpiCards:
         return [json.loads(heard[start : start + _RECORD_NBYTES]) for start in range(0, len(heard), _RECORD_NBYTES)]
 
 
-class Joined(NamedTuple):
-    """What a process has learned by MPI.
-
-    Args:
-        told: Who it is.
-        cards: By which it meets the others.
-    """
-
-    told: Told
-    cards: MpiCards
-
-
-def join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
+def join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
     """Learn by MPI who this process is; all processes of MPI_COMM_WORLD do it together, once in their lives.
 
     Args:
@@ -99,7 +90,7 @@ def join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
         environ: What engines say, to be compared; MASTER_ADDR, where rank 0 listens for other hosts, if that is to be chosen.
 
     Returns:
-        None where MPI has no other process.
+        The cards by which it meets the others; None where MPI has no other process.
 
     Raises:
         ConfigError: There is no MPI, it is not the one whose mpirun has started this process, it allows no threads, or the
@@ -107,15 +98,15 @@ def join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
         RendezvousError: Not all processes came in time.
         UsageError: The program has finalized MPI.
     """
-    if MPI not in _kept:
+    if not _kept:
         joined = _join(config, environ)
         if joined is None:
             return None
-        _kept[MPI] = joined
-    return _kept[MPI]
+        _kept.append(joined)
+    return _kept[0]
 
 
-def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
+def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
     if environ.get("SYNCVAR_ENCRYPTION") == "required":
         raise ConfigError(
             "SYNCVAR_ENCRYPTION=required contradicts SYNCVAR_TRANSPORT=mpi: what MPI carries it does not encrypt. Unset it, or set "
@@ -133,39 +124,11 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> Joined | None:
     until = time.monotonic() + config.rendezvous_timeout_s
     _await(request, until, f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them to come to sv.init()")
     comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises as exceptions; else MPI would end the job
-    fabric = Fabric(mpi, comm)
-    cards = MpiCards(fabric, config.rendezvous_timeout_s)
+    cards = MpiCards(Fabric(mpi, comm), config.rendezvous_timeout_s)
     everyone = cards.exchange({"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)})
-    places = places_of([(one["host"], one["boot"]) for one in everyone])
-    here = [other for other, place in enumerate(places) if place == places[rank]]
-    told = Told(
-        "MPI", rank, size, rank - here[0], len(here), places[rank], places[-1] + 1, environ.get("MASTER_ADDR", ""), 0,
-        everyone[0]["run"], way=MPI,
-    )  # fmt: skip
-    return Joined(told, cards)
-
-
-def places_of(hosts: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the index of the host of each rank.
-
-    Args:
-        hosts: What names the host of each rank.
-
-    Raises:
-        ConfigError: The ranks of a host do not follow each other.
-
-    Example:
-        >>> places_of([("a", "1"), ("a", "1"), ("b", "2")])
-        [0, 0, 1]
-    """
-    order = list(dict.fromkeys(hosts))
-    places = [order.index(one) for one in hosts]
-    if places != sorted(places):
-        raise ConfigError(
-            f"the ranks of a host do not follow each other: ranks 0, 1, … are on {', '.join(name for name, _ in hosts[:8])}"
-            f"{', …' if len(hosts) > 8 else ''}. Let mpirun fill host after host: --map-by slot (Open MPI), -ppn N or host:N (MPICH)"
-        )
-    return places
+    told = Told("MPI", rank, size, 0, 0, -1, 0, environ.get("MASTER_ADDR", ""), 0, everyone[0]["run"], way=MPI)
+    cards.told = placed(told, [(one["host"], one["boot"]) for one in everyone], [one["host"] for one in everyone], _REMEDY)
+    return cards
 
 
 def _library() -> tuple[Any, bool]:
@@ -196,10 +159,10 @@ def _library() -> tuple[Any, bool]:
 
 def _finalize(mpi: Any, process: int, timeout_s: float) -> None:
     """End MPI in order; not where this rank fails or let go of its links: MPI_Finalize waits for all, and some may be gone."""
-    if os.getpid() != process or mpi.Is_finalized() or getattr(sys, "last_value", None) is not None:
+    if os.getpid() != process or mpi.Is_finalized() or is_failing():
         return
-    if MPI in _kept:
-        fabric = _kept[MPI].cards.fabric
+    if _kept:
+        fabric = _kept[0].fabric
         if fabric.is_broken:
             return
         with contextlib.suppress(RendezvousError):  # MPI_Finalize waits on, with a whole core

@@ -8,13 +8,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.kernel import entrance, message_door, note_change
+from syncvar.exits import is_failing
+from syncvar.kernel import entrance, message_entrance, note_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -23,7 +23,18 @@ if TYPE_CHECKING:
     from syncvar.stacks import Frame
 
 __all__ = [
-    "abandon", "current", "entered_by_door", "entered_natively", "environment_here", "init", "is_initialized", "joined", "member", "on_join", "shutdown", "use",
+    "abandon",
+    "current",
+    "entered_natively",
+    "environment_here",
+    "init",
+    "is_initialized",
+    "joined",
+    "member",
+    "messages_entered_natively",
+    "on_join",
+    "shutdown",
+    "use",
 ]  # fmt: skip
 
 
@@ -84,8 +95,8 @@ def shutdown() -> None:
         SyncvarError: A started call that nobody waited for had failed.
     """
     with _state.lock:
-        context: Context | None = getattr(_state.thread, "context", None) or _state.default
-        if context is None or context.is_closed:
+        context = joined()
+        if context is None:
             return
         if context is _state.default:
             _state.default = None
@@ -94,8 +105,7 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Return whether this process has joined and not left."""
-    context = getattr(_state.thread, "context", None) or _state.default
-    return context is not None and not context.is_closed
+    return joined() is not None
 
 
 def joined() -> Context | None:
@@ -127,9 +137,9 @@ def entered_natively(function: Any, **arguments: Any) -> Any:
     return entrance(function, _state, **arguments)
 
 
-def entered_by_door(function: Any, *, is_sending: bool) -> Any:
-    """Return the same for `send` and `recv`; see `message_door`."""
-    return message_door(function, _state, is_sending=is_sending)
+def messages_entered_natively(function: Any, *, is_sending: bool) -> Any:
+    """Return the same for `send` and `recv`; see `message_entrance`."""
+    return message_entrance(function, _state, is_sending=is_sending)
 
 
 @contextlib.contextmanager
@@ -216,7 +226,6 @@ def _at_exit() -> None:
     context = _state.default
     if context is None or context.process != os.getpid():
         return
-    failing = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     _state.default = None
     with contextlib.suppress(SyncvarError):
-        context.close(orderly=not failing)
+        context.close(orderly=not is_failing())

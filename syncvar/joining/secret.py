@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
-from syncvar.wire import KEY_BYTES, parse_key
+from syncvar.wire.keys import KEY_BYTES, parse_key
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = ["job_secret", "secret_of_file"]
+    from syncvar.config import RuntimeConfig
+    from syncvar.env import RankEnvironment
+    from syncvar.transports.curve import LinkKeys
+
+__all__ = ["job_secret", "keys_of", "secret_of_file"]
 
 _DESCRIPTOR, _FILE, _VARIABLE = PREFIX + "KEY_FD", PREFIX + "KEY_FILE", PREFIX + "KEY"
 _FILE_MAX = 1024
@@ -34,18 +38,42 @@ def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
     text = environ.pop(_VARIABLE, None)
     if text is not None:
         _kept[_VARIABLE] = parse_key(text, _VARIABLE)
-    descriptor, path = environ.get(_DESCRIPTOR), environ.get(_FILE)
-    if descriptor is not None:
-        place = f"{_DESCRIPTOR}={descriptor}"
-        if place not in _kept:
-            _kept[place] = _of_descriptor(descriptor)
-        return _kept[place]
-    if path is not None:
-        place = f"{_FILE}={path}"
-        if place not in _kept:
-            _kept[place] = secret_of_file(path, f"{_FILE}=")
-        return _kept[place]
+    for name, read in ((_DESCRIPTOR, _of_descriptor), (_FILE, _of_file)):
+        if name in environ:
+            place = f"{name}={environ[name]}"
+            if place not in _kept:
+                _kept[place] = read(environ[name])
+            return _kept[place]
     return _kept.get(_VARIABLE)
+
+
+def keys_of(
+    environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str], secret: bytes | None = None
+) -> LinkKeys | None:
+    """Return what the tcp links of a process are protected by; None where it has none, or they are not to be protected.
+
+    Args:
+        environment: Who it is.
+        config: Whether links between hosts are protected.
+        environ: `os.environ`, for `job_secret`.
+        secret: The job's, where that is known already.
+
+    Raises:
+        ConfigError: It is to speak with other hosts, and was handed no secret.
+    """
+    if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
+        return None
+    secret = job_secret(environ) if secret is None else secret  # whether it is needed or not: no child is to have it
+    if config.encryption == "off":
+        return None
+    if secret is None:
+        raise ConfigError(
+            f"{environment.role.replace('worker', 'rank')} {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, "
+            f"SYNCVAR_KEY_FILE or SYNCVAR_KEY): start the script with syncvar-launch"
+        )
+    from syncvar.transports.curve import link_keys
+
+    return link_keys(secret, environment.job_id)
 
 
 def _of_descriptor(text: str) -> bytes:
@@ -58,6 +86,10 @@ def _of_descriptor(text: str) -> bytes:
     if len(key) != KEY_BYTES:
         raise ConfigError(f"{_DESCRIPTOR}={text} holds no secret; start the script with syncvar-launch")
     return key
+
+
+def _of_file(path: str) -> bytes:
+    return secret_of_file(path, f"{_FILE}=")
 
 
 def secret_of_file(path: str, shown: str) -> bytes:

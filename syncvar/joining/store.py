@@ -8,34 +8,22 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import ConfigError, RendezvousError, WireError
-from syncvar.transports.zeromq import (
-    COMING_AND_GOING,
-    events_of,
-    look_for_silence,
-    milliseconds,
-    monitor_of,
-    parse_control_identity,
-    set_family,
-)
-from syncvar.wire import (
-    CONTROL_NBYTES_MAX,
-    Action,
-    Coordinator,
-    Fail,
-    Mute,
-    Say,
-    ServerTable,
-    pack_message,
-    parse_message,
-)
+from syncvar.transports.connections import Connections
+from syncvar.transports.control import parse_control_identity
+from syncvar.transports.sockets import bound_messages, look_for_silence, milliseconds, set_family
+from syncvar.wire import CONTROL_NBYTES_MAX, Message, pack_message, parse_message
+from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say
+from syncvar.wire.servers import ServerTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.config import RuntimeConfig
-    from syncvar.transports.curve import Gate, LinkKeys
+    from syncvar.transports.curve import LinkKeys
 
 __all__ = ["Store"]
+
+_QUEUED = 10_000
 
 
 class Store:
@@ -77,40 +65,37 @@ class Store:
         self.failure: Fail | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
-        self._monitor: Any = None
-        self._on_descriptor: dict[int, bytes] = {}  # who has joined by which connection, while they are watched
         self._closed: list[bytes] = []
-        self._balance = 0  # of connections that have ended, less those that had been proved
         self._context: zmq.Context[Any] = zmq.Context()
-        self.socket: Any = self._context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
-        self.socket.setsockopt(zmq.SNDHWM, 10_000)
-        self.socket.setsockopt(zmq.RCVHWM, 10_000)
-        self._gate: Gate | None = None
+        self._connections = Connections(self._context)
+        self.socket = self._connections.socket
         try:
+            bound_messages(self.socket, CONTROL_NBYTES_MAX, _QUEUED)
+            self.socket.setsockopt(zmq.LINGER, 0)
+            self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
             if endpoint.startswith("tcp://"):
-                if keys is None and config.encryption != "off":
-                    raise ConfigError(f"nobody may listen on {endpoint} without the job's secret")
-                from syncvar.transports.curve import Gate
-
-                self._gate = Gate(self._context, keys)
-                self._monitor = monitor_of(self._context, self.socket, COMING_AND_GOING)
-                set_family(self.socket, endpoint)
-                look_for_silence(self.socket, config)
-                if keys is not None:
-                    keys.listen(self.socket)
+                self._listen_to_hosts(endpoint, config, keys)
             self.socket.bind(endpoint)
             self.endpoint = endpoint if not endpoint.endswith(":*") else self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            if self._gate is not None:
-                self._gate.guard(self.endpoint)
+            if self._connections.gate is not None:
+                self._connections.gate.guard(self.endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise RendezvousError(f"rank 0 cannot listen on {endpoint}: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
+
+    def _listen_to_hosts(self, endpoint: str, config: RuntimeConfig, keys: LinkKeys | None) -> None:
+        if keys is None and config.encryption != "off":
+            raise ConfigError(f"nobody may listen on {endpoint} without the job's secret")
+        from syncvar.transports.curve import Gate
+
+        self._connections.gate = Gate(self._context, keys)
+        set_family(self.socket, endpoint)
+        look_for_silence(self.socket, config)
+        if keys is not None:
+            keys.listen(self.socket)
 
     def serve(self, now: float) -> None:
         """Handle every message that has come, and what the clock makes due."""
@@ -119,7 +104,11 @@ class Store:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            self._handle([one.bytes for one in frames], now, frames[-1])
+            try:
+                self._handle([one.bytes for one in frames], now, frames[-1])
+            except WireError as error:
+                self.refused_messages += 1
+                self.said.append(f"a control message was refused: {error}")
         self._note_closed()
         self._carry_out(self.coordinator.tick(now))
         if self.servers.version != self._told_version:
@@ -138,11 +127,6 @@ class Store:
     def finished(self, rank: int, now: float) -> None:
         """Note that a rank ended in order."""
         self._carry_out(self.coordinator.finished(rank, now))
-
-    def watch(self) -> None:
-        """Begin to watch for channels that close, for `take_lost` or `has_closed`."""
-        if self._monitor is None:
-            self._monitor = monitor_of(self._context, self.socket, COMING_AND_GOING)
 
     def take_lost(self, now: float) -> list[int]:
         """Return the ranks whose channel has closed since the last call; what they had said before has been handled."""
@@ -168,83 +152,54 @@ class Store:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        if self._monitor is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                self.socket.disable_monitor()
-            self._monitor.close(linger=0)
-        self.socket.close(linger=0)
-        if self._gate is not None:
-            self._gate.close()
+        self._connections.close()
         self._context.term()
 
-    @property
-    def refused_peers(self) -> int:
-        """How many tried to connect over tcp and are no members of the job."""
-        return 0 if self._gate is None else self._gate.refused_peers
-
     def _note_closed(self) -> None:
-        for event, descriptor in () if self._monitor is None else events_of(self._monitor):
-            self._balance += 1 if event == zmq.EVENT_DISCONNECTED else -1
-            peer = self._on_descriptor.pop(descriptor, None) if event == zmq.EVENT_DISCONNECTED else None
-            if peer is not None:
-                self._closed.append(peer)
-        if self._gate is not None:
-            self._gate.unproved(self._balance + len(self._on_descriptor))
+        self._closed += self._connections.ended()
 
     def _handle(self, parts: list[bytes], now: float, came: zmq.Frame) -> None:
         rank = parse_control_identity(parts[0])
         if len(parts) == 2 and parse_control_identity(parts[0], b"S") is not None:
-            self._handle_servers(parts[0], parts[1])
+            self._handle_servers(parts[0], parse_message(parts[1]))
             return
         if rank is None or len(parts) != 2:
             self.refused_messages += 1
             return
-        try:
-            message = parse_message(parts[1])
-            if message["kind"] == "join":
-                if message["rank"] != rank:
-                    raise WireError(f"rank {rank} claims to be rank {message['rank']}")
-                previous = self._peers.get(rank)
-                self._peers[rank] = parts[0]
-                if self._monitor is not None:
-                    self._note_closed()  # what has closed before was an earlier user of this descriptor
-                    self._on_descriptor[int(came.get(zmq.SRCFD))] = parts[0]
-                refused, actions = self.coordinator.join(message, now)
-                if refused:
-                    if self._gate is not None:
-                        self._gate.refuse(str(came.get("Peer-Address")))
-                    del self._peers[rank]  # a stranger has no say in this job
-                    if previous is not None:
-                        self._peers[rank] = previous
-                    self._send(parts[0], pack_message("refused", error="RendezvousError", reason=refused, missing=[]))
-                self._carry_out(actions)
-            elif self._peers.get(rank) == parts[0]:
-                self._carry_out(self.coordinator.message(rank, message, now))
-            else:
-                self.refused_messages += 1
-        except WireError as error:
-            self.refused_messages += 1
-            self.said.append(f"a control message was refused: {error}")
-
-    def _handle_servers(self, peer: bytes, data: bytes) -> None:
-        """Handle what a server says of itself, or somebody's question for the servers."""
-        try:
-            message = parse_message(data)
-            if message["kind"] == "holds":
-                self.servers.holds(message)
+        message = parse_message(parts[1])
+        if message["kind"] == "join":
+            if message["rank"] != rank:
+                raise WireError(f"rank {rank} claims to be rank {message['rank']}")
+            self._note_closed()  # what has closed before was an earlier user of this descriptor
+            self._connections.joined(parts[0], came)
+            refused, actions = self.coordinator.join(message, now)
+            if refused:  # a stranger has no say in this job
+                self._connections.refused(came)
+                self._refuse(parts[0], refused)
                 return
-            if message["kind"] not in ("serve", "find_servers"):
-                raise WireError(f"{message['kind']!r} came where servers are asked for")
-            refused = self.servers.refusal(message) or (self.servers.serves(message) if message["kind"] == "serve" else "")
-        except WireError as error:
+            self._peers[rank] = parts[0]
+            self._carry_out(actions)
+        elif self._peers.get(rank) == parts[0]:
+            self._carry_out(self.coordinator.message(rank, message, now))
+        else:
             self.refused_messages += 1
-            self.said.append(f"a control message was refused: {error}")
+
+    def _handle_servers(self, peer: bytes, message: Message) -> None:
+        """Handle what a server says of itself, or somebody's question for the servers."""
+        if message["kind"] == "holds":
+            self.servers.holds(message)
             return
+        if message["kind"] not in ("serve", "find_servers"):
+            raise WireError(f"{message['kind']!r} came where servers are asked for")
+        refused = self.servers.refusal(message) or (self.servers.serves(message) if message["kind"] == "serve" else "")
         if refused:
-            self._send(peer, pack_message("refused", error="RendezvousError", reason=refused, missing=[]))
+            self._refuse(peer, refused)
             return
         self._asking[peer] = message["host_index"]
         self._tell_servers(peer)
+
+    def _refuse(self, peer: bytes, reason: str) -> None:
+        self._send(peer, pack_message("refused", error="RendezvousError", reason=reason, missing=[]))
 
     def _tell_servers(self, peer: bytes) -> None:
         self._send(peer, self.servers.told(self._asking[peer]))

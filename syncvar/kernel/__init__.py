@@ -19,13 +19,13 @@ import numpy as np
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 __all__ = [
-    "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "bind", "entrance", "group_of",
-    "look", "message_door", "message_end", "note_change", "program", "read", "remember", "remember_end", "run", "slot_call", "told", "which",
-    "why_not_native", "write",
+    "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "access", "bind", "entrance",
+    "group_of", "message_end", "message_entrance", "note_change", "open_program", "program", "remember", "run", "slot_call", "told",
+    "which", "why_not_native",
 ]  # fmt: skip
 
 _native: ModuleType | None
@@ -41,7 +41,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 16  # as in native.c
+_FORM = 18  # as in native.c
 
 
 def _differs(native: Any) -> str:
@@ -78,31 +78,26 @@ class Begun:
         operation: The engine's, once it goes on with the call; None before.
         begin: When it began, CLOCK_MONOTONIC in nanoseconds.
         is_over: It has ended without the engine.
+        end: Returns the result if it is there, or, with True, comes soon; None where the engine has to go on.
+        adopt: Lets the engine go on with it; nothing where it is over.
     """
 
-    if TYPE_CHECKING:
-        operation: Any
-        begin: int
-        is_over: bool
-
-        def end(self, waits: bool, /) -> Any:
-            """Return the result if it is there, or, where the caller waits, comes soon; None where the engine has to go on."""
-
-        def adopt(self) -> None:
-            """Let the engine go on with it; nothing where it is over."""
+    operation: Any
+    begin: int
+    is_over: bool
+    end: Callable[[bool], Any]
+    adopt: Callable[[], None]
 
 
 class ChannelState:
     """What a rank has published last in a group, and whether everyone has reached it."""
 
-    if TYPE_CHECKING:
-        is_settled: bool
-        last: int
-        phase: int
-        side: int
-        tail: int
-    else:
-        __slots__ = ("is_settled", "last", "phase", "side", "tail")
+    __slots__ = ("is_settled", "last", "phase", "side", "tail")
+    is_settled: bool
+    last: int
+    phase: int
+    side: int
+    tail: int
 
 
 class AdmissionState:
@@ -112,10 +107,8 @@ class AdmissionState:
         is_quiet: Nothing is known that would refuse a call, and no writes are queued.
     """
 
-    if TYPE_CHECKING:
-        is_quiet: bool
-    else:
-        __slots__ = ("is_quiet",)
+    __slots__ = ("is_quiet",)
+    is_quiet: bool
 
 
 class CommunicatorState:
@@ -125,10 +118,8 @@ class CommunicatorState:
         next_call: The number of the group's next call.
     """
 
-    if TYPE_CHECKING:
-        next_call: int
-    else:
-        __slots__ = ("next_call",)
+    __slots__ = ("next_call",)
+    next_call: int
 
 
 class Copied:
@@ -140,12 +131,10 @@ class Copied:
         moves: How often it has gone to other memory.
     """
 
-    if TYPE_CHECKING:
-        changes: int
-        is_being_written: bool
-        moves: int
-    else:
-        __slots__ = ("changes", "is_being_written", "moves")
+    __slots__ = ("changes", "is_being_written", "moves")
+    changes: int
+    is_being_written: bool
+    moves: int
 
 
 class Tally:
@@ -170,25 +159,13 @@ class Tally:
 class Watch:
     """When a strategy looks at writes: not at all (`is_free`), or at those whose number among a variable's is above `until`."""
 
-    if TYPE_CHECKING:
-        is_free: bool
-        until: int
-    else:
-        __slots__ = ("is_free", "until")
-
-
-if _native is not None:
-    AdmissionState = _native.AdmissionState  # type: ignore[misc]
-    Begun = _native.Begun  # type: ignore[misc]
-    ChannelState = _native.ChannelState  # type: ignore[misc]
-    CommunicatorState = _native.CommunicatorState  # type: ignore[misc]
-    Copied = _native.Copied  # type: ignore[misc]
-    Tally = _native.Tally  # type: ignore[misc]
-    Watch = _native.Watch  # type: ignore[misc]
+    __slots__ = ("is_free", "until")
+    is_free: bool
+    until: int
 
 
 class Count:
-    """How far the messages of a pair and tag are: calls that the engine has not seen, for `Engine.count_by`.
+    """How far the messages of a pair and tag are: calls that the engine has not seen, for `CallLedger.count_by`.
 
     Attributes:
         identity: Of the pair's calls.
@@ -196,20 +173,22 @@ class Count:
         number: Of the next message. Whoever numbers one by the pair's communicator looks here first, and tells it here then.
     """
 
-    if TYPE_CHECKING:
-        identity: int
-        next_call: int
-        number: int
-    else:
-        __slots__ = ("__weakref__", "identity", "next_call", "number")
+    __slots__ = ("__weakref__", "identity", "next_call", "number")
 
     def __init__(self, identity: int, next_call: int) -> None:
         self.identity = identity
         self.next_call = self.number = next_call
 
 
-if _native is not None:
+if _native is not None:  # these have the same attributes, which C reads as numbers
+    AdmissionState = _native.AdmissionState  # type: ignore[misc]
+    Begun = _native.Begun  # type: ignore[misc]
+    ChannelState = _native.ChannelState  # type: ignore[misc]
+    CommunicatorState = _native.CommunicatorState  # type: ignore[misc]
+    Copied = _native.Copied  # type: ignore[misc]
     Count = _native.Count  # type: ignore[misc]
+    Tally = _native.Tally  # type: ignore[misc]
+    Watch = _native.Watch  # type: ignore[misc]
 
 
 def why_not_native() -> str:
@@ -291,15 +270,12 @@ def run(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ..
     return found
 
 
-def slot_call(
-    digest: int, detail: int, tells: bool, brought: tuple[Any, ...], made: tuple[Any, ...], copies: tuple[Any, ...], how: tuple[Any, ...],
-    ring: int, parts: int, everyone: bool, reads: bool, **objects: Any,
-) -> Any:  # fmt: skip
-    """Return the C runner of a prepared call, or None where it takes no such call; see `Preparation.natively`, and `calls.h` for the objects."""
+def slot_call(*parts: Any, **objects: Any) -> Any:
+    """Return the C runner of a prepared call, or None where it takes no such call; see `slot_calls.c`, and `Preparation.natively` for the objects."""
     if _native is None:
         return None
     try:
-        return _native.SlotCall(digest, detail, tells, brought, made, *copies, *how, ring, parts, everyone, reads, array_type=np.ndarray, make=np.empty, **objects)
+        return _native.SlotCall(*parts, **objects)
     except ValueError:  # a dtype or an op without a loop of its own, or more ranks than it is made for
         return None
 
@@ -309,15 +285,15 @@ def group_of(variables: tuple[Any, ...], storages: tuple[Any, ...], tallies: tup
     if _native is None:
         return None
     nbytes = tuple([part.nbytes for part in parts])
-    return _native.Group(nbytes, variables=variables, storages=storages, tallies=tallies, parts=parts, array_type=np.ndarray)
+    return _native.Group(nbytes, variables=variables, storages=storages, tallies=tallies, parts=parts)
 
 
 def message_end(*parts: Any, **objects: Any) -> Any:
     """Return the C runner of one end of a pair's messages, or None where there is none; see `messages.h`."""
-    return None if _native is None else _native.End(*parts, array_type=np.ndarray, make=np.empty, **objects)
+    return None if _native is None else _native.End(*parts, **objects)
 
 
-def message_door(function: Any, state: Any, *, is_sending: bool) -> Any:
+def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
     """Return a callable that makes in C what it can of `send` or `recv`, and calls the function for anything else.
 
     Args:
@@ -325,81 +301,35 @@ def message_door(function: Any, state: Any, *, is_sending: bool) -> Any:
         state: As for `entrance`.
         is_sending: It is `send`.
     """
-    return function if _native is None else _native.Door(is_sending, function=function, state=state)
+    return function if _native is None else _native.MessageEntrance(is_sending, function=function, state=state)
 
 
-def remember_end(door: Any, end: Any, peer: int, tag: int) -> None:
-    """Let the callable that `message_door` has returned find one end of a pair's messages.
-
-    Args:
-        door: That callable.
-        end: What `message_end` has returned; nothing is done with None.
-        peer: The other rank.
-        tag: The tag.
-    """
-    if _native is not None and end is not None:
-        door.remember(end, peer, tag)
-
-
-def write(
-    call: Any, plain: Any, where: tuple[Any, ...], storage: Copied, tally: Tally, watch: Watch | None, form: tuple[Any, ...], *,
-    is_default: bool, is_increment: bool,
+def access(
+    kind: str, plain: Any, where: tuple[Any, ...], storage: Copied, tally: Tally, form: tuple[Any, ...], *,
+    call: Any = None, watch: Watch | None = None, is_default: bool = False, is_increment: bool = False,
 ) -> Any:
-    """Return the C runner of a prepared write; `plain` where there is none.
+    """Return the C runner of a prepared access of a variable; `plain` where there is none.
 
     Args:
-        call: The prepared all-reduce, which applies its result to the copy.
-        plain: Does the same in Python; takes every write that is unusual, before anything has been changed.
-        where: The stacks of places, the strategy, its calls, their channel, and the context in which each replica has its own values.
+        kind: "Write", "Look" (a read of this replica's copy), or "Read" (of the copies, combined).
+        plain: Does the same in Python; takes every access that is unusual, before anything has been changed.
+        where: The stacks of places, the strategy; of a call of all replicas also the strategy's calls, their channel, and the
+            context in which each replica has its own values. A read with None for the places is one of all replicas, and not counted.
         storage: The memory of the copy.
         tally: The variable's.
-        watch: The strategy's; None where nothing is compared.
         form: dtype and shape.
+        call: The prepared all-reduce; that of a write applies its result to the copy.
+        watch: The strategy's, of writes; None where nothing is compared.
         is_default: The strategy is the default one.
-        is_increment: Of an AUTO variable.
+        is_increment: It writes an AUTO variable.
     """  # fmt: skip
-    if _native is None:
+    if _native is None or (kind == "Read" and type(call) is not _native.SlotCall):
         return plain
-    places, owner, communicator, channel, replica = where
-    return _native.Write(
-        *form, is_default, is_increment, call=call, plain=plain, places=places, owner=owner, communicator=communicator, channel=channel,
-        replica=replica, array_type=np.ndarray, storage=storage, tally=tally, watch=watch,
+    places, owner, communicator, channel, replica = where if len(where) > 2 else (*where, None, None, None)  # noqa: PLR2004
+    return getattr(_native, kind)(
+        *form, is_default, is_increment, plain=plain, owner=owner, places=places, storage=storage, tally=tally, call=call,
+        communicator=communicator, channel=channel, replica=replica, watch=watch,
     )  # fmt: skip
-
-
-def read(call: Any, plain: Any, where: tuple[Any, ...], storage: Copied, tally: Tally) -> Any:
-    """Return the C runner of a prepared read that combines the copies; `plain` where there is none.
-
-    Args:
-        call: The prepared all-reduce.
-        plain: Does the same in Python; takes every read that is unusual, before anything has been done.
-        where: The stacks of places, or None where it is known that all replicas read; the strategy, its calls, the channel of
-            these, what stands for replica context.
-        storage: The memory of the copy.
-        tally: The variable's; reads are counted where there are `places`.
-    """
-    if _native is None or type(call) is not _native.SlotCall:
-        return plain
-    places, owner, communicator, channel, replica = where
-    return _native.Read(
-        call=call, plain=plain, places=places, owner=owner, communicator=communicator, channel=channel, replica=replica, storage=storage, tally=tally
-    )
-
-
-def look(plain: Any, places: Any, owner: Any, storage: Copied, tally: Tally, *, is_default: bool) -> Any:
-    """Return the C runner of a prepared read of this replica's copy; `plain` where there is none.
-
-    Args:
-        plain: Does the same in Python; takes every read that is unusual, before anything has been done.
-        places: The stacks of places.
-        owner: The strategy.
-        storage: The memory of the copy.
-        tally: The variable's.
-        is_default: The strategy is the default one.
-    """
-    if _native is None:
-        return plain
-    return _native.Look(is_default, plain=plain, places=places, owner=owner, storage=storage, tally=tally)
 
 
 def entrance(
@@ -420,9 +350,8 @@ def entrance(
         return function
     name = None if second is None else sys.intern(second)
     return _native.Entrance(
-        positions, function=function, state=state, array_type=np.ndarray, as_array=np.asarray if takes_numbers else None, nothing=nothing, second=name, usual=usual,
-        home=_HOME,
-    )  # fmt: skip
+        positions, takes_numbers, function=function, state=state, nothing=nothing, second=name, usual=usual, home=_HOME
+    )
 
 
 def note_change() -> None:
@@ -431,14 +360,14 @@ def note_change() -> None:
         _native.note_change()
 
 
-def remember(function: Any, second: Any, call: Any, prepared_calls: Any) -> None:
-    """Let the callable that `entrance` has returned find a prepared call.
+def remember(function: Any, *what: Any) -> None:
+    """Let a callable find what makes some of its calls in C.
 
     Args:
-        function: That callable; nothing is done where it is the function itself.
-        second: The argument beside the array, as the caller writes it.
-        call: What `slot_call` has returned; nothing is done with anything else.
-        prepared_calls: Those of its group, while they are the same.
+        function: What `entrance` or `message_entrance` has returned; nothing is done where it is the function itself.
+        what: The argument beside the array, as the caller writes it, what `slot_call` has returned, and its group's prepared calls,
+            while they are the same; or what `message_end` has returned, the other rank, and the tag. Nothing is done with what does
+            not run in C.
     """
-    if _native is not None and type(function) is _native.Entrance:
-        function.remember(second, call, prepared_calls)
+    if _native is not None and isinstance(function, (_native.Entrance, _native.MessageEntrance)):
+        function.remember(*what)

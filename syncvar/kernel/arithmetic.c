@@ -26,11 +26,12 @@ int find_loop(PyObject *ufunc, int number, Step *found) {
     for (int place = 0; place < head->ntypes; place++) {
         const char *types = head->types + 3 * place;
         if (types[0] == number && types[1] == number && types[2] == number) {
+            if (head->functions[place] == NULL) return 0;
             found->loop = head->functions[place];
             found->data = head->data == NULL ? NULL : head->data[place];
             Py_XDECREF(found->owner);
             found->owner = Py_NewRef(ufunc);
-            return found->loop != NULL;
+            return 1;
         }
     }
     return 0;
@@ -142,7 +143,7 @@ void widen(int half, const char *terms, float *out, Py_ssize_t count) {
         (has_f16c() ? widen_by_eight : widen_plainly)(halves, out, count);
 }
 
-void round_all(int half, const float *wide, char *made, Py_ssize_t count) {
+static void round_all(int half, const float *wide, char *made, Py_ssize_t count) {
     uint16_t *out = (uint16_t *)made;
     if (half == BFLOAT16)
         (has_avx2() ? round_brain_by_eight : round_brain_plainly)(wide, out, count);
@@ -152,123 +153,173 @@ void round_all(int half, const float *wide, char *made, Py_ssize_t count) {
 
 /* -- sums of four -------------------------------------------------------------------------------------------------- */
 
-/* Add four terms by the tree, without writing what is between; `out` may be one of them. Which NaN is kept of several is not said
- * of more than two ranks. */
+/* Add four terms by the tree, without writing what is between; `out` may be one of them. Returns the bytes that are done: it ends
+ * before a NaN, since compilers may turn operands round, and of two NaN the first one is kept. */
 #define SUM_OF_FOUR(TYPE, BYTES)                                                                                       \
     (const char *const *terms, char *out, Py_ssize_t nbytes) {                                                         \
         typedef TYPE Vector __attribute__((vector_size(BYTES), aligned(sizeof(TYPE)), may_alias));                     \
         typedef TYPE One __attribute__((may_alias));                                                                   \
+        typedef long long Lanes __attribute__((vector_size(BYTES)));                                                   \
+        enum { AT_ONCE = 4 };                                                                                          \
         Py_ssize_t done = 0;                                                                                           \
-        for (; done + (BYTES) <= nbytes; done += (BYTES))                                                              \
-            *(Vector *)(out + done) = (*(const Vector *)(terms[0] + done) + *(const Vector *)(terms[1] + done)) +      \
-                                      (*(const Vector *)(terms[2] + done) + *(const Vector *)(terms[3] + done));       \
-        for (; done < nbytes; done += sizeof(TYPE))                                                                    \
-            *(One *)(out + done) = (*(const One *)(terms[0] + done) + *(const One *)(terms[1] + done)) +               \
-                                   (*(const One *)(terms[2] + done) + *(const One *)(terms[3] + done));                \
+        for (; done + AT_ONCE * (BYTES) <= nbytes; done += AT_ONCE * (BYTES)) {                                        \
+            Vector made[AT_ONCE];                                                                                      \
+            Lanes odd = {0};                                                                                           \
+            long long any = 0;                                                                                         \
+            for (int which = 0; which < AT_ONCE; which++) {                                                            \
+                const Py_ssize_t at = done + which * (BYTES);                                                          \
+                made[which] = (*(const Vector *)(terms[0] + at) + *(const Vector *)(terms[1] + at)) +                  \
+                              (*(const Vector *)(terms[2] + at) + *(const Vector *)(terms[3] + at));                   \
+                odd |= (Lanes)(made[which] != made[which]);                                                            \
+            }                                                                                                          \
+            for (size_t lane = 0; lane < (BYTES) / sizeof any; lane++) any |= odd[lane];                               \
+            if (any) return done;                                                                                      \
+            for (int which = 0; which < AT_ONCE; which++) *(Vector *)(out + done + which * (BYTES)) = made[which];     \
+        }                                                                                                              \
+        for (; done < nbytes; done += sizeof(TYPE)) {                                                                  \
+            const One made = (*(const One *)(terms[0] + done) + *(const One *)(terms[1] + done)) +                     \
+                             (*(const One *)(terms[2] + done) + *(const One *)(terms[3] + done));                      \
+            if (made != made) return done;                                                                             \
+            *(One *)(out + done) = made;                                                                               \
+        }                                                                                                              \
+        return done;                                                                                                   \
     }
 
-static void four_floats_by_16 SUM_OF_FOUR(float, 16)
-static void four_doubles_by_16 SUM_OF_FOUR(double, 16)
+static Py_ssize_t four_floats_by_16 SUM_OF_FOUR(float, 16)
+static Py_ssize_t four_doubles_by_16 SUM_OF_FOUR(double, 16)
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) static void four_floats_by_32 SUM_OF_FOUR(float, 32)
-__attribute__((target("avx2"))) static void four_doubles_by_32 SUM_OF_FOUR(double, 32)
+__attribute__((target("avx2"))) static Py_ssize_t four_floats_by_32 SUM_OF_FOUR(float, 32)
+__attribute__((target("avx2"))) static Py_ssize_t four_doubles_by_32 SUM_OF_FOUR(double, 32)
 #else
 #define four_floats_by_32 four_floats_by_16
 #define four_doubles_by_32 four_doubles_by_16
 #endif
 
 /* Find what adds four terms at once, where NumPy's own addition combines them. */
-static void find_four(Arithmetic *how, PyObject *ufunc, Py_ssize_t wide, int number) {
+static void find_four(Arithmetic *how, PyObject *ufunc, int number) {
     enum { FLOAT = 11, DOUBLE = 12 }; /* NumPy's numbers */
-    if (how->half) return; /* terms are not what is added */
-    PyObject *numpy = PyImport_ImportModule("numpy"), *add = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, "add");
-    Py_XDECREF(numpy);
-    Py_XDECREF(add); /* the module keeps it */
-    if (add == NULL) PyErr_Clear();
-    if (add != ufunc) return;
-    if (number == FLOAT && wide == sizeof(float)) how->four = has_avx2() ? four_floats_by_32 : four_floats_by_16;
-    if (number == DOUBLE && wide == sizeof(double)) how->four = has_avx2() ? four_doubles_by_32 : four_doubles_by_16;
+    if (ufunc != numpy_add) return;
+    if (number == FLOAT && how->width == sizeof(float)) how->four = has_avx2() ? four_floats_by_32 : four_floats_by_16;
+    if (number == DOUBLE && how->width == sizeof(double)) how->four = has_avx2() ? four_doubles_by_32 : four_doubles_by_16;
 }
 
 /* -- combining ----------------------------------------------------------------------------------------------------- */
 
+/* Return whether the terms themselves are halves. */
+static int widens(const Arithmetic *how) { return how->half && how->width == sizeof(uint16_t); }
+
+/* Return how long an element is while it is combined. */
+static Py_ssize_t wide_of(const Arithmetic *how) { return how->half ? (Py_ssize_t)sizeof(float) : how->width; }
+
+/* Add four terms of a block, `out` may be one of them; `room` and `scratch` are two blocks besides, of which `room` may be `out`. */
+static void add_four(
+    const Arithmetic *how, const char *const *terms, char *out, char *room, char *scratch, intptr_t count
+) {
+    const Py_ssize_t wide = wide_of(how), done = how->four(terms, out, count * wide);
+    const intptr_t left = count - done / wide;
+    if (left == 0) return;
+    combine(&how->fold, terms[0] + done, terms[1] + done, wide, room + done, left, wide);
+    combine(&how->fold, terms[2] + done, terms[3] + done, wide, scratch + done, left, wide);
+    combine(&how->fold, room + done, scratch + done, wide, out + done, left, wide);
+}
+
 /* Combine terms [low, high) of a block by the tree over ranks: T(low, high) = T(low, middle) + T(middle, high).
  *
- * Returns where the combination is: `out`, or the only term where it lies. */
+ * `stride` is from an element to the next one. Returns where the combination is: `out`, or the only term where it lies. */
 static const char *fold_tree(
-    const Arithmetic *how, const char *const *terms, int low, int high, char *out, char *scratch, intptr_t count
+    const Arithmetic *how, const char *const *terms, int low, int high, char *out, char *scratch, intptr_t count, Py_ssize_t stride
 ) {
-    const Py_ssize_t wide = how->half ? (Py_ssize_t)sizeof(float) : how->width;
+    const Py_ssize_t wide = wide_of(how);
     if (high - low == 1) {
-        if (!how->half) return terms[low];
+        if (!widens(how)) return terms[low];
         widen(how->half, terms[low], (float *)out, count);
         return out;
     }
-    if (high - low == 4 && how->four != NULL) {
-        how->four(terms + low, out, count * wide);
+    if (high - low == 4 && how->four != NULL && stride) {
+        add_four(how, terms + low, out, out, scratch, count);
         return out;
     }
     int half = 1;
     while (2 * half < high - low) half *= 2;
-    const char *left = fold_tree(how, terms, low, low + half, out, scratch, count);
-    const char *right = fold_tree(how, terms, low + half, high, scratch, scratch + BLOCK, count);
-    combine(&how->fold, left, right, wide, out, count, wide);
+    const char *left = fold_tree(how, terms, low, low + half, out, scratch, count, stride);
+    const char *right = fold_tree(how, terms, low + half, high, scratch, scratch + BLOCK, count, stride);
+    combine(&how->fold, left, right, stride, out, count, stride);
     return out;
 }
 
-/* Combine terms, in the order of ranks, into `out`, which may be one of them. */
-void fold_terms(const Arithmetic *how, const char *const *given, int count, char *out, Py_ssize_t nbytes) {
-    _Alignas(64) char scratch[(LEVELS + 1) * BLOCK];
+/* The same of all terms of a block; what is in `made`, which may be one of them, is written when all have been read. `scratch` has
+ * LEVELS + 1 blocks. */
+static void fold_block(
+    const Arithmetic *how, const char *const *terms, int count, char *made, char *scratch, intptr_t elements, Py_ssize_t stride
+) {
+    const Py_ssize_t wide = wide_of(how);
     char *const room = scratch + LEVELS * BLOCK;
-    const Py_ssize_t wide = how->half ? (Py_ssize_t)sizeof(float) : how->width;
-    if (count == 2 && !how->half && how->divide.loop == NULL) {
-        combine(&how->fold, given[0], given[1], wide, out, nbytes / wide, wide);
+    if (stride == 0) {
+        memmove(made, fold_tree(how, terms, 0, count, room, scratch, elements, stride), (size_t)wide);
+    } else if (count == 4 && how->four != NULL) {
+        add_four(how, terms, made, room, scratch, elements);
+    } else if (count == 1) {
+        const char *only = fold_tree(how, terms, 0, 1, room, scratch, elements, stride);
+        copy_in(made, only, (size_t)(elements * wide));
+    } else {
+        int half = 1;
+        while (2 * half < count) half *= 2;
+        const char *left = fold_tree(how, terms, 0, half, room, scratch, elements, stride);
+        const char *right = fold_tree(how, terms, half, count, scratch, scratch + BLOCK, elements, stride);
+        combine(&how->fold, left, right, wide, made, elements, wide);
+    }
+    if (how->divide.loop != NULL) combine(&how->divide, made, how->divisor, 0, made, elements, wide);
+}
+
+/* Combine terms, in the order of ranks, into `out`, which may be one of them; or, where there is something to apply, what `out`
+ * holds becomes apply(it, the combination). */
+void fold_terms(
+    const Arithmetic *how, const Step *apply, const char *const *given, int count, char *out, Py_ssize_t elements
+) {
+    _Alignas(64) char scratch[(LEVELS + 1) * BLOCK], held[BLOCK]; /* held: what the result holds, where that are halves */
+    char *const room = scratch + LEVELS * BLOCK;
+    const Py_ssize_t wide = wide_of(how), step = BLOCK / wide, width = how->half ? (Py_ssize_t)sizeof(uint16_t) : wide;
+    const Py_ssize_t stride = elements == 1 ? 0 : wide; /* as NumPy calls its loops, which keep another one of two NaNs then */
+    const int applies = apply != NULL && apply->loop != NULL;
+    if (count == 2 && stride && !how->half && how->divide.loop == NULL && !applies) {
+        combine(&how->fold, given[0], given[1], wide, out, elements, wide);
         return;
     }
-    int half = 1;
-    while (2 * half < count) half *= 2;
-    const Py_ssize_t step = BLOCK / wide * how->width;
     const char *terms[RANKS_MAX];
-    for (Py_ssize_t start = 0; start < nbytes; start += step) {
-        const Py_ssize_t stop = start + step < nbytes ? start + step : nbytes;
-        const intptr_t elements = (stop - start) / how->width;
-        for (int term = 0; term < count; term++) terms[term] = given[term] + start;
-        char *made = how->half ? room : out + start; /* written when all terms have been read */
-        if (count == 4 && how->four != NULL) {
-            how->four(terms, made, elements * wide);
-        } else {
-            const char *left = fold_tree(how, terms, 0, count > 1 ? half : 1, room, scratch, elements);
-            if (count > 1) {
-                const char *right = fold_tree(how, terms, half, count, scratch, scratch + BLOCK, elements);
-                combine(&how->fold, left, right, wide, made, elements, wide);
-            } else if (left != made) {
-                memmove(made, left, elements * wide);
-            }
-        }
-        if (how->divide.loop != NULL) combine(&how->divide, made, how->divisor, 0, made, elements, wide);
-        if (how->half) round_all(how->half, (const float *)made, out + start, elements);
+    for (Py_ssize_t first = 0; first < elements; first += step) {
+        const intptr_t some = elements - first < step ? elements - first : step;
+        char *const part = out + first * width, *const made = how->half || applies ? room : part;
+        for (int term = 0; term < count; term++) terms[term] = given[term] + first * how->width;
+        fold_block(how, terms, count, made, scratch, some, stride);
+        char *const target = how->half ? held : part;
+        if (applies && how->half) widen(how->half, part, (float *)held, some);
+        if (applies) combine(apply, target, made, stride, target, some, stride);
+        if (how->half) round_all(how->half, (const float *)(applies ? held : made), part, some);
     }
 }
 
-int number_of(PyObject *dtype) {
-    PyObject *number = PyObject_GetAttrString(dtype, "num");
-    const long found = number == NULL ? -1 : PyLong_AsLong(number);
-    Py_XDECREF(number);
-    return (int)found;
-}
-
-/* Find how arrays of a dtype are combined; 0 where NumPy has no loop for it. `dtype` may be None with halves: float32.
- */
-int has_arithmetic(
-    Arithmetic *how, PyObject *dtype, PyObject *fold, PyObject *divide, const char *divisor, Py_ssize_t divisor_bytes
-) {
-    const int number = number_of(dtype);
-    const Py_ssize_t wide = how->half ? (Py_ssize_t)sizeof(float) : how->width;
-    if (number < 0 || wide < 1 || BLOCK % wide != 0 || !find_loop(fold, number, &how->fold)) return 0;
-    find_four(how, fold, wide, number);
+/* Learn what becomes of terms: (width, dtype, half, fold, divide, divisor, apply), ufuncs or None; the dtype is that in which terms
+ * are combined. Returns 0 where NumPy has no loop for it. */
+int read_arithmetic(PyObject *given, Arithmetic *how, Step *apply) {
+    PyObject *dtype, *fold, *divide, *applied;
+    const char *divisor;
+    Py_ssize_t divisor_bytes;
+    if (!PyArg_ParseTuple(
+            given, "nOiOOy#O", &how->width, &dtype, &how->half, &fold, &divide, &divisor, &divisor_bytes, &applied
+        ))
+        return 0;
+    PyObject *found = PyObject_GetAttrString(dtype, "num");
+    const int number = found == NULL ? -1 : (int)PyLong_AsLong(found);
+    Py_XDECREF(found);
+    if (number < 0 || how->width < 1 || how->half < NO_HALF || how->half > BFLOAT16) return 0;
+    if (how->half && !widens(how) && how->width != sizeof(float)) return 0;
+    if (applied != Py_None && !find_loop(applied, number, apply)) return 0;
+    if (fold == Py_None) return divide == Py_None;
+    const Py_ssize_t wide = wide_of(how);
+    if (BLOCK % wide != 0 || !find_loop(fold, number, &how->fold)) return 0;
+    find_four(how, fold, number);
     if (divide == Py_None) return 1;
-    if (divisor_bytes != wide || divisor_bytes > (Py_ssize_t)sizeof how->divisor ||
-        !find_loop(divide, number, &how->divide))
+    if (divisor_bytes != wide || divisor_bytes > (Py_ssize_t)sizeof how->divisor || !find_loop(divide, number, &how->divide))
         return 0;
     memcpy(how->divisor, divisor, divisor_bytes);
     return 1;

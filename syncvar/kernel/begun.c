@@ -12,8 +12,6 @@ typedef struct {
     int state;
 } Begun;
 
-PyTypeObject *begun_type;
-
 /* Take a call out of the lists of those that are to be ended; an error that is set stays. */
 static void withdraw(Begun *self) {
     PyObject *type, *error, *trace;
@@ -30,7 +28,7 @@ int end_begun(PyObject *object, int64_t patience_ns) {
     if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
     SlotCall *call = self->call;
     if (patience_ns == 0 && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
-    if (!fits(&call->made, call->array_type, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0; /* any more */
+    if (!fits(&call->made, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0; /* any more */
     if (!all_agree(call, self->check, patience_ns)) return 0;
     finish(call, (int)call->channel->side, NULL, ((Array *)self->made)->data);
     self->state = ENDED;
@@ -80,6 +78,10 @@ done:
     if (PyErr_Occurred()) {
         Py_CLEAR(work);
         if (taken) withdraw(begun);
+        if (begun->number == NULL && PyErr_ExceptionMatches(PyExc_Exception)) { /* as in run_slots */
+            PyErr_Clear();
+            work = Py_NewRef(Py_None);
+        }
     }
     if (work != NULL && !taken) {
         Py_DECREF(work);
@@ -139,15 +141,8 @@ static PyMethodDef begun_methods[] = {
     {NULL},
 };
 
-static PyType_Slot begun_slots[] = {
-    {Py_tp_members, begun_members},
-    {Py_tp_getset, begun_getters},
-    {Py_tp_methods, begun_methods},
-    {Py_tp_traverse, traverse_held},
-    {Py_tp_clear, begun_clear},
-    {Py_tp_dealloc, dealloc_held},
-    {Py_tp_doc, "A prepared call that has begun, and is waited for later."},
-    {0, NULL},
-};
-
-PyType_Spec begun_spec = TYPE_OF(Begun, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, begun_slots);
+TYPE(
+    Begun, begun, begun_members, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, "A prepared call that has begun, and is waited for later.",
+    {Py_tp_getset, begun_getters}, {Py_tp_methods, begun_methods},
+    {Py_tp_traverse, traverse_held}, {Py_tp_clear, begun_clear}, {Py_tp_dealloc, dealloc_held}
+)

@@ -21,14 +21,15 @@ typedef struct {
 } Known;
 
 typedef struct {
-    PyObject_HEAD ChannelState *channel;
+    PyObject_HEAD PyObject *face;
+    ChannelState *channel;
     CommunicatorState *communicator;
-    PyObject *engine, *busy, *queue, *add, *told, *array_type, *make, *plain, *later, *hand_over, *interrupt, *saying,
+    PyObject *engine, *busy, *queue, *add, *told, *plain, *later, *hand_over, *interrupt, *saying,
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
     PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */
     PyObject *make_arguments;
-    PyObject *entrance, *op, *prepared_calls; /* where it is remembered, if anywhere, and by what */
+    PyObject *op, *prepared_calls; /* by what it is remembered */
     Form brought, made;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
     int put_count, take_count, term_count;
@@ -36,9 +37,8 @@ typedef struct {
     uint64_t digest, detail;
     int tells; /* of blocks that others take: the check without the detail, and where long ones lie */
     int reads; /* and these are read in the processes of their ranks */
-    int half; /* what is brought and made are halves of a kind, and float32 in the slots; 0: they are the same everywhere */
     Py_ssize_t ring; /* where the slots that take turns begin; 0 where there are none; -1 of a call that does not look for them */
-    Arithmetic how;
+    Arithmetic how; /* of the terms, in the slots */
     Step apply;
     int is_long, everyone; /* of a long vector: everybody ends with all of it; else what others read is never written over */
     Known known[PATTERNS]; /* of a long vector: what is done, by where the vectors lie; the first one brings all of them */
@@ -46,8 +46,8 @@ typedef struct {
     int64_t scratch_bytes;
 } SlotCall;
 
-/* Return how long an array of the caller is in the slots. */
-static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) { return self->half ? 2 * form->nbytes : form->nbytes; }
+/* Return how long an array of the caller is in the slots, where halves are float32. */
+static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) { return self->how.half ? 2 * form->nbytes : form->nbytes; }
 
 /* of running.c */
 int accepts(const SlotCall *self, PyObject *x, PyObject *out);
@@ -65,8 +65,5 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
 /* of begun.c */
 int end_begun(PyObject *begun, int64_t patience_ns);
 PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site, PyObject *instruction);
-
-/* of entrances.c */
-void forget_call(SlotCall *call);
 
 #endif

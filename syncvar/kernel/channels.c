@@ -1,15 +1,9 @@
 /* How a rank waits for the others of its group, and what both runners know of a channel. */
 #include "native.h"
 
-PyTypeObject *channel_state_type;
-
 static PyMemberDef channel_state_members[] = {
-    {"side", T_LONGLONG, offsetof(ChannelState, side), 0, NULL},
-    {"last", T_LONGLONG, offsetof(ChannelState, last), 0, NULL},
-    {"phase", T_LONGLONG, offsetof(ChannelState, phase), 0, NULL},
-    {"tail", T_LONGLONG, offsetof(ChannelState, tail), 0, NULL},
-    {"is_settled", T_BOOL, offsetof(ChannelState, is_settled), 0, NULL},
-    {NULL},
+    NUMBER(ChannelState, side), NUMBER(ChannelState, last), NUMBER(ChannelState, phase), NUMBER(ChannelState, tail),
+    FLAG(ChannelState, is_settled), {NULL},
 };
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
@@ -118,12 +112,7 @@ static PyMethodDef channel_state_methods[] = {
     {NULL},
 };
 
-static PyType_Slot channel_state_slots[] = {
-    {Py_tp_members, channel_state_members},
-    {Py_tp_methods, channel_state_methods},
-    {Py_tp_dealloc, channel_state_dealloc},
-    {Py_tp_doc, "What a rank has published last in a group, and whether everyone has reached it."},
-    {0, NULL},
-};
-
-PyType_Spec channel_state_spec = TYPE_OF(ChannelState, Py_TPFLAGS_BASETYPE, channel_state_slots);
+TYPE(
+    ChannelState, channel_state, channel_state_members, Py_TPFLAGS_BASETYPE, "What a rank has published last in a group, and whether everyone has reached it.",
+    {Py_tp_methods, channel_state_methods}, {Py_tp_dealloc, channel_state_dealloc}
+)

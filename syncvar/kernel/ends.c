@@ -1,29 +1,21 @@
-/* The ends of messages, and the doors of `send` and `recv`, which find them without a step of Python. */
+/* The ends of messages, and the entrances of `send` and `recv`, which find them without a step of Python. */
 #include "messages.h"
 
-#define REMEMBERED 64   /* ends, by peer and tag; of two in one place the newer one stays */
 #define BOX_NDIM_MAX 13 /* of what is known */
-
-PyTypeObject *count_type, *end_type;
 
 /* Stands for `send` or `recv`. */
 typedef struct {
     Face face;
     int is_sending;
-    struct {
-        End *end; /* borrowed: it takes itself out here when it goes */
-        long long peer, tag;
-    } ends[REMEMBERED];
-} Door;
+} MessageEntrance;
 
 /* -- how far they are ----------------------------------------------------------------------------------------------- */
 
 static PyMemberDef count_members[] = {
     {"identity", T_OBJECT_EX, offsetof(Count, identity), READONLY, NULL},
-    {"next_call", T_LONGLONG, offsetof(Count, next_call), 0, NULL},
-    {"number", T_LONGLONG, offsetof(Count, number), 0, NULL},
+    NUMBER(Count, next_call), NUMBER(Count, number),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Count, references), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
+    {NULL},
 };
 
 static PyObject *count_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -43,15 +35,9 @@ static void count_dealloc(PyObject *object) {
     dealloc_object(object);
 }
 
-static PyType_Slot count_slots[] = {
-    {Py_tp_new, count_new},
-    {Py_tp_dealloc, count_dealloc},
-    {Py_tp_members, count_members},
-    {Py_tp_doc, "How far the messages of a pair and tag are."},
-    {0, NULL},
-};
-
-PyType_Spec count_spec = TYPE_OF(Count, 0, count_slots);
+TYPE(
+    Count, count, count_members, 0, "How far the messages of a pair and tag are.", {Py_tp_new, count_new}, {Py_tp_dealloc, count_dealloc}
+)
 
 /* -- ends ---------------------------------------------------------------------------------------------------------- */
 
@@ -80,18 +66,9 @@ static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     return PyList_SetItem(self->kept_sorts, place, held) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Take an end out of where it is remembered. */
-static void forget_end(End *end) {
-    Door *door = (Door *)end->door;
-    if (door == NULL) return;
-    for (int place = 0; place < REMEMBERED; place++)
-        if (door->ends[place].end == end) door->ends[place].end = NULL;
-    Py_CLEAR(end->door);
-}
-
 static int end_clear(PyObject *object) {
     End *self = (End *)object;
-    forget_end(self);
+    forget((Remembered *)self);
     for (int which = 0; which < SORTS; which++) self->sorts[which].told = NULL;
     return clear_held(object);
 }
@@ -150,32 +127,25 @@ static PyMethodDef end_methods[] = {
     {"send", send_now, METH_O, "send(x): True when the message is in the box, False when nothing has been done"},
     {"receive", receive_now, METH_O, "receive(out): the message, or None when nothing has been done"},
     {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, told)"},
-    {NULL, NULL, 0, NULL},
+    {NULL},
 };
 
 static PyMemberDef end_members[] = {
     HELD(End, count), HELD(End, engine), HELD(End, context), HELD(End, add), HELD(End, go_on), HELD(End, busy),
-    HELD(End, box), HELD(End, kept), HELD(End, shared), HELD(End, array_type), HELD(End, make),
-    HOLDS(End, door, "_door"), HOLDS(End, kept_sorts, "_sorts"), {NULL},
+    HELD(End, box), HELD(End, kept), HELD(End, shared),
+    HOLDS(End, face, "_face"), HOLDS(End, kept_sorts, "_sorts"), {NULL},
 };
 
-static PyType_Slot end_slots[] = {
-    {Py_tp_new, end_new},
-    {Py_tp_members, end_members},
-    {Py_tp_methods, end_methods},
-    {Py_tp_traverse, traverse_held},
-    {Py_tp_clear, end_clear},
-    {Py_tp_dealloc, end_dealloc},
-    {Py_tp_doc, "One end of the messages of a pair and tag."},
-    {0, NULL},
-};
-
-PyType_Spec end_spec = TYPE_OF(End, Py_TPFLAGS_HAVE_GC, end_slots);
+TYPE(
+    End, end, end_members, Py_TPFLAGS_HAVE_GC, "One end of the messages of a pair and tag.", {Py_tp_new, end_new}, {Py_tp_methods, end_methods},
+    {Py_tp_traverse, traverse_held}, {Py_tp_clear, end_clear}, {Py_tp_dealloc, end_dealloc}
+)
 
 /* -- the door: send and recv ---------------------------------------------------------------------------------------- */
 
-static unsigned place_of(long long peer, long long tag) {
-    return (unsigned)((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
+/* Return where the end of a peer and tag is remembered; of two in one place the newer one stays. */
+static Remembered **place_of(MessageEntrance *self, long long peer, long long tag) {
+    return self->face.remembered + ((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
 }
 
 /* Return a number, or -1 where the value is no plain integer of this range. */
@@ -187,14 +157,14 @@ static long long plain_number(PyObject *value) {
 }
 
 /* Return whether an end is of this thread's world, outside a block of sv.uneven. That of a job that has been left refuses itself. */
-static int is_current(const Door *self, const End *end) {
+static int is_current(const MessageEntrance *self, const End *end) {
     const int same = peek(self->face.state, name_is_bound) == Py_False && peek(end->context, name_uneven) == Py_None;
     if (PyErr_Occurred()) PyErr_Clear();
     return same;
 }
 
 /* Return what the end makes of a call; None or False where the function has to make it, NULL for an error. */
-static PyObject *through_end(Door *self, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
+static PyObject *through_end(MessageEntrance *self, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
     const Py_ssize_t positions = self->is_sending ? 2 : 1, named = names == NULL ? 0 : PyTuple_Size(names);
     PyObject *out = Py_None;
     long long tag = 0;
@@ -210,18 +180,16 @@ static PyObject *through_end(Door *self, PyObject *const *arguments, Py_ssize_t 
     }
     const long long peer = plain_number(arguments[positions - 1]);
     if (peer < 0 || tag < 0) Py_RETURN_NONE;
-    const unsigned place = place_of(peer, tag);
-    End *end = self->ends[place].end;
-    if (end == NULL || self->ends[place].peer != peer || self->ends[place].tag != tag) Py_RETURN_NONE;
-    if (!is_current(self, end)) Py_RETURN_NONE;
+    End *end = (End *)*place_of(self, peer, tag);
+    if (end == NULL || end->peer != peer || end->tag != tag || !is_current(self, end)) Py_RETURN_NONE;
     Py_INCREF((PyObject *)end);
     PyObject *made = self->is_sending ? send_now((PyObject *)end, arguments[0]) : receive_now((PyObject *)end, out);
     Py_DECREF((PyObject *)end);
     return made;
 }
 
-static PyObject *door_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
-    Door *self = (Door *)object;
+static PyObject *message_entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
+    MessageEntrance *self = (MessageEntrance *)object;
     const Py_ssize_t given = GIVEN(flagged);
     PyObject *made = through_end(self, arguments, given, names);
     if (made == Py_True) {
@@ -234,49 +202,40 @@ static PyObject *door_call(PyObject *object, PyObject *const *arguments, size_t 
 }
 
 /* remember(end, peer, tag): messages of the world with this peer and tag come and go here. */
-static PyObject *door_remember(PyObject *object, PyObject *arguments) {
-    Door *self = (Door *)object;
+static PyObject *message_entrance_remember(PyObject *object, PyObject *arguments) {
+    MessageEntrance *self = (MessageEntrance *)object;
     PyObject *end;
     long long peer, tag;
     if (!PyArg_ParseTuple(arguments, "OLL", &end, &peer, &tag)) return NULL;
-    if (Py_TYPE(end) == end_type && ((End *)end)->door == NULL) {
-        const unsigned place = place_of(peer, tag);
-        if (self->ends[place].end != NULL) forget_end(self->ends[place].end);
-        self->ends[place].end = (End *)end;
-        self->ends[place].peer = peer;
-        self->ends[place].tag = tag;
-        ((End *)end)->door = Py_NewRef(object);
+    if (Py_TYPE(end) == end_type && ((End *)end)->face == NULL) {
+        ((End *)end)->peer = peer;
+        ((End *)end)->tag = tag;
+        remember(&self->face, place_of(self, peer, tag), (Remembered *)end);
     }
     Py_RETURN_NONE;
 }
 
-/* Door(is_sending, *, what it holds). */
-static PyObject *door_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+/* MessageEntrance(is_sending, *, what it holds). */
+static PyObject *message_entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     int is_sending;
     if (!PyArg_ParseTuple(arguments, "p", &is_sending)) return NULL;
-    Door *self = new_holding(type, keywords);
+    MessageEntrance *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
     self->is_sending = is_sending;
-    self->face.vectorcall = door_call;
+    self->face.vectorcall = message_entrance_call;
     return (PyObject *)self;
 }
 
-static PyMethodDef door_methods[] = {
-    {"remember", door_remember, METH_VARARGS, "remember(end, peer, tag)"},
+static PyMethodDef message_entrance_methods[] = {
+    {"remember", message_entrance_remember, METH_VARARGS, "remember(end, peer, tag)"},
     FACE_METHODS,
-    {NULL, NULL, 0, NULL},
+    {NULL},
 };
 
-static PyMemberDef door_members[] = {HOLDS(Door, face.function, "function"), HOLDS(Door, face.state, "state"), CALLED_BY(Door), {NULL}};
+static PyMemberDef message_entrance_members[] = {HOLDS(MessageEntrance, face.function, "function"), HOLDS(MessageEntrance, face.state, "state"), CALLED_BY(MessageEntrance), {NULL}};
 
-static PyType_Slot door_slots[] = {
-    {Py_tp_new, door_new},
-    {Py_tp_members, door_members},
-    {Py_tp_methods, door_methods},
-    HOLDING,
-    FACE,
-    {Py_tp_doc, "send or recv: messages of the world that need no waiting take no step of Python; any other call is the function's."},
-    {0, NULL},
-};
-
-PyType_Spec door_spec = TYPE_OF(Door, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, door_slots);
+TYPE(
+    MessageEntrance, message_entrance, message_entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
+    "send or recv: messages of the world that need no waiting take no step of Python; any other call is the function's.",
+    {Py_tp_new, message_entrance_new}, {Py_tp_methods, message_entrance_methods}, FACE, HOLDING
+)

@@ -23,7 +23,6 @@ static int are_numbers(PyObject *value) {
     return 1;
 }
 
-#define REMEMBERED 256 /* calls, by what they are made of */
 #define TOGETHER 4     /* in one place: the one that was remembered last comes first, and the last one is forgotten for another */
 
 static uint64_t changes = 1; /* of which job this process is in, of threads that have one of their own, of groups */
@@ -37,28 +36,17 @@ PyObject *note_change(PyObject *module, PyObject *unused) {
 
 typedef struct {
     Face face;
-    PyObject *array_type, *as_array, *nothing, *second, *usual, *home;
+    PyObject *nothing, *second, *usual, *home;
     PyObject *world, *prepared_calls; /* borrowed: of calls without a group, as long as there was no other change than these */
     uint64_t changes;
-    int positions;               /* how many arguments may be given by position */
-    SlotCall *calls[REMEMBERED]; /* borrowed: the group's table of prepared calls keeps them, and they take themselves out here */
+    int positions, takes_numbers; /* how many arguments may be given by position; a number or a list of them is an array too */
 } Entrance;
 
 /* Return where calls of a group are remembered that combine, or move, arrays of a form. */
-static SlotCall **place_of(Entrance *self, PyObject *communicator, PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
+static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
     uintptr_t mixed = (((uintptr_t)communicator >> 4) * 31 + ((uintptr_t)op >> 4)) * 31 + ((uintptr_t)dtype >> 4);
     for (int axis = 0; axis < ndim; axis++) mixed = mixed * 1000003u + (uintptr_t)shape[axis];
-    return self->calls + (mixed ^ mixed >> 17) % (REMEMBERED / TOGETHER) * TOGETHER;
-}
-
-/* Take a call out of where it is remembered; nothing where it is not. */
-void forget_call(SlotCall *call) {
-    Entrance *entrance = (Entrance *)call->entrance;
-    if (entrance == NULL) return;
-    for (int place = 0; place < REMEMBERED; place++)
-        if (entrance->calls[place] == call) entrance->calls[place] = NULL;
-    Py_CLEAR(call->entrance);
-    Py_CLEAR(call->op);
+    return self->face.remembered + (mixed ^ mixed >> 17) % (REMEMBERED / TOGETHER) * TOGETHER;
 }
 
 /* Return the remembered call of an array in a group, of the world for None, if it belongs to the job that this thread is in, and to
@@ -72,11 +60,12 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
         communicator = group == Py_None ? peek(job, name_world) : peek(group, name__communicator);
         prepared_calls = peek(communicator, name_prepared_calls);
     }
-    SlotCall **place = place_of(self, communicator, op, form->dtype, form->ndim, form->shape), *found = NULL;
+    Remembered **place = place_of(self, communicator, op, form->dtype, form->ndim, form->shape);
+    SlotCall *found = NULL;
     for (int which = 0; which < TOGETHER && found == NULL; which++) {
-        SlotCall *call = place[which];
+        SlotCall *call = (SlotCall *)place[which];
         if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator && call->prepared_calls == prepared_calls &&
-            fits(&call->brought, self->array_type, array, 0))
+            fits(&call->brought, array, 0))
             found = call;
     }
     if (found != NULL && !is_known) {
@@ -134,14 +123,14 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
     PyObject *array;
     if (!brings) { /* who only takes may give nothing else but where it goes */
         array = Py_NewRef(out);
-    } else if (self->as_array != Py_None && are_numbers(x)) {
-        array = PyObject_CallFunctionObjArgs(self->as_array, x, NULL);
+    } else if (self->takes_numbers && are_numbers(x)) {
+        array = PyObject_CallFunctionObjArgs(as_array, x, NULL);
         if (array == NULL) PyErr_Clear();
     } else {
         array = Py_NewRef(x);
     }
     PyObject *result = NULL;
-    if (array != NULL && (PyObject *)Py_TYPE(array) == self->array_type) {
+    if (array != NULL && (PyObject *)Py_TYPE(array) == array_type) {
         SlotCall *call = find_call(self, group, op, array);
         if (call != NULL && (brings || brings_nothing(call))) {
             Py_INCREF((PyObject *)call);
@@ -172,37 +161,38 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     Entrance *self = (Entrance *)object;
     PyObject *op, *call, *prepared_calls;
     if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
-    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->entrance == NULL) {
-        SlotCall *made = (SlotCall *)call,
-                 **place = place_of(self, (PyObject *)made->communicator, op, made->brought.dtype, made->brought.ndim, made->brought.shape);
-        if (place[TOGETHER - 1] != NULL) forget_call(place[TOGETHER - 1]);
+    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL) {
+        SlotCall *made = (SlotCall *)call;
+        const Form *form = &made->brought;
+        Remembered **place = place_of(self, (PyObject *)made->communicator, op, form->dtype, form->ndim, form->shape);
+        if (place[TOGETHER - 1] != NULL) forget(place[TOGETHER - 1]);
         memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
-        *place = made;
-        made->entrance = Py_NewRef(object);
+        *place = NULL;
+        remember(&self->face, place, (Remembered *)made);
+        PyObject *before[] = {made->op, made->prepared_calls};
         made->op = Py_NewRef(op);
-        PyObject *before = made->prepared_calls;
         made->prepared_calls = Py_NewRef(prepared_calls);
-        Py_XDECREF(before);
+        Py_XDECREF(before[0]);
+        Py_XDECREF(before[1]);
     }
     Py_RETURN_NONE;
 }
 
-/* Entrance(positions, *, what it holds). */
+/* Entrance(positions, takes_numbers, *, what it holds). */
 static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    int positions;
-    if (!PyArg_ParseTuple(arguments, "i", &positions)) return NULL;
+    int positions, takes_numbers;
+    if (!PyArg_ParseTuple(arguments, "ip", &positions, &takes_numbers)) return NULL;
     Entrance *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
     self->positions = positions;
+    self->takes_numbers = takes_numbers;
     self->face.vectorcall = entrance_call;
     return (PyObject *)self;
 }
 
 static PyMemberDef entrance_members[] = {
     HOLDS(Entrance, face.function, "function"), HOLDS(Entrance, face.state, "state"),
-    HOLDS(Entrance, array_type, "array_type"), HOLDS(Entrance, as_array, "as_array"),
-    HOLDS(Entrance, nothing, "nothing"), HOLDS(Entrance, second, "second"), HOLDS(Entrance, usual, "usual"),
-    HOLDS(Entrance, home, "home"), CALLED_BY(Entrance), {NULL},
+    HELD(Entrance, nothing), HELD(Entrance, second), HELD(Entrance, usual), HELD(Entrance, home), CALLED_BY(Entrance), {NULL},
 };
 
 static PyMethodDef entrance_methods[] = {
@@ -211,15 +201,8 @@ static PyMethodDef entrance_methods[] = {
     {NULL},
 };
 
-static PyType_Slot entrance_slots[] = {
-    {Py_tp_new, entrance_new},
-    {Py_tp_members, entrance_members},
-    HOLDING,
-    FACE,
-    {Py_tp_methods, entrance_methods},
-    {Py_tp_doc, "A public function whose prepared calls are found and run without Python's steps; any other call is "
-                "the function's."},
-    {0, NULL},
-};
-
-PyType_Spec entrance_spec = TYPE_OF(Entrance, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, entrance_slots);
+TYPE(
+    Entrance, entrance, entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
+    "A public function whose prepared calls are found and run without Python's steps; any other call is the function's.",
+    {Py_tp_new, entrance_new}, {Py_tp_methods, entrance_methods}, FACE, HOLDING
+)

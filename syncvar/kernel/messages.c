@@ -24,11 +24,19 @@ static uint64_t data_at(int ndim, uint64_t nbytes) {
     return nbytes < 1024 ? head : in_lines(head);
 }
 
+/* Return how long the entry of a whole message is. */
+static uint64_t length_whole(const Sort *sort) {
+    return in_lines(data_at(sort->form.ndim, (uint64_t)sort->form.nbytes) + (uint64_t)sort->form.nbytes);
+}
+
+/* Return how long an entry is that tells of a long message: where it lies, there and in the arena, and its number follow the shape. */
+static uint64_t length_told(const Sort *sort) { return in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3)); }
+
 /* Return whether a message may go or come now: no refusal is known, nobody else is at it. */
 static int may_begin(const End *self) { return is_free(self->engine, self->busy) && is_unlocked(self->box); }
 
-static int is_of(const End *self, const Sort *sort, PyObject *value, int flags) {
-    return sort->told != NULL && fits(&sort->form, self->array_type, value, flags);
+static int is_of(const Sort *sort, PyObject *value, int flags) {
+    return sort->told != NULL && fits(&sort->form, value, flags);
 }
 
 /* Add a message to the flight recorder. */
@@ -76,7 +84,7 @@ static void end_entry(End *self, uint64_t filled) {
 }
 
 static void put(End *self, const Sort *sort, uint64_t call, const char *data, uint64_t gap) {
-    const uint64_t at = data_at(sort->form.ndim, sort->form.nbytes), length = in_lines(at + sort->form.nbytes);
+    const uint64_t at = data_at(sort->form.ndim, sort->form.nbytes), length = length_whole(sort);
     uint64_t *entry = begin_entry(self, length, gap, sort->what | WHOLE, call, sort->form.nbytes);
     const uint64_t filled = self->words[FILLED];
     char *start = (char *)entry + at;
@@ -157,7 +165,7 @@ static uint64_t pour(End *self, uint64_t call, const char *data, uint64_t nbytes
 
 static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     uint64_t *words = self->words, number = words[NUMBER] + 1, gap;
-    const uint64_t length = in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3)), before = number - PLACES;
+    const uint64_t length = length_told(sort), before = number - PLACES;
     if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 && words[GIVEN_UP + before % PLACES] != before)
         Py_RETURN_FALSE;
     if (self->patience.looks == 0 || sort->form.nbytes > LONG_BYTES || PyList_Size(self->shared) || !has_room(self, length, &gap)) Py_RETURN_FALSE;
@@ -197,11 +205,11 @@ PyObject *send_now(PyObject *object, PyObject *x) {
     End *self = (End *)object;
     const Sort *sort = NULL;
     for (int which = 0; which < SORTS && sort == NULL; which++)
-        if (is_of(self, &self->sorts[which], x, IN_ONE_PIECE | ALIGNED)) sort = &self->sorts[which];
+        if (is_of(&self->sorts[which], x, IN_ONE_PIECE | ALIGNED)) sort = &self->sorts[which];
     if (sort == NULL || !may_begin(self)) Py_RETURN_FALSE;
     if (sort->form.nbytes > self->eager_bytes) return send_long(self, sort, x);
 
-    const uint64_t length = in_lines(data_at(sort->form.ndim, sort->form.nbytes) + sort->form.nbytes);
+    const uint64_t length = length_whole(sort);
     uint64_t gap;
     if (length > self->entry_bytes_max || !has_room(self, length, &gap)) Py_RETURN_FALSE;
     Count *count = self->count;
@@ -222,7 +230,7 @@ static uint64_t wait_for(End *self, uint64_t need) {
 
 /* Copy the bytes of an entry as they come; return whether all have. */
 static int take(End *self, uint64_t used, const Sort *sort, char *target) {
-    const uint64_t at = data_at(sort->form.ndim, sort->form.nbytes), length = in_lines(at + sort->form.nbytes);
+    const uint64_t at = data_at(sort->form.ndim, sort->form.nbytes), length = length_whole(sort);
     const char *start = self->ring + used % self->ring_bytes + at;
     uint64_t done = 0;
     while (1) {
@@ -278,57 +286,57 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
     return note(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
 }
 
+/* Return the oldest entry that is no gap; NULL where none comes soon. */
+static const uint64_t *oldest_entry(End *self) {
+    while (1) {
+        const uint64_t used = self->words[USED];
+        if (wait_for(self, used + 1) <= used) return NULL;
+        const uint64_t *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
+        if ((entry[WHAT] & 0xFF) != GAP) return entry;
+        store(self->words + USED, used + entry[LENGTH]);
+    }
+}
+
+/* Return of which sort the message of an entry is; NULL where that is not known. */
+static const Sort *sort_of(const End *self, const uint64_t *entry) {
+    const uint64_t form = entry[WHAT] & 0xFF, left = self->ring_bytes - self->words[USED] % self->ring_bytes;
+    if (form != WHOLE && form != TOLD) return NULL;
+    for (int which = 0; which < SORTS; which++) {
+        const Sort *one = &self->sorts[which];
+        if (one->told == NULL || (one->what | form) != entry[WHAT] || (uint64_t)one->form.nbytes != entry[NBYTES]) continue;
+        int same = (form == WHOLE ? length_whole(one) : length_told(one)) <= left;
+        for (int axis = 0; same && axis < one->form.ndim; axis++) same = (uint64_t)one->form.shape[axis] == entry[SHAPE + axis];
+        if (same) return one;
+    }
+    return NULL;
+}
+
 PyObject *receive_now(PyObject *object, PyObject *out) {
     End *self = (End *)object;
     if (!may_begin(self) || PyDict_Size(self->kept) || PyList_Size(self->shared)) Py_RETURN_NONE;
     const int64_t begin = now_ns();
     Count *count = self->count;
     const long long call = count->number;
-    uint64_t used = self->words[USED];
-    uint64_t *entry;
-    while (1) {
-        if (wait_for(self, used + 1) <= used) Py_RETURN_NONE;
-        entry = (uint64_t *)(self->ring + used % self->ring_bytes);
-        if ((entry[WHAT] & 0xFF) != GAP) break;
-        used += entry[LENGTH];
-        store(self->words + USED, used);
-    }
-    PyObject *made = NULL, *result = NULL;
-    const uint64_t form = entry[WHAT] & 0xFF;
-    if ((form != WHOLE && form != TOLD) || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call) goto unusual;
-    const Sort *sort = NULL;
-    for (int which = 0; which < SORTS && sort == NULL; which++) {
-        const Sort *one = &self->sorts[which];
-        if (one->told == NULL || (one->what | form) != entry[WHAT] || (uint64_t)one->form.nbytes != entry[NBYTES]) continue;
-        sort = one;
-        for (int axis = 0; axis < one->form.ndim; axis++)
-            if ((uint64_t)one->form.shape[axis] != entry[SHAPE + axis]) sort = NULL;
-    }
-    if (sort == NULL) goto unusual;
-    const uint64_t length = form == WHOLE ? in_lines(data_at(sort->form.ndim, sort->form.nbytes) + sort->form.nbytes)
-                                          : in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3));
-    if (length > self->ring_bytes - used % self->ring_bytes) goto unusual;
-    if (out != Py_None) {
-        if (!is_of(self, sort, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)) goto unusual;
-        made = Py_NewRef(out);
-    } else {
-        made = PyObject_CallFunctionObjArgs(self->make, sort->shape, sort->form.dtype, NULL);
-        if (made == NULL) goto done;
-        /* That may have run other threads, or the collector of garbage; from here on nothing does. */
-        if (count->number != call || self->words[USED] != used || sort->told == NULL || !may_begin(self)) goto unusual;
-    }
-    if (form == TOLD) {
+    const uint64_t *entry = oldest_entry(self);
+    if (entry == NULL || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call) Py_RETURN_NONE;
+    const uint64_t used = self->words[USED];
+    const Sort *sort = sort_of(self, entry);
+    if (sort == NULL || (out != Py_None && !is_of(sort, out, IN_ONE_PIECE | ALIGNED | WRITEABLE))) Py_RETURN_NONE;
+    PyObject *made = out != Py_None ? Py_NewRef(out) : PyObject_CallFunctionObjArgs(make_array, sort->shape, sort->form.dtype, NULL);
+    if (made == NULL) return NULL;
+    PyObject *result = NULL;
+    /* That may have run other threads, or the collector of garbage; from here on nothing does. */
+    if (out == Py_None && (count->number != call || self->words[USED] != used || !is_of(sort, made, 0) || !may_begin(self))) {
+        result = Py_NewRef(Py_None);
+    } else if ((entry[WHAT] & 0xFF) == TOLD) {
         result = receive_long(self, sort, made, call, begin);
-        goto done;
+    } else if (!take(self, used, sort, ((Array *)made)->data)) {
+        result = Py_NewRef(Py_None);
+    } else {
+        count->next_call = count->number = call + 1;
+        store(self->words + USED, used + entry[LENGTH]);
+        if (note(self, sort, call, begin) == 0) result = Py_NewRef(made);
     }
-    if (!take(self, used, sort, ((Array *)made)->data)) goto unusual;
-    count->next_call = count->number = call + 1;
-    store(self->words + USED, used + entry[LENGTH]);
-    if (note(self, sort, call, begin) == 0) result = Py_NewRef(made);
-    goto done;
-unusual:
-    result = Py_NewRef(Py_None);
-done:
-    Py_XDECREF(made);
+    Py_DECREF(made);
     return result;
 }

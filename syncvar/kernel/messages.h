@@ -27,10 +27,11 @@ typedef struct {
 
 /* One end of a pair and tag. */
 typedef struct {
-    PyObject_HEAD Count *count;
-    PyObject *engine, *context, *add, *go_on, *kept, *shared, *array_type, *make;
+    PyObject_HEAD PyObject *face;
+    Count *count;
+    PyObject *engine, *context, *add, *go_on, *kept, *shared;
     PyObject *busy, *box; /* locks of the pair and tag, and of this end of the box */
-    PyObject *door;       /* where it is remembered, if anywhere */
+    long long peer, tag;  /* by which it is remembered */
     PyObject *kept_sorts; /* what `sorts` refers to */
     Py_buffer memory;
     int has_memory;

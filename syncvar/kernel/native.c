@@ -1,7 +1,7 @@
 /* The module: what it tells of itself, and its types. */
 #include "native.h"
 
-#define FORM 16 /* of what Python and this module tell each other; as in __init__.py */
+#define FORM 18 /* of what Python and this module tell each other; as in __init__.py */
 
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
 static PyObject *describe(PyObject *module, PyObject *value) {
@@ -33,15 +33,20 @@ static PyObject *combine_once(PyObject *module, PyObject *arguments) {
     Py_RETURN_TRUE;
 }
 
-/* Copy the bytes of an array into another one, as to memory that others read; tests compare the two ways. */
+/* Copy the bytes of an array into another one, as a run does; tests compare the ways: 0 and 1 to memory that others read, by ordinary
+ * stores and past the caches, 2 to memory that only this rank reads. */
 static PyObject *copy_once(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *target, *source;
     Py_ssize_t nbytes;
-    int past;
-    if (!PyArg_ParseTuple(arguments, "OOnp", &target, &source, &nbytes, &past)) return NULL;
-    Stores stores = {past ? SLOW_LEAST : 0, 1};
-    copy_out(&stores, ((const Array *)target)->data, ((const Array *)source)->data, (size_t)nbytes);
+    int way;
+    if (!PyArg_ParseTuple(arguments, "OOni", &target, &source, &nbytes, &way)) return NULL;
+    Stores stores = {way == 1 ? SLOW_LEAST : 0, 1};
+    char *to = ((const Array *)target)->data, *from = ((const Array *)source)->data;
+    if (way == 2)
+        copy_in(to, from, (size_t)nbytes);
+    else
+        copy_out(&stores, to, from, (size_t)nbytes);
     Py_RETURN_NONE;
 }
 
@@ -52,36 +57,24 @@ static PyMethodDef functions[] = {
      "Combine two flat arrays into a third one by the loop of a ufunc; False where it has none."},
     {"note_change", note_change, METH_NOARGS, "Let entrances look again of which group calls are that name none."},
     {"copy_once", copy_once, METH_VARARGS,
-     "Copy so many bytes of an array into another one, as to memory that others read; past the caches where that is asked for."},
+     "Copy so many bytes of an array into another one in one of three ways."},
     {NULL},
 };
 
-/* Add a type to the module; `kept` is where it is kept for other types' own use. */
+#define DEFINED_TYPE(PREFIX) PyTypeObject *PREFIX##_type;
+TYPES(DEFINED_TYPE)
+
+/* Add a type to the module, and keep it for other types' own use. */
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    const int done = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
-    if (kept != NULL && done == 0) *kept = (PyTypeObject *)Py_NewRef(type);
-    Py_XDECREF(type);
-    return done;
+    *kept = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    return *kept == NULL ? -1 : PyModule_AddType(module, *kept);
 }
 
 static int prepare_module(PyObject *module) {
-    static const struct {
-        PyType_Spec *spec;
-        PyTypeObject **kept;
-    } types[] = {
-        {&admission_state_spec, &admission_state_type}, {&communicator_state_spec, &communicator_state_type},
-        {&channel_state_spec, &channel_state_type}, {&program_spec, &program_type}, {&run_spec, &run_type},
-        {&slot_call_spec, &slot_call_type},         {&begun_spec, &begun_type},     {&entrance_spec, NULL},
-        {&tally_spec, &tally_type},                 {&watch_spec, &watch_type},     {&copied_spec, &copied_type},
-        {&write_spec, NULL},                        {&look_spec, NULL},             {&read_spec, NULL},
-        {&group_spec, NULL},                        {&count_spec, &count_type},     {&end_spec, &end_type},
-        {&door_spec, NULL},
-    };
     choose_copy();
-    if (intern_names() < 0 || PyModule_AddIntConstant(module, "FORM", FORM) < 0) return -1;
-    for (size_t type = 0; type < sizeof types / sizeof *types; type++)
-        if (add_type(module, types[type].spec, types[type].kept) < 0) return -1;
+    if (find_numpy() < 0 || intern_names() < 0 || PyModule_AddIntConstant(module, "FORM", FORM) < 0) return -1;
+#define ADDED_TYPE(PREFIX) if (add_type(module, &PREFIX##_spec, &PREFIX##_type) < 0) return -1;
+    TYPES(ADDED_TYPE)
     return 0;
 }
 

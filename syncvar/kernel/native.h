@@ -2,7 +2,7 @@
  *
  * Each part uses those above it: `objects.c` what objects have in common; `copying.c`, `arithmetic.c` what is done with
  * bytes; `channels.c` what ranks tell each other; `programs.c`, `runs.c` programs; `slot_calls.c`, `running.c`, `begun.c`,
- * `entrances.c` prepared calls; `writes.c`, `groups.c` variables; `messages.c`, `ends.c` messages; `native.c` the module. */
+ * `entrances.c` prepared calls; `variables.c` variables; `messages.c`, `ends.c` messages; `native.c` the module. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
 #define Py_LIMITED_API 0x030B0000
@@ -42,7 +42,20 @@ int intern_names(void);
 #define HOLDS(TYPE, MEMBER, NAME) {NAME, T_OBJECT, offsetof(TYPE, MEMBER), READONLY, NULL}
 #define HELD(TYPE, MEMBER) HOLDS(TYPE, MEMBER, #MEMBER)
 #define HOLDING {Py_tp_traverse, traverse_held}, {Py_tp_clear, clear_held}, {Py_tp_dealloc, dealloc_held}
-#define TYPE_OF(NAME, FLAGS, SLOTS) {"syncvar.kernel.native." #NAME, sizeof(NAME), 0, Py_TPFLAGS_DEFAULT | (FLAGS), SLOTS}
+
+/* The type of a struct, by its members and slots. */
+#define TYPE(NAME, PREFIX, MEMBERS, FLAGS, TOLD, ...)                                                                  \
+    static PyType_Slot PREFIX##_type_slots[] = {                                                                       \
+        {Py_tp_members, MEMBERS}, {Py_tp_doc, TOLD}, __VA_ARGS__, {0, NULL},                                           \
+    };                                                                                                                 \
+    PyType_Spec PREFIX##_spec = {                                                                                      \
+        "syncvar.kernel.native." #NAME, sizeof(NAME), 0, Py_TPFLAGS_DEFAULT | (FLAGS), PREFIX##_type_slots,            \
+    };
+#define TYPES(X)                                                                                                       \
+    X(admission_state) X(communicator_state) X(tally) X(watch) X(copied) X(channel_state) X(program) X(run) X(slot_call) \
+    X(begun) X(entrance) X(write) X(look) X(read) X(group) X(count) X(end) X(message_entrance)
+#define DECLARED_TYPE(PREFIX) extern PyType_Spec PREFIX##_spec; extern PyTypeObject *PREFIX##_type;
+TYPES(DECLARED_TYPE)
 
 int traverse_held(PyObject *object, visitproc visit, void *arg);
 int clear_held(PyObject *object);
@@ -65,14 +78,31 @@ int64_t now_ns(void);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
 
-/* What every call reads of the engine, and of its group's communicator: these are the beginnings of both. */
+/* Records: numbers that Python has as attributes. __init__.py says what they mean. */
 typedef struct {
     PyObject_HEAD char is_quiet;
-} AdmissionState;
+} AdmissionState; /* the beginning of the engine */
 
 typedef struct {
     PyObject_HEAD long long next_call;
-} CommunicatorState;
+} CommunicatorState; /* the beginning of a communicator */
+
+typedef struct {
+    PyObject_HEAD long long writes, collectives, added, steps, reads, turned, turns;
+} Tally;
+
+typedef struct {
+    PyObject_HEAD long long until;
+    char is_free;
+} Watch;
+
+typedef struct {
+    PyObject_HEAD long long moves, changes;
+    char is_being_written;
+} Copied;
+
+#define NUMBER(TYPE, MEMBER) {#MEMBER, T_LONGLONG, offsetof(TYPE, MEMBER), 0, NULL}
+#define FLAG(TYPE, MEMBER) {#MEMBER, T_BOOL, offsetof(TYPE, MEMBER), 0, NULL}
 
 /* How callables are called without a tuple and a dict for their arguments (PEP 590). The limited API has it from 3.12 on; 3.11 has
  * it in the same place. */
@@ -80,15 +110,25 @@ typedef PyObject *(*Vectorcall)(PyObject *callable, PyObject *const *arguments, 
 #define HAS_VECTORCALL (1UL << 11)
 #define GIVEN(FLAGGED) ((Py_ssize_t)((FLAGGED) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
 
-/* An object that stands for a public function. */
+/* What a face remembers, without keeping it: it takes itself out when it goes. These are the beginnings of such objects. */
+typedef struct {
+    PyObject_HEAD PyObject *face; /* where it is remembered, if anywhere */
+} Remembered;
+
+#define REMEMBERED 256 /* by what a call is made of; each face has its own way to find a place */
+
+/* An object that stands for a public function, and makes in C the calls for which it remembers something. */
 typedef struct {
     PyObject_HEAD PyObject *function, *state;
     Vectorcall vectorcall;
+    Remembered *remembered[REMEMBERED];
 } Face;
 
 #define CALLED_BY(TYPE) {"__vectorcalloffset__", T_PYSSIZET, offsetof(TYPE, face.vectorcall), READONLY, NULL}
 
 PyObject *face_call(PyObject *object, PyObject *arguments, PyObject *keywords);
+void remember(Face *face, Remembered **place, Remembered *object);
+void forget(Remembered *object);
 PyObject *call_function(const Face *face, PyObject *const *arguments, Py_ssize_t given, PyObject *names);
 
 PyObject *face_getattr(PyObject *object, PyObject *name);
@@ -98,6 +138,10 @@ PyObject *face_reduce(PyObject *object, PyObject *unused);
 #define FACE {Py_tp_call, face_call}, {Py_tp_getattro, face_getattr}, {Py_tp_repr, face_repr}
 
 /* -- arrays -------------------------------------------------------------------------------------------------------- */
+
+extern PyObject *array_type, *make_array, *as_array, *numpy_add; /* NumPy's ndarray, empty, asarray and add */
+
+int find_numpy(void);
 
 /* The beginning of NumPy's PyArrayObject, which its C interface has kept since version 1. */
 typedef struct {
@@ -125,7 +169,7 @@ typedef struct {
 } Form;
 
 int read_form(PyObject *dtype, PyObject *shape, Form *form);
-int fits(const Form *form, PyObject *array_type, PyObject *value, int flags);
+int fits(const Form *form, PyObject *value, int flags);
 
 /* -- what is done with bytes --------------------------------------------------------------------------------------- */
 
@@ -139,6 +183,9 @@ typedef struct {
     int slow, left; /* timed copies that were slow, the last ones; copies that go as the last one, before one is timed again */
 } Stores;
 
+int are_apart(const char *one, const char *other, size_t nbytes);
+int is_slow_by_string(const char *target, const char *source);
+void copy_in(char *target, const char *source, size_t nbytes);
 void copy_past(char *target, const char *source, size_t nbytes);
 void copy_out(Stores *stores, char *target, const char *source, size_t nbytes);
 
@@ -172,18 +219,16 @@ static inline void combine(
 typedef struct {
     Step fold, divide;
     char divisor[16];
-    Py_ssize_t width; /* of an element, in bytes */
-    int half;         /* terms are halves, which are combined as float32 and rounded once */
-    void (*four)(const char *const *terms, char *out, Py_ssize_t nbytes); /* combines four by the tree at once, or NULL */
+    Py_ssize_t width; /* of an element of a term, in bytes */
+    int half;         /* the kind of halves, which are combined as float32 and rounded once; terms may be float32 already */
+    Py_ssize_t (*four)(const char *const *terms, char *out, Py_ssize_t nbytes); /* combines four by the tree at once, or NULL */
 } Arithmetic;
 
-int number_of(PyObject *dtype);
-int has_arithmetic(
-    Arithmetic *how, PyObject *dtype, PyObject *fold, PyObject *divide, const char *divisor, Py_ssize_t divisor_bytes
+int read_arithmetic(PyObject *given, Arithmetic *how, Step *apply);
+void fold_terms(
+    const Arithmetic *how, const Step *apply, const char *const *terms, int count, char *out, Py_ssize_t elements
 );
-void fold_terms(const Arithmetic *how, const char *const *terms, int count, char *out, Py_ssize_t nbytes);
 void widen(int half, const char *terms, float *out, Py_ssize_t count);
-void round_all(int half, const float *wide, char *made, Py_ssize_t count);
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
@@ -313,37 +358,7 @@ int bind_vector(
 );
 long long advance_run(Run *self, Py_ssize_t end);
 
-/* -- types --------------------------------------------------------------------------------------------------------- */
-
-extern PyType_Spec admission_state_spec, communicator_state_spec, channel_state_spec, program_spec, run_spec, slot_call_spec, begun_spec, entrance_spec, tally_spec, watch_spec,
-    copied_spec, write_spec, look_spec, read_spec, group_spec, count_spec, end_spec, door_spec;
-extern PyTypeObject *admission_state_type, *communicator_state_type, *channel_state_type, *program_type, *run_type, *slot_call_type, *begun_type, *tally_type, *watch_type, *copied_type,
-    *count_type, *end_type;
-
 PyObject *note_change(PyObject *module, PyObject *unused);
 PyObject *run_slots(PyObject *slot_call, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout);
-
-/* -- variables ----------------------------------------------------------------------------------------------------- */
-
-/* What is counted of a variable; see syncvar/variables/prepared.py. */
-typedef struct {
-    PyObject_HEAD long long writes, collectives, added, steps, reads, turned, turns;
-} Tally;
-
-/* Whether a copy is being written, by a call of all replicas or in changes of this process, and how often it has gone to
- * other memory. */
-typedef struct {
-    PyObject_HEAD long long moves, changes;
-    char is_being_written;
-} Copied;
-
-/* What the storage of a copy held when it was looked at; only as long as it has not moved is what it refers to alive. */
-typedef struct {
-    long long moves, references;
-    PyObject *array, *ground, *beneath;
-} Laid;
-
-int look_at_copy(Laid *laid, Copied *storage);
-int is_exposed(const Laid *laid);
 
 #endif

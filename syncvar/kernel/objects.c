@@ -147,32 +147,40 @@ int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
     return added == NULL ? -1 : 0;
 }
 
-/* -- what every call reads of others -------------------------------------------------------------------------------- */
+/* -- records ------------------------------------------------------------------------------------------------------- */
 
-PyTypeObject *admission_state_type, *communicator_state_type;
+#define RECORD(NAME, PREFIX, TOLD, ...)                                                                                \
+    static PyMemberDef PREFIX##_members[] = {__VA_ARGS__, {NULL}};                                                     \
+    TYPE(NAME, PREFIX, PREFIX##_members, Py_TPFLAGS_BASETYPE, TOLD, {Py_tp_dealloc, dealloc_object})
 
-static PyMemberDef admission_state_members[] = {{"is_quiet", T_BOOL, offsetof(AdmissionState, is_quiet), 0, NULL}, {NULL}};
+RECORD(
+    AdmissionState, admission_state, "Whether nothing is known that would refuse a call, or go before it.",
+    FLAG(AdmissionState, is_quiet)
+)
+RECORD(CommunicatorState, communicator_state, "The number of a group's next call.", NUMBER(CommunicatorState, next_call))
+RECORD(
+    Tally, tally, "What is counted of a variable.", NUMBER(Tally, writes), NUMBER(Tally, collectives), NUMBER(Tally, added),
+    NUMBER(Tally, steps), NUMBER(Tally, reads), NUMBER(Tally, turned), NUMBER(Tally, turns)
+)
+RECORD(Watch, watch, "When writes are looked at.", NUMBER(Watch, until), FLAG(Watch, is_free))
+RECORD(
+    Copied, copied, "What is going on with a copy.", NUMBER(Copied, moves), NUMBER(Copied, changes), FLAG(Copied, is_being_written)
+)
 
-static PyMemberDef communicator_state_members[] = {{"next_call", T_LONGLONG, offsetof(CommunicatorState, next_call), 0, NULL}, {NULL}};
+/* -- arrays -------------------------------------------------------------------------------------------------------- */
 
-static PyType_Slot admission_state_slots[] = {
-    {Py_tp_members, admission_state_members},
-    {Py_tp_dealloc, dealloc_object},
-    {Py_tp_doc, "Whether nothing is known that would refuse a call, or go before it."},
-    {0, NULL},
-};
+PyObject *array_type, *make_array, *as_array, *numpy_add;
 
-static PyType_Slot communicator_state_slots[] = {
-    {Py_tp_members, communicator_state_members},
-    {Py_tp_dealloc, dealloc_object},
-    {Py_tp_doc, "The number of a group's next call."},
-    {0, NULL},
-};
-
-PyType_Spec admission_state_spec = TYPE_OF(AdmissionState, Py_TPFLAGS_BASETYPE, admission_state_slots);
-PyType_Spec communicator_state_spec = TYPE_OF(CommunicatorState, Py_TPFLAGS_BASETYPE, communicator_state_slots);
-
-/* -- numbers and shapes -------------------------------------------------------------------------------------------- */
+int find_numpy(void) {
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    if (numpy == NULL) return -1;
+    array_type = PyObject_GetAttrString(numpy, "ndarray");
+    make_array = PyObject_GetAttrString(numpy, "empty");
+    as_array = PyObject_GetAttrString(numpy, "asarray");
+    numpy_add = PyObject_GetAttrString(numpy, "add");
+    Py_DECREF(numpy);
+    return array_type && make_array && as_array && numpy_add ? 0 : -1;
+}
 
 /* Read a tuple of numbers; returns how many, or -1. */
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most) {
@@ -208,7 +216,7 @@ int read_form(PyObject *dtype, PyObject *shape, Form *form) {
     return 1;
 }
 
-int fits(const Form *form, PyObject *array_type, PyObject *value, int flags) {
+int fits(const Form *form, PyObject *value, int flags) {
     if ((PyObject *)Py_TYPE(value) != array_type) return 0;
     const Array *array = (const Array *)value;
     if (array->dtype != form->dtype || array->ndim != form->ndim || (array->flags & flags) != flags) return 0;
@@ -227,6 +235,22 @@ PyObject *face_getattr(PyObject *object, PyObject *name) {
     for (size_t which = 0; which < sizeof own / sizeof *own; which++)
         if (PyUnicode_CompareWithASCIIString(name, own[which]) == 0) return PyObject_GenericGetAttr(object, name);
     return PyObject_GetAttr(function, name);
+}
+
+/* Remember an object in a place; what was there is forgotten. */
+void remember(Face *face, Remembered **place, Remembered *object) {
+    if (*place != NULL) forget(*place);
+    *place = object;
+    object->face = Py_NewRef((PyObject *)face);
+}
+
+/* Take an object out of where it is remembered; nothing where it is not. */
+void forget(Remembered *object) {
+    Face *face = (Face *)object->face;
+    if (face == NULL) return;
+    for (int place = 0; place < REMEMBERED; place++)
+        if (face->remembered[place] == object) face->remembered[place] = NULL;
+    Py_CLEAR(object->face);
 }
 
 /* Call the function as it was called itself; nobody does who knows of `vectorcall`. */

@@ -3,8 +3,6 @@
 
 #define MEMORIES_MAX (1 << 16)
 
-PyTypeObject *program_type;
-
 static int is_known(const Program *self, int64_t memory, int64_t start, int64_t count) {
     if (memory < 0 || memory >= self->memories) return 0;
     const int64_t size = self->named[memory].nbytes / self->how.width;
@@ -43,30 +41,22 @@ static int is_sound(const Program *self) {
     return begins || self->opening == self->length;
 }
 
-/* Program(code, opening, names, sizes, width, dtype, half, fold, divide, divisor, apply): the code as 64-bit numbers,
- * of which so many come before phase 0 is published; kind, rank and place of each memory, and its elements; the dtype
- * in which terms are combined.
- */
+/* Program(code, opening, names, sizes, what becomes of terms): the code as 64-bit numbers, of which so many come before phase 0 is
+ * published; kind, rank and place of each memory, and its elements. */
 static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    const char *divisor;
-    Py_ssize_t divisor_bytes, opening, width, *numbers = NULL;
-    PyObject *code, *named, *given, *dtype, *fold, *divide, *apply;
-    int half;
-    if (keywords != NULL || !PyArg_ParseTuple(
-                                arguments, "SnOOnOiOOy#O", &code, &opening, &named, &given, &width, &dtype, &half, &fold,
-                                &divide, &divisor, &divisor_bytes, &apply
-                            ))
-        return NULL;
+    Py_ssize_t opening, *numbers = NULL;
+    PyObject *code, *named, *given, *how;
+    if (keywords != NULL || !PyArg_ParseTuple(arguments, "SnOOO", &code, &opening, &named, &given, &how)) return NULL;
     Program *self = new_object(type);
     if (self == NULL) return NULL;
-    self->how.width = width;
-    self->how.half = half;
     self->opening = opening;
     self->length = PyBytes_Size(code) / 8;
     self->code = (const int64_t *)PyBytes_AsString(Py_NewRef(code));
     self->kept_code = code;
     const Py_ssize_t memories = PyTuple_Size(given);
-    if (memories < 0 || width < 1 || memories > MEMORIES_MAX) goto wrong;
+    if (memories < 0 || memories > MEMORIES_MAX || !read_arithmetic(how, &self->how, &self->apply)) goto wrong;
+    if (self->how.half && self->apply.loop != NULL) goto wrong;
+    const Py_ssize_t width = self->how.width;
     numbers = PyMem_Malloc((4 * memories + 1) * sizeof *numbers);
     self->named = new_room(&self->kept_named, memories * sizeof *self->named);
     if (numbers == NULL || self->named == NULL) {
@@ -85,10 +75,6 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
         if (self->named[memory].kind == SCRATCH && self->named[memory].nbytes > self->scratch_bytes)
             self->scratch_bytes = self->named[memory].nbytes;
     }
-    const int combines = fold != Py_None;
-    if (combines ? !has_arithmetic(&self->how, dtype, fold, divide, divisor, divisor_bytes) : divide != Py_None)
-        goto wrong;
-    if (apply != Py_None && (half || !find_loop(apply, number_of(dtype), &self->apply))) goto wrong;
     if (!is_sound(self)) goto wrong;
     PyMem_Free(numbers);
     return (PyObject *)self;
@@ -100,18 +86,12 @@ failed:
     return NULL;
 }
 
-
 static PyMemberDef program_members[] = {
     HOLDS(Program, how.fold.owner, "_fold"), HOLDS(Program, how.divide.owner, "_divide"), HOLDS(Program, apply.owner, "_apply"),
     HOLDS(Program, kept_code, "_code"),      HOLDS(Program, kept_named, "_named"),        {NULL},
 };
 
-static PyType_Slot program_slots[] = {
-    {Py_tp_new, program_new},
-    {Py_tp_members, program_members},
-    HOLDING,
-    {Py_tp_doc, "A program that has been looked at: its instructions use their memories within their sizes."},
-    {0, NULL},
-};
-
-PyType_Spec program_spec = TYPE_OF(Program, Py_TPFLAGS_HAVE_GC, program_slots);
+TYPE(
+    Program, program, program_members, Py_TPFLAGS_HAVE_GC,
+    "A program that has been looked at: its instructions use their memories within their sizes.", {Py_tp_new, program_new}, HOLDING
+)

@@ -9,15 +9,30 @@
 
 /* -- what a call works on ------------------------------------------------------------------------------------------ */
 
+/* One attempt to make a call: what is given, what it needs, and what it tells. */
+typedef struct {
+    PyObject *x, *out, *said, *timeout;
+    PyObject *told, *made, *number, *begin; /* words, where the result goes; as in the flight recorder */
+    Run *run;                               /* of a long vector */
+    int has_lock;                           /* of the group's calls */
+    uint64_t digest, source;                /* what is told to the others: which call it is, where this rank's cells or vector lie */
+} Attempt;
+
+/* What has become of it. UNUSUAL: Python has to make it, nothing has been changed. UNKNOWN: phase 0 has been published, and Python
+ * has to go on. WAITING: the run has to go on later. FAILED: there is an error. */
+enum { DONE, UNUSUAL, UNKNOWN, WAITING, FAILED };
+
+static char *data_of(PyObject *array) { return ((Array *)array)->data; }
+
 int accepts(const SlotCall *self, PyObject *x, PyObject *out) {
-    return fits(&self->brought, self->array_type, x, IN_ONE_PIECE | ALIGNED) &&
-           (out == Py_None || fits(&self->made, self->array_type, out, IN_ONE_PIECE | ALIGNED | WRITEABLE));
+    return fits(&self->brought, x, IN_ONE_PIECE | ALIGNED) &&
+           (out == Py_None || fits(&self->made, out, IN_ONE_PIECE | ALIGNED | WRITEABLE));
 }
 
 /* Return where the result goes: `out`, or an array that is made now. */
 PyObject *make_result(const SlotCall *self, PyObject *out) {
     if (self->nothing != Py_None) return Py_NewRef(self->nothing);
-    return out == Py_None ? PyObject_Call(self->make, self->make_arguments, NULL) : Py_NewRef(out);
+    return out == Py_None ? PyObject_Call(make_array, self->make_arguments, NULL) : Py_NewRef(out);
 }
 
 /* Return whether the result is made of what has been put into slots, and of nothing else. */
@@ -62,7 +77,7 @@ static const char *place_in(const SlotCall *self, const Copy *copy, int side, co
  * result does not cover up what is still to be read. */
 static int reads_brought(const SlotCall *self, const char *brought, const char *out) {
     const Py_ssize_t nbytes = self->made.nbytes;
-    return self->ring >= 0 && !self->half && brought != NULL && (brought == out || brought + nbytes <= out || out + nbytes <= brought);
+    return self->ring >= 0 && !self->how.half && brought != NULL && (brought == out || brought + nbytes <= out || out + nbytes <= brought);
 }
 
 /* Combine the terms into the result, or apply the combination to it. */
@@ -72,23 +87,7 @@ static void combine_terms(const SlotCall *self, int side, const char *brought, c
         terms[term] = self->terms[term].rank == self->channel->rank && reads_brought(self, brought, out)
                           ? brought
                           : place_in(self, &self->terms[term], side, brought);
-    const Py_ssize_t whole = in_slots(self, &self->made), width = self->how.width;
-    if (self->apply.loop == NULL && !self->half) {
-        fold_terms(&self->how, terms, self->term_count, out, whole);
-        return;
-    }
-    _Alignas(64) char made[BLOCK], held[BLOCK]; /* the combination; what the result holds, where these are halves */
-    for (Py_ssize_t start = 0; start < whole; start += BLOCK) {
-        const Py_ssize_t left = whole - start, nbytes = left < BLOCK ? left : BLOCK, count = nbytes / width;
-        char *const part = out + (self->half ? start / 2 : start), *const target = self->half ? held : part;
-        fold_terms(&self->how, terms, self->term_count, made, nbytes);
-        if (self->apply.loop != NULL) {
-            if (self->half) widen(self->half, part, (float *)held, count);
-            combine(&self->apply, target, made, width, target, count, width);
-        }
-        if (self->half) round_all(self->half, (const float *)(self->apply.loop == NULL ? made : held), part, count);
-        for (int term = 0; term < self->term_count; term++) terms[term] += BLOCK;
-    }
+    fold_terms(&self->how, &self->apply, terms, self->term_count, out, in_slots(self, &self->made) / self->how.width);
 }
 
 /* Make the result of a call on which all ranks agree. */
@@ -151,8 +150,8 @@ uint64_t put_own(const SlotCall *self, int side, const char *x) {
         told = (uint64_t)(self->ring + channel->turn * channel->side_bytes);
     }
     char *own = (char *)channel->memory.buf + (told ? (Py_ssize_t)told : channel->slots[channel->rank] + side * channel->side_bytes);
-    if (self->half)
-        widen(self->half, x, (float *)own, self->brought.nbytes / 2);
+    if (self->how.half)
+        widen(self->how.half, x, (float *)own, self->brought.nbytes / 2);
     else
         for (int put = 0; put < self->put_count; put++)
             copy_out(&channel->stores, own + self->puts[put].to, x + self->puts[put].from, self->puts[put].nbytes);
@@ -161,16 +160,16 @@ uint64_t put_own(const SlotCall *self, int side, const char *x) {
 
 /* -- running ------------------------------------------------------------------------------------------------------- */
 
-/* Make a call through the small slots; return whether all has been done. */
-static int run_small(SlotCall *self, long long call, uint64_t digest, const char *x, char *made) {
+/* Make a call through the small slots. */
+static int run_small(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
-    const uint64_t told = put_own(self, side, x);
-    const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
+    const uint64_t told = put_own(self, side, data_of(attempt->x));
+    const uint64_t plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     publish_call(self, call, check, plain, told);
-    if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return 0;
-    finish(self, side, x, made);
-    return 1;
+    if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return UNKNOWN;
+    finish(self, side, data_of(attempt->x), data_of(attempt->made));
+    return DONE;
 }
 
 /* Return where memory lies in the arena, or 0. */
@@ -252,22 +251,21 @@ static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
 }
 
 /* Return whether the memory of an array is NumPy's, not of a device that others cannot read. */
-static int is_readable(const SlotCall *self, PyObject *array) {
+static int is_readable(PyObject *array) {
     while (!(((Array *)array)->flags & OWNED)) {
         array = ((Array *)array)->base;
-        if (array == NULL || (PyObject *)Py_TYPE(array) != self->array_type) return 0;
+        if (array == NULL || (PyObject *)Py_TYPE(array) != array_type) return 0;
     }
     return 1;
 }
 
-enum { DONE, UNKNOWN, WAITING };
-
-/* Make a call with a long vector, without Python's lock: DONE; or UNKNOWN, where phase 0 has been published and Python
- * has to go on; or WAITING, where the run has to go on later. */
-static int run_long(SlotCall *self, Run *run, long long call, uint64_t digest, uint64_t source, char *x, char *made) {
+/* Make a call with a long vector, without Python's lock; the run's program is borrowed then. */
+static int run_long(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
+    Run *run = attempt->run;
+    char *const x = data_of(attempt->x), *const made = data_of(attempt->made);
     uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
-    const uint64_t plain = digest + (uint64_t)call * SPREAD, check = plain + self->detail;
+    const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     channel->side ^= 1;
     const uint64_t offer = self->tells ? tell_places(self, x) : 0;
     if (self->tells ? offer == 0 : source < 2) {
@@ -281,7 +279,7 @@ static int run_long(SlotCall *self, Run *run, long long call, uint64_t digest, u
     if (!all_agree(self, check, PATIENCE_NS)) return UNKNOWN;
     const Known *known = self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
     if (known == NULL) return UNKNOWN;
-    run->program = known->program; /* both are kept by this call; whose reference it is, is put right afterwards */
+    run->program = known->program; /* the call keeps it */
     if (!bind_vector(run, x, self->brought.nbytes, made, self->made.nbytes, sources, targets, self->tells))
         return UNKNOWN;
     if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
@@ -302,26 +300,27 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
     PyErr_Restore(type, error, trace);
 }
 
-/* Let Python go on with a call that has been published: it waits longer, and knows what else there is.
+/* Let Python go on with a call that has been published, and with its run if it waits: Python waits longer, and knows what else there is.
  *
  * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
  * take part in, wherever a signal may have struck. */
-static PyObject *hand_on(
-    SlotCall *self, PyObject *number, PyObject *begin, PyObject *x, PyObject *out, PyObject *made, PyObject *said,
-    PyObject *timeout, PyObject *run
-) {
+static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
+    PyObject *const number = attempt->number, *const begin = attempt->begin, *const said = attempt->said;
     const int taken = self->is_long ? 0 : try_acquire(self->busy);
-    PyObject *told =
-        taken < 0 ? NULL : PyObject_CallFunctionObjArgs(self->later, number, begin, x, out, made, said, run, self, NULL);
+    PyObject *told = taken < 0 ? NULL
+                               : PyObject_CallFunctionObjArgs(
+                                     self->later, number, begin, attempt->x, attempt->out, attempt->made, said,
+                                     waits ? (PyObject *)attempt->run : Py_None, self, NULL
+                                 );
     PyObject *result = NULL;
-    if (told == NULL) {
+    if (told == NULL)
         interrupt_call(self, number, begin, said);
-    } else if (PyTuple_GetItem(told, 0) == Py_True) {
+    else if (PyTuple_GetItem(told, 0) == Py_True)
         result = Py_NewRef(PyTuple_GetItem(told, 1));
-    } else {
-        result =
-            PyObject_CallFunctionObjArgs(self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, timeout, NULL);
-    }
+    else
+        result = PyObject_CallFunctionObjArgs(
+            self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, attempt->timeout, NULL
+        );
     Py_XDECREF(told);
     if (taken > 0) release(self->busy);
     return result;
@@ -344,83 +343,84 @@ static PyObject *given_of(const SlotCall *self, PyObject *made) {
 
 /* -- a call -------------------------------------------------------------------------------------------------------- */
 
-/* Find the memories of a long call that this rank begins now: what it tells of its own is in `source`. */
-static int is_bound_to(SlotCall *self, Run *run, PyObject *x, char *target, uint64_t *source) {
+/* Find the memories of a long call that this rank begins now. */
+static int bind_own(const SlotCall *self, Attempt *attempt) {
     const ChannelState *channel = self->channel;
-    char *const brought = ((Array *)x)->data;
+    char *const brought = data_of(attempt->x), *const target = data_of(attempt->made);
     const uint64_t lies = offset_of(channel, brought), told = self->everyone || brought != target ? lies : 0;
-    *source = self->tells ? cells_for(self) : told << 1 | (uint64_t)(channel->tail ^ 1);
     uint64_t own[RANKS_MAX] = {0};
-    own[channel->rank] = *source;
-    return bind_vector(run, brought, self->brought.nbytes, target, self->made.nbytes, own, NULL, self->tells) &&
-           (!self->reads || lies != 0 || is_readable(self, x));
+    own[channel->rank] = attempt->source = self->tells ? cells_for(self) : told << 1 | (uint64_t)(channel->tail ^ 1);
+    return bind_vector(attempt->run, brought, self->brought.nbytes, target, self->made.nbytes, own, NULL, self->tells) &&
+           (!self->reads || lies != 0 || is_readable(attempt->x));
+}
+
+/* Look whether a call may be made here, and get all that it needs; nothing that others see is changed. */
+static int set_up(SlotCall *self, Attempt *attempt) {
+    const int memories = self->memories; /* what other threads may have run until it begins may need more */
+    const int64_t scratch_bytes = self->scratch_bytes;
+    PyObject *const x = attempt->x, *const out = attempt->out, *const said = attempt->said;
+    if (!accepts(self, x, out) || (out != Py_None && !lie_apart(self, x, out))) return UNUSUAL;
+    if (said == Py_None) {
+        attempt->told = Py_NewRef(self->told);
+    } else {
+        attempt->digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(said, 1));
+        attempt->told = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
+    }
+    attempt->made = attempt->told == NULL ? NULL : make_result(self, out);
+    if (attempt->made == NULL) return FAILED;
+    if (self->is_long) {
+        if (is_true(self->crowd, name_is_alert)) return UNUSUAL;
+        PyObject *kept = PyTuple_Pack(2, x, attempt->made); /* the run may outlive the caller's wait */
+        attempt->run = kept == NULL ? NULL : new_run(self->known[0].program, self->channel, kept, 0, memories, scratch_bytes);
+        Py_XDECREF(kept);
+        if (attempt->run == NULL) return FAILED;
+    }
+    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
+    if (!may_begin(self)) return UNUSUAL;
+    if (self->is_long) {
+        const int taken = try_acquire(self->busy);
+        if (taken < 0) return FAILED;
+        attempt->has_lock = taken;
+        if (taken == 0 || PyObject_Size(self->queue) || memories != self->memories || scratch_bytes != self->scratch_bytes) return UNUSUAL;
+        if (!bind_own(self, attempt)) return UNUSUAL;
+    }
+    attempt->begin = PyLong_FromLongLong(now_ns());
+    return attempt->begin == NULL ? FAILED : DONE;
+}
+
+/* Make a call that has been set up: others take part in it from now on, and nothing can fail until they have come, or do not. */
+static int make_call(SlotCall *self, Attempt *attempt) {
+    const long long call = take_number(self, &attempt->number);
+    if (call < 0) return FAILED;
+    if (!self->is_long) return run_small(self, attempt, call);
+    Program *const first = attempt->run->program;
+    int state;
+    Py_BEGIN_ALLOW_THREADS state = run_long(self, attempt, call);
+    Py_END_ALLOW_THREADS
+    Py_INCREF((PyObject *)attempt->run->program);
+    Py_DECREF((PyObject *)first);
+    return state;
 }
 
 PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout) {
     SlotCall *self = (SlotCall *)object;
-    ChannelState *channel = self->channel;
-    PyObject *told = NULL, *made = NULL, *number = NULL, *begin = NULL, *result = NULL;
-    Run *run = NULL;
-    int taken = 0;
-    uint64_t digest = self->digest, source = 0;
-    const int memories = self->memories; /* what other threads may have run until it begins may need more */
-    const int64_t scratch_bytes = self->scratch_bytes;
-
-    if (self->nothing != Py_None) out = Py_None; /* nobody looks at it */
-    if (!accepts(self, x, out) || (out != Py_None && !lie_apart(self, x, out))) goto unusual;
-    if (said == Py_None) {
-        told = Py_NewRef(self->told);
-    } else {
-        digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(said, 1));
-        told = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
+    Attempt attempt = {.x = x, .out = out, .said = said, .timeout = timeout, .digest = self->digest};
+    if (self->nothing != Py_None) attempt.out = Py_None; /* nobody looks at it */
+    PyObject *result = NULL;
+    int state = set_up(self, &attempt);
+    if (state == FAILED && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear(); /* no memory: the call has no number yet, and the general way raises it again and tells the others */
+        state = UNUSUAL;
     }
-    made = told == NULL ? NULL : make_result(self, out);
-    if (made == NULL) goto done;
-    char *const brought = ((Array *)x)->data, *const target = ((Array *)made)->data;
-    if (self->is_long) {
-        if (is_true(self->crowd, name_is_alert)) goto unusual;
-        run = new_run(self->known[0].program, channel, Py_None, 0, memories, scratch_bytes);
-        if (run == NULL) goto done;
-    }
-    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
-    if (!may_begin(self)) goto unusual;
-    if (self->is_long) {
-        taken = try_acquire(self->busy);
-        if (taken < 0) goto done;
-        if (taken == 0 || memories != self->memories || scratch_bytes != self->scratch_bytes) goto unusual;
-        if (!is_bound_to(self, run, x, target, &source)) goto unusual;
-    }
-    begin = PyLong_FromLongLong(now_ns());
-    const long long call = begin == NULL ? -1 : take_number(self, &number);
-    if (call < 0) goto done;
-
-    /* From here to the end of the wait nothing can fail: others take part in the call now. */
-    int state;
-    if (self->is_long) {
-        Program *const first = run->program;
-        Py_BEGIN_ALLOW_THREADS state = run_long(self, run, call, digest, source, brought, target);
-        Py_END_ALLOW_THREADS Py_INCREF((PyObject *)run->program);
-        Py_DECREF((PyObject *)first);
-    } else {
-        state = run_small(self, call, digest, brought, target) ? DONE : UNKNOWN;
-    }
-    if (state != DONE)
-        result =
-            hand_on(self, number, begin, x, out, made, said, timeout, state == WAITING ? (PyObject *)run : Py_None);
-    else if (record(self->add, told, number, begin) == 0)
-        result = given_of(self, made);
-done:
-    if (taken > 0) release(self->busy);
-    Py_XDECREF(told);
-    Py_XDECREF(made);
-    Py_XDECREF(number);
-    Py_XDECREF(begin);
-    Py_XDECREF((PyObject *)run);
+    if (state == DONE) state = make_call(self, &attempt);
+    if (state == UNKNOWN || state == WAITING) result = hand_on(self, &attempt, state == WAITING);
+    if (state == DONE && record(self->add, attempt.told, attempt.number, attempt.begin) == 0) result = given_of(self, attempt.made);
+    if (attempt.has_lock) release(self->busy);
+    if (state == UNUSUAL) result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, said, timeout, NULL);
+    Py_XDECREF(attempt.told);
+    Py_XDECREF(attempt.made);
+    Py_XDECREF(attempt.number);
+    Py_XDECREF(attempt.begin);
+    Py_XDECREF((PyObject *)attempt.run);
     return result;
-
-unusual:
-    if (taken > 0) release(self->busy);
-    taken = 0;
-    result = PyObject_CallFunctionObjArgs(self->plain, x, out, said, timeout, NULL);
-    goto done;
 }

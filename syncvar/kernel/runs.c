@@ -10,20 +10,25 @@
 #include <sys/uio.h>
 #endif
 
-#define GONE (-((long long)1 << 40))   /* as `NEVER` in phases.py: that process is no more */
+#define GONE (-((long long)1 << 40))   /* as `_NEVER` in running.py: that process is no more */
 #define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
 #define STREAMED_LEAST (32 << 20) /* bytes of the results of all ranks, which caches do not keep */
+#define READ_AT_ONCE (64 << 10)   /* bytes that are read by way of other memory */
 #define PATIENCE_LOCKED_NS 20000 /* so long others are waited for with Python's lock */
-
-PyTypeObject *run_type;
 
 /* Read the memory of another process; returns 0, or what ends the run. */
 static long long read_process(Py_ssize_t process, const char *there, char *into, Py_ssize_t nbytes) {
 #if defined(__linux__)
+    char room[READ_AT_ONCE + PAGE];
+    const int goes_aside = is_slow_by_string(into, there) && nbytes >= PAGE; /* the system copies by string instructions */
+    char *const aside = room + ((uintptr_t)there - (uintptr_t)room) % PAGE;
     while (nbytes > 0) {
-        struct iovec here = {into, (size_t)nbytes}, remote = {(void *)there, (size_t)nbytes};
+        char *const first = goes_aside ? aside : into;
+        const size_t most = goes_aside && nbytes > READ_AT_ONCE ? READ_AT_ONCE : (size_t)nbytes;
+        struct iovec here = {first, most}, remote = {(void *)there, most};
         const ssize_t done = process_vm_readv((pid_t)process, &here, 1, &remote, 1, 0);
         if (done <= 0) return done < 0 && errno == ESRCH ? GONE : UNREAD;
+        if (goes_aside) copy_bytes(into, first, (size_t)done);
         into += done;
         there += done;
         nbytes -= done;
@@ -34,8 +39,6 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
     return nbytes > 0 ? UNREAD : 0;
 #endif
 }
-
-static int are_apart(const char *one, const char *other, Py_ssize_t nbytes) { return one + nbytes <= other || other + nbytes <= one; }
 
 /* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of Python is touched. */
 long long advance_run(Run *self, Py_ssize_t end) {
@@ -60,10 +63,10 @@ long long advance_run(Run *self, Py_ssize_t end) {
                 combine(&program->apply, target, source, width, target, step[5], width);
             } else if (goal->kind > SCRATCH) { /* others read it, and nothing else lies there */
                 copy_out(&channel->stores, target, source, nbytes);
-            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST && are_apart(target, source, nbytes)) {
+            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST && are_apart(target, source, (size_t)nbytes)) {
                 copy_past(target, source, nbytes);
-            } else if (target != source) {
-                memmove(target, source, nbytes);
+            } else {
+                copy_in(target, source, (size_t)nbytes);
             }
             self->place += 6;
             break;
@@ -71,7 +74,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
         case FOLD:
             for (int64_t term = 0; term < step[4]; term++)
                 terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;
-            fold_terms(&program->how, terms, (int)step[4], bound[step[1]].at + step[2] * width, step[3] * width);
+            fold_terms(&program->how, NULL, terms, (int)step[4], bound[step[1]].at + step[2] * width, step[3]);
             self->place += 5 + 2 * step[4];
             break;
         case PUBLISH:
@@ -87,18 +90,6 @@ long long advance_run(Run *self, Py_ssize_t end) {
         }
     }
     return 0;
-}
-
-static PyObject *run_next(PyObject *object) {
-    Run *self = (Run *)object;
-    long long need;
-    if (self->keeps_lock) {
-        need = advance_run(self, self->program->length);
-    } else {
-        Py_BEGIN_ALLOW_THREADS need = advance_run(self, self->program->length);
-        Py_END_ALLOW_THREADS
-    }
-    return need == 0 ? NULL : PyLong_FromLongLong(need);
 }
 
 /* A run of a program, and of others that have at most so many memories and need so much scratch memory. */
@@ -200,77 +191,91 @@ static int is_opening_bound(const Run *self) {
     return 1;
 }
 
+/* Find one memory: an array, or, where the offset is not -1, a place of the arena or of the process of the memory's rank. Returns how
+ * many bytes there are, -1 where it may not be used, with or without an error. */
+static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyObject *given) {
+    const Program *program = self->program;
+    const ChannelState *channel = self->channel;
+    const Named *named = &program->named[memory];
+    Bound *bound = &self->bound[memory];
+    if (offset >= (Py_ssize_t)ADDRESS) { /* what is combined, or applied, lies here */
+        if (named->kind != LYING || program->how.fold.loop != NULL || program->apply.loop != NULL || named->rank < 0 ||
+            named->rank >= channel->size || channel->processes[named->rank] == 0)
+            return -1;
+        *bound = (Bound){(char *)(offset - (Py_ssize_t)ADDRESS), channel->processes[named->rank]};
+        return named->nbytes;
+    }
+    if (offset >= 0) {
+        bound->at = (char *)channel->memory.buf + offset;
+        return channel->memory.len - offset;
+    }
+    if (!PyObject_TypeCheck(given, (PyTypeObject *)array_type)) return -1;
+    const Array *array = (const Array *)given;
+    PyObject *nbytes = PyObject_GetAttrString(given, "nbytes");
+    const Py_ssize_t room = nbytes == NULL ? -1 : PyLong_AsSsize_t(nbytes);
+    Py_XDECREF(nbytes);
+    bound->at = array->data;
+    return (array->flags & (IN_ONE_PIECE | ALIGNED)) == (IN_ONE_PIECE | ALIGNED) ? room : -1;
+}
+
+/* Go on to a place of the code, with or without Python's lock. */
+static long long advance_to(Run *self, Py_ssize_t end) {
+    if (self->keeps_lock) return advance_run(self, end);
+    long long need;
+    Py_BEGIN_ALLOW_THREADS need = advance_run(self, end);
+    Py_END_ALLOW_THREADS
+    return need;
+}
+
+static PyObject *run_next(PyObject *object) {
+    Run *self = (Run *)object;
+    const long long need = advance_to(self, self->program->length);
+    return need == 0 ? NULL : PyLong_FromLongLong(need);
+}
+
 /* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] where offsets[k] is -1, else that
  * place of the arena. Its opening has been done; or is done now, and nothing else may be then: arrays[k] is None of what
  * it does not use. */
 static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *program, *channel, *arrays, *given;
+    PyObject *program, *channel, *arrays, *offsets;
     int keeps_lock, opens;
     (void)type;
     if (keywords != NULL || !PyArg_ParseTuple(
                                 arguments, "O!O!O!Opp", program_type, &program, channel_state_type, &channel,
-                                &PyTuple_Type, &arrays, &given, &keeps_lock, &opens
+                                &PyTuple_Type, &arrays, &offsets, &keeps_lock, &opens
                             ))
         return NULL;
     const Program *made = (const Program *)program;
-    const ChannelState *state = (const ChannelState *)channel;
-    if (!state->is_bound || PyTuple_Size(given) != made->memories || PyTuple_Size(arrays) != made->memories) {
+    if (!((ChannelState *)channel)->is_bound || PyTuple_Size(offsets) != made->memories || PyTuple_Size(arrays) != made->memories) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a run takes an array or an offset for each memory");
         return NULL;
     }
     Run *self = new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock, made->memories, 0);
     if (self == NULL) return NULL;
-    self->place = made->opening;
     for (int memory = 0; memory < made->memories; memory++) {
-        const Named *named = &made->named[memory];
-        Bound *bound = &self->bound[memory];
-        const Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GetItem(given, memory));
-        Py_ssize_t room = -1;
-        if (PyErr_Occurred()) {
-            Py_DECREF(self);
-            return NULL;
-        }
-        if (offset >= (Py_ssize_t)ADDRESS) {
-            if (named->kind == LYING && made->how.fold.loop == NULL && made->apply.loop == NULL && named->rank >= 0 &&
-                named->rank < state->size && state->processes[named->rank] != 0) {
-                *bound = (Bound){(char *)(offset - (Py_ssize_t)ADDRESS), state->processes[named->rank]};
-                room = named->nbytes;
-            }
-        } else if (offset >= 0) {
-            bound->at = (char *)state->memory.buf + offset;
-            room = state->memory.len - offset;
-        } else if (opens && PyTuple_GetItem(arrays, memory) == Py_None) {
-            continue;
-        } else {
-            const Array *array = (const Array *)PyTuple_GetItem(arrays, memory);
-            PyObject *nbytes = PyObject_GetAttrString((PyObject *)array, "nbytes");
-            room = nbytes == NULL ? -1 : PyLong_AsSsize_t(nbytes);
-            Py_XDECREF(nbytes);
-            if ((array->flags & (IN_ONE_PIECE | ALIGNED)) != (IN_ONE_PIECE | ALIGNED)) room = -1;
-            bound->at = array->data;
-        }
-        if (room < named->nbytes) {
-            Py_DECREF(self);
+        const Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GetItem(offsets, memory));
+        PyObject *array = PyTuple_GetItem(arrays, memory);
+        if (PyErr_Occurred()) goto failed;
+        if (opens && offset < 0 && array == Py_None) continue;
+        if (bind_given(self, memory, offset, array) < made->named[memory].nbytes) {
             PyErr_Format(PyExc_ValueError, "memory %d of a program is shorter than it is used", memory);
-            return NULL;
+            goto failed;
         }
     }
+    self->place = made->opening;
     if (opens) {
         if (!is_opening_bound(self)) {
-            Py_DECREF(self);
             PyErr_SetString(PyExc_ValueError, "an opening uses a memory that is not known");
-            return NULL;
+            goto failed;
         }
         self->place = 0;
-        if (keeps_lock) {
-            advance_run(self, made->opening);
-        } else {
-            Py_BEGIN_ALLOW_THREADS advance_run(self, made->opening);
-            Py_END_ALLOW_THREADS
-        }
+        advance_to(self, made->opening);
         self->place = made->length; /* what follows needs all memories */
     }
     return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
 }
 
 static PyMemberDef run_members[] = {
@@ -278,14 +283,7 @@ static PyMemberDef run_members[] = {
     HOLDS(Run, kept_bound, "_bound"), HOLDS(Run, kept_scratch, "_scratch"), {NULL},
 };
 
-static PyType_Slot run_slots_of_type[] = {
-    {Py_tp_new, run_new},
-    {Py_tp_members, run_members},
-    HOLDING,
-    {Py_tp_iter, PyObject_SelfIter},
-    {Py_tp_iternext, run_next},
-    {Py_tp_doc, "A call of a program: yields what the others have to reach before it can go on."},
-    {0, NULL},
-};
-
-PyType_Spec run_spec = TYPE_OF(Run, Py_TPFLAGS_HAVE_GC, run_slots_of_type);
+TYPE(
+    Run, run, run_members, Py_TPFLAGS_HAVE_GC, "A call of a program: yields what the others have to reach before it can go on.",
+    {Py_tp_new, run_new}, {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, run_next}, HOLDING
+)

@@ -1,8 +1,6 @@
 /* Prepared calls whose data go through a channel: what is known of them, and that it lies where it may. */
 #include "calls.h"
 
-PyTypeObject *slot_call_type;
-
 /* Learn what is done with long vectors that lie in some way: learn(sources, into_all, by_owners, last_side, program);
  * the first time, where all are brought. */
 static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
@@ -48,7 +46,7 @@ static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
 }
 
 static int slot_call_clear(PyObject *object) {
-    forget_call((SlotCall *)object);
+    forget((Remembered *)object);
     return clear_held(object);
 }
 
@@ -84,24 +82,23 @@ static int check_places(const SlotCall *self) {
     if (self->ring >= 0) /* the terms are what the ranks bring, whole */
         good = good && self->put_count == 1 && self->puts[0].nbytes == brought && (self->term_count == 0 || brought == made) && !self->is_long &&
                is_within(self->ring, self->ring ? RING_SLOTS * slot : 0, self->channel->memory.len);
-    if (self->half) /* all terms are what the ranks bring, widened into the slots */
+    if (self->how.half) /* all terms are what the ranks bring, widened into the slots */
         good = good && self->put_count == 1 && self->puts[0].from == 0 && self->puts[0].to == 0 && self->puts[0].nbytes == brought &&
                self->how.width == sizeof(float) && self->term_count > 0 && are_all_put(self);
     if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside its arrays or the arena");
     return good;
 }
 
-/* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts, takes, terms, half, dtype in the slots,
- * fold, divide, divisor, apply, ring, parts, everyone, reads, *, what it holds). */
+/* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts, takes, terms, what becomes of terms, ring,
+ * parts, everyone, reads, *, what it holds). */
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *wide, *fold, *divide, *apply;
-    const char *divisor;
-    Py_ssize_t divisor_bytes, ring;
+    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how;
+    Py_ssize_t ring;
     unsigned long long digest, detail;
-    int tells, parts, half, everyone, reads;
+    int tells, parts, everyone, reads;
     if (!PyArg_ParseTuple(
-            arguments, "KKp(OO)(OO)OOOiOOOy#Onipp:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
-            &takes, &terms, &half, &wide, &fold, &divide, &divisor, &divisor_bytes, &apply, &ring, &parts, &everyone, &reads
+            arguments, "KKp(OO)(OO)OOOOnipp:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
+            &takes, &terms, &how, &ring, &parts, &everyone, &reads
         ))
         return NULL;
     SlotCall *self = new_holding(type, keywords);
@@ -111,7 +108,6 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->tells = tells;
     self->ring = ring;
     self->parts = parts;
-    self->half = half;
     self->everyone = everyone;
     self->reads = reads;
     self->is_long = self->crowd != Py_None;
@@ -125,18 +121,8 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
     self->term_count = read_copies(terms, self->terms, RANKS_MAX);
     if (self->put_count < 0 || self->take_count < 0 || self->term_count < 0) goto failed;
-    PyObject *itemsize = PyObject_GetAttrString(wide, "itemsize");
-    self->how.width = itemsize == NULL ? -1 : PyLong_AsSsize_t(itemsize);
-    Py_XDECREF(itemsize);
-    if (self->how.width < 0) goto failed;
-    if (fold != Py_None) {
-        if (self->term_count < 1 ||
-            !has_arithmetic(&self->how, wide, fold, divide, divisor, divisor_bytes))
-            goto wrong;
-        if (apply != Py_None && !find_loop(apply, number_of(wide), &self->apply)) goto wrong;
-    } else if (self->term_count || divide != Py_None || apply != Py_None) {
-        goto wrong;
-    }
+    if (!read_arithmetic(how, &self->how, &self->apply)) goto wrong;
+    if ((self->term_count > 0) != (self->how.fold.loop != NULL) || (self->apply.loop != NULL && self->term_count == 0)) goto wrong;
     if (!check_places(self)) goto failed;
     if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self))) goto wrong; /* what is brought is taken at once */
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
@@ -151,11 +137,11 @@ failed:
 
 static PyMemberDef slot_call_members[] = {
     HELD(SlotCall, channel), HELD(SlotCall, engine), HELD(SlotCall, communicator), HELD(SlotCall, busy),
-    HELD(SlotCall, queue), HELD(SlotCall, add), HELD(SlotCall, told), HELD(SlotCall, array_type),
-    HELD(SlotCall, make), HELD(SlotCall, plain), HELD(SlotCall, later), HELD(SlotCall, hand_over),
+    HELD(SlotCall, queue), HELD(SlotCall, add), HELD(SlotCall, told),
+    HELD(SlotCall, plain), HELD(SlotCall, later), HELD(SlotCall, hand_over),
     HELD(SlotCall, interrupt), HELD(SlotCall, saying), HELD(SlotCall, begun), HELD(SlotCall, work),
     HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HOLDS(SlotCall, make_arguments, "_make_arguments"),
-    HOLDS(SlotCall, entrance, "_entrance"), HOLDS(SlotCall, op, "_op"),
+    HOLDS(SlotCall, face, "_face"), HOLDS(SlotCall, op, "_op"),
     HOLDS(SlotCall, prepared_calls, "_prepared_calls"), HOLDS(SlotCall, brought.dtype, "_brought"),
     HOLDS(SlotCall, made.dtype, "_made"), HOLDS(SlotCall, how.fold.owner, "_fold"),
     HOLDS(SlotCall, how.divide.owner, "_divide"), HOLDS(SlotCall, apply.owner, "_apply"),
@@ -169,16 +155,9 @@ static PyMethodDef slot_call_methods[] = {
     {NULL},
 };
 
-static PyType_Slot slot_call_slots[] = {
-    {Py_tp_new, slot_call_new},
-    {Py_tp_call, slot_call_call},
-    {Py_tp_members, slot_call_members},
-    {Py_tp_methods, slot_call_methods},
-    {Py_tp_traverse, traverse_held},
-    {Py_tp_clear, slot_call_clear},
-    {Py_tp_dealloc, dealloc_held},
-    {Py_tp_doc, "A prepared call whose data go through the small slots of a channel: call(x, out, said, timeout)."},
-    {0, NULL},
-};
-
-PyType_Spec slot_call_spec = TYPE_OF(SlotCall, Py_TPFLAGS_HAVE_GC, slot_call_slots);
+TYPE(
+    SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
+    "A prepared call whose data go through the small slots of a channel: call(x, out, said, timeout).",
+    {Py_tp_new, slot_call_new}, {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
+    {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held}
+)

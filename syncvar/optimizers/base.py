@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from syncvar.collectives import finite
 from syncvar.collectives.all_reduce_shards import shards_request
 from syncvar.collectives.sync_points import meet
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, UsageError
-from syncvar.execution.kernels import quiet
-from syncvar.joining import finite
 from syncvar.loading import Taught
+from syncvar.ops import quiet
 from syncvar.optimizers.arguments import (
     Options,
     checked_choice,
@@ -28,7 +28,6 @@ from syncvar.optimizers.call import (
     combined_shortly,
     combining_request,
     described,
-    prepare_short_way,
     whose,
 )
 from syncvar.optimizers.clipping import Clipping
@@ -528,8 +527,6 @@ class Optimizer(Taught, Rule):
 
         if refused is not None or not combined_shortly(owner, plan, op, what, digest, weighted=weighted):
             communicator.perform("apply_gradients", check, owner.timeout)
-            if refused is None:
-                prepare_short_way(owner, plan, op, weighted=weighted)
 
     def _finish(self, call: Call, plan: Plan, rate: float) -> None:
         """Scale and clip the combined gradients, and make the step."""

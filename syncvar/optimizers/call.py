@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._preparing import prepare_array
 from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.calls import call_prepared
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.collectives.reducing import Reducing
     from syncvar.optimizers.plan import Plan
     from syncvar.variables.places import Owner
 
-__all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "prepare_short_way", "whose"]
+__all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "whose"]
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS
 _SAME, _MEETING = decide(*_MODE, Operation.ASSIGN), decide(*_MODE, Operation.SYNC)
@@ -171,17 +172,13 @@ def combined_shortly(owner: Owner, plan: Plan, op: str, what: str, digest: int, 
     """
     if not op or len(plan.shared) != 1:
         return False
-    array = _brought(plan, weighted=weighted)
-    ready = owner.communicator.prepared_calls.get((_NAME, op, array.dtype, array.shape, owner.reproducible))
-    return ready is not None and ready(array, array, (what, digest), owner.timeout) is not None
+    communicator, array = owner.communicator, _brought(plan, weighted=weighted)
 
+    def make(x: Any, out: Any) -> Reducing:
+        return reduce_request(communicator, x, op, out=out, reproducible=owner.reproducible, name=_NAME)
 
-def prepare_short_way(owner: Owner, plan: Plan, op: str, *, weighted: bool) -> None:
-    """Prepare what `combined_shortly` looks for, after a call has gone the long way."""
-    if not op or len(plan.shared) != 1:
-        return
-    array = _brought(plan, weighted=weighted)
-    prepare_array(owner.communicator, array, op, _NAME, reproducible=owner.reproducible)
+    key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
+    return call_prepared(communicator, key, array, array, owner.timeout, make, (what, digest)) is not None
 
 
 def _brought(plan: Plan, *, weighted: bool) -> NDArray[Any]:

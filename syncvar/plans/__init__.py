@@ -25,7 +25,8 @@ Rules that shaped the algorithms:
 Over several hosts a collective is composed of plans on each host and plans between them (`hierarchical`), and proven
 as one.
 
-In memory that all ranks see, a plan is read as publications (`published`): what is sent to several is put there once.
+In memory that all ranks see, a plan is read as publications (`published`): what is sent to several is put there once. Over
+links it is run round by round, with what goes and what comes told apart beforehand (`link_rounds`).
 
 One table (`table`) names the algorithms and builds them; an entry there is proven, mutated and timed by the tests. One
 more (`select`) chooses among them, with a reason in words. `cost` predicts times, by the model in which the papers

@@ -6,13 +6,12 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.errors import ConfigError, HandshakeError, RendezvousError
+from syncvar.errors import HandshakeError, RendezvousError
 from syncvar.roles import SERVER_0
-from syncvar.transports.zeromq import ZeromqControl
+from syncvar.transports.control import ZeromqControl
 from syncvar.wire import pack_message
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
 
     import zmq
 
@@ -20,31 +19,9 @@ if TYPE_CHECKING:
     from syncvar.env import RankEnvironment
     from syncvar.transports.curve import LinkKeys
 
-__all__ = ["Change", "Directory", "keys_of"]
+__all__ = ["Change", "Directory"]
 
 _PAUSE_MS = 1000
-
-
-def keys_of(environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]) -> LinkKeys | None:
-    """Return what the tcp links of a process are protected by; None where it has none, or they are not to be protected.
-
-    Raises:
-        ConfigError: It is to speak with other hosts, and was handed no secret.
-    """
-    if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
-        return None
-    if config.encryption == "off":
-        return None
-    from syncvar.joining.secret import job_secret
-    from syncvar.transports.curve import link_keys
-
-    secret = job_secret(environ)
-    if secret is None:
-        raise ConfigError(
-            f"{environment.role} {environment.rank} is to speak with other hosts and has no secret (SYNCVAR_KEY_FD, SYNCVAR_KEY_FILE "
-            f"or SYNCVAR_KEY): start the script with syncvar-launch"
-        )
-    return link_keys(secret, environment.job_id)
 
 
 class Change(NamedTuple):

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import SyncvarError, UsageError, WireError
+from syncvar.joining.secret import keys_of
 from syncvar.roles import SERVER_0, heirs_of, is_server, server_hosts
 from syncvar.servers import Client, Session, frames_of, message_of
-from syncvar.serving.directory import Directory, keys_of
+from syncvar.serving.directory import Directory
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
 from syncvar.serving.tally import Tally, tally_path

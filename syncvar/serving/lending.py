@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena.handing import fetch, servers_arena_path
+from syncvar.arena.handing import servers_arena_path
 from syncvar.arena.mapping import Arena
-from syncvar.errors import ArenaFull, ArenaUnavailable
+from syncvar.errors import ArenaFull
 from syncvar.roles import SERVER_0, is_server, server_hosts
 
 if TYPE_CHECKING:
@@ -46,15 +46,9 @@ def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | N
     if config.transport == "zmq" or not here:
         return None
     place = here.index(environment.rank) if environment.role == "server" else len(here) + environment.local_rank
-    descriptor, _ = fetch(
-        servers_arena_path(environment.socket_directory), environment.job_id, environment.generation, place,
-        min(config.handshake_timeout_s, 3600.0),
-    )  # fmt: skip
-    if descriptor is None:
-        return None
-    try:
-        arena = Arena.attach(descriptor, place, checks=config.check_arena == "on")
-    except ArenaUnavailable:
+    path = servers_arena_path(environment.socket_directory)
+    arena = Arena.fetch(path, environment.job_id, environment.generation, place, config)
+    if isinstance(arena, str):
         return None
     first = environment.rank - environment.local_rank
     there = {*(SERVER_0 + server for server in here), *range(first, first + environment.local_world_size)}

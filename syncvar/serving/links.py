@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
-from syncvar.errors import ConfigError, TransportError
+from syncvar.errors import TransportError
 from syncvar.roles import SERVER_0, is_server, process_name
 from syncvar.serving.packing import packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.watching import Watching
-from syncvar.transports.zeromq import ask_for_signs_of_life, job_nonce, milliseconds, set_family, tcp_endpoint
+from syncvar.transports.addresses import tcp_endpoint
+from syncvar.transports.sockets import (
+    ask_for_signs_of_life,
+    bind_in_folder,
+    job_nonce,
+    milliseconds,
+    set_family,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,19 +122,12 @@ class Links:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            path = os.path.join(me.socket_directory, f"s{me.rank}-{me.generation}-{me.incarnation}")  # noqa: PTH118
-            self._router.bind(f"ipc://{path}")
-            os.chmod(path, 0o600)
-            self.address = f"ipc://{path}"
+            self.address = bind_in_folder(self._router, me.socket_directory, f"s{me.rank}-{me.generation}-{me.incarnation}")
             self._door = Door(_door_of(self.address))
             if me.host_count > 1:
-                if self._keys is None and config.encryption != "off":
-                    raise ConfigError(f"server {me.rank} may not listen for other hosts without the job's secret")
-                from syncvar.transports.curve import Gate
+                from syncvar.transports.curve import gate_for_hosts
 
-                self._gate = Gate(self._context, self._keys, rank=self._number if config.encryption == "control-only" else None)
-                if self._keys is not None:  # addresses that are bound already stay as they were
-                    (self._keys.listen if config.encryption == "required" else self._keys.listen_for_tickets)(self._router)
+                self._gate = gate_for_hosts(self._context, self._router, self._keys, config, self._number, f"server {me.rank}")
                 place = tcp_endpoint(me.host_address)
                 set_family(self._router, place)
                 self._router.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
@@ -154,10 +154,8 @@ class Links:
         if address.startswith("tcp://"):
             set_family(socket, address)
             ask_for_signs_of_life(socket, self._config)
-            if self._keys is not None and self._config.encryption == "required":
-                self._keys.connect(socket)
-            elif self._keys is not None:
-                self._keys.connect_by_ticket(socket, self._number, SERVER_0 + server)
+            if self._keys is not None:
+                self._keys.connect_host(socket, self._config, self._number, SERVER_0 + server)
         socket.setsockopt(zmq.ROUTING_ID, self._routing)
         socket.connect(address)
         self._dealers[server] = socket

@@ -19,13 +19,15 @@ import zmq
 from syncvar import bootstrap
 from syncvar.arena.layout import bytes_in_words
 from syncvar.config import RuntimeConfig
-from syncvar.engine.recorder import Recorder, Told
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, WireError
+from syncvar.joining.secret import keys_of
 from syncvar.logs import log_at
+from syncvar.recording.entries import Told
+from syncvar.recording.recorder import Recorder
 from syncvar.roles import SERVER_0, heirs_of, is_server, process_name, server_hosts, server_number
 from syncvar.servers import Server, frames_of, message_of
-from syncvar.serving.directory import Directory, keys_of
+from syncvar.serving.directory import Directory
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
 from syncvar.serving.served import Served, what_of

@@ -6,8 +6,8 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from syncvar.engine.recorder import write_record
-from syncvar.engine.totals import size_class
+from syncvar.evidence import write_record
+from syncvar.recording.totals import size_class
 from syncvar.roles import process_name, server_number
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
   copy on each host. `parameter_server`: variables on servers (`server_variables`); `coordinator`:
   functions for other workers.
 * `contexts`: asking where the program is; the replica context. `reducing`: values over replicas.
-* `uneven`: loops of different lengths.
+* `uneven`: loops of different lengths; `enrolled`: a group in one, whose calls are those of who still works.
 * `inputs`: each replica's batches, and the agreement on steps (`offers`, pure).
 
 `Variable` is offered here too, because a variable needs the default strategy, which this room makes.

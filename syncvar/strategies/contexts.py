@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives._arguments import is_structure, parts_of, rebuilt
 from syncvar.collectives.sync_points import meet
 from syncvar.errors import UsageError
 from syncvar.loading import Taught
@@ -13,6 +12,7 @@ from syncvar.strategies.reducing import gather_values, own_part, reduce_values
 from syncvar.variables import DistributedValues, PerReplica, Variable
 from syncvar.variables.places import Place, context_of, current_owner, current_place, places
 from syncvar.variables.policy import Context
+from syncvar.wire.structures import is_structure, parts_of, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives._headers import exchange
-from syncvar.collectives.agreeing import agree
+from syncvar.collectives.all_reduce import agree
+from syncvar.collectives.flat import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset

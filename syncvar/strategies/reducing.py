@@ -8,26 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from syncvar.collectives._arguments import (
-    arrays_of,
-    as_array,
-    describe,
-    flatten,
-    is_dataclass,
-    parts_of,
-    rebuilt,
-    unflatten,
-)
-from syncvar.collectives._kinds import given_back
-from syncvar.collectives._preparing import form_of, key_of, prepare_as
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.calls import call_prepared
+from syncvar.collectives.library_arrays import given_back
+from syncvar.collectives.reducing import Reducing, form_of
 from syncvar.engine.group import Request
-from syncvar.engine.timeouts import is_seconds
 from syncvar.errors import ConfigError
-from syncvar.execution.kernels import identity, reduction
+from syncvar.ops import identity, reduction
 from syncvar.variables import DistributedValues, Variable
 from syncvar.variables.policy import as_member
+from syncvar.wire.arrays import as_array
+from syncvar.wire.structures import arrays_of, describe, flatten, is_dataclass, parts_of, rebuilt, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -102,16 +94,6 @@ def reduce_values(
         timeout: Seconds.
         reproducible: Sum by the tree.
     """
-    form = None
-    if axis is None and communicator.channel is not None and isinstance(reduce_op, str) and (timeout is None or is_seconds(timeout)):
-        form = form_of(value)
-    if form is not None:
-        key = key_of("strategy.reduce", reduce_op, form, reproducible)
-        ready = communicator.prepared_calls.get(key)
-        result = None if ready is None else ready(form, None, None, timeout)
-        if result is not None:
-            return result
-    told: list[Request] = []
 
     def check() -> Request:
         op = as_member(ReduceOp, reduce_op, "reduce_op")
@@ -126,8 +108,8 @@ def reduce_values(
         name = f"strategy.reduce({op.name}, axis={axes})"
         if axes is None:
             request = reduce_request(communicator, arrays, op.value, reproducible=reproducible, name=name)
-            told.append(_structured(request, together, structure, name, arrays))
-            return told[0]
+            whole = _structured(request, together, structure, name, arrays)
+            return Reducing(whole.what, whole.digest, whole.body, op.value)
         places = [_normalized(axes, array.ndim) for array in arrays]
         parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
         if op is not ReduceOp.MEAN:
@@ -145,10 +127,13 @@ def reduce_values(
 
         return _structured(request, finish, structure, name, parts)
 
-    result = communicator.perform("strategy.reduce", check, timeout)
+    form = form_of(value) if axis is None and communicator.channel is not None and isinstance(reduce_op, str) else None
     if form is not None:
-        prepare_as(communicator, key, form, reduce_op, told[0].digest, told[0].what)
-    return result
+        key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
+        result = call_prepared(communicator, key, form, None, timeout, lambda _x, _out: cast("Reducing", check()))
+        if result is not None:
+            return result
+    return communicator.perform("strategy.reduce", check, timeout)
 
 
 def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str) -> Any:
@@ -169,7 +154,7 @@ def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: fl
                 raise ConfigError(
                     f"{name} concatenates along an axis, and a scalar has none; pass np.reshape(x, (1,))"
                 )
-        request = gather_request(communicator, part, axis, name=name)
+        request = gather_request(communicator, part, axis=axis, name=name)
         body = request.body
 
         def run() -> Generator[Stage, None, Any]:

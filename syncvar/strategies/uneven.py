@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.sync_points import gather_objects
-from syncvar.collectives.uneven import LEFT, Enrolled, OneHasLeft
 from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.joining.process import current
 from syncvar.strategies.base import strategies_of
+from syncvar.strategies.enrolled import LEFT, Enrolled, OneHasLeft
 from syncvar.variables.catching_up import catch_up
 from syncvar.variables.places import current_place
 from syncvar.variables.policy import Context as Where

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives import Group
 from syncvar.engine.group import Communicator, Request
-from syncvar.engine.links import link_operation
-from syncvar.engine.operation import Operation, State
+from syncvar.engine.operation import State
 from syncvar.transports import Frame
 from syncvar.wire import HEADER_NBYTES, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from syncvar.engine.links import Links
+    from syncvar.engine.operation import Operation
 
 __all__ = ["Simulation"]
 
@@ -53,7 +55,8 @@ class Simulation:
         self._overtake_max = overtake_max
         self._async_depth = async_depth
         self._groups = [_Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)]
-        self._outlets = [_Outlet(self, rank, segment_bytes) for rank in range(world_size)]
+        for rank, communicator in enumerate(self._groups):
+            communicator.outlet = _Outlet(self, rank, segment_bytes)
         self._calls: list[list[Operation]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
         self._links: dict[tuple[int, int], list[_Flying]] = {}
@@ -69,8 +72,7 @@ class Simulation:
         for rank, communicator in enumerate(self._groups):
             request: Request = make(rank, Group(communicator))
             number = len(self._calls[rank])
-            members = tuple(range(self.world_size))
-            self._calls[rank].append(link_operation(_GROUP, members, number, request.digest, request.what, request.body))
+            self._calls[rank].append(communicator.operation(number, request))
 
     def run(self) -> list[list[Any]]:
         """Step until nothing can step any more.
@@ -109,7 +111,7 @@ class Simulation:
         number = self._started[rank]
         self._started[rank] += 1
         operation = self._calls[rank][number]
-        operation.advance(self._outlets[rank])
+        operation.advance()
         for frame in self._early[rank].pop(number, ()):
             self._hand(rank, operation, frame)
 
@@ -119,8 +121,9 @@ class Simulation:
         item = flying.pop(self._random.randint(0, last) if last else 0)
         frame = Frame(parse_header(item.header), bytes(item.payload) if item.payload is not None else b"")
         item.is_read = True
-        if item.operation.state == State.DRAINING:
-            item.operation.advance(self._outlets[link[0]])
+        sender = self._calls[link[0]][item.call]
+        if sender.state == State.DRAINING:
+            sender.advance()
         target = link[1]
         number = frame.header.call
         if number >= self._started[target]:
@@ -131,9 +134,9 @@ class Simulation:
     def _hand(self, rank: int, operation: Operation, frame: Frame) -> None:
         assert frame.header.fingerprint == operation.fingerprint, f"{operation.what}: a frame of another call"
         assert not operation.is_over, f"{operation.what}: a frame came after the end on rank {rank}"
-        operation.accept(frame, self._outlets[rank])
+        operation.accept(frame)
         if operation.state == State.DRAINING:
-            operation.advance(self._outlets[rank])
+            operation.advance()
 
     def _check_end(self) -> None:
         for rank, operations in enumerate(self._calls):
@@ -152,10 +155,10 @@ class Simulation:
 class _Flying:
     """A frame on its way, and the loan of its payload."""
 
-    __slots__ = ("header", "is_read", "operation", "payload")
+    __slots__ = ("call", "header", "is_read", "payload")
 
-    def __init__(self, operation: Operation, header: bytes, payload: memoryview | None) -> None:
-        self.operation = operation
+    def __init__(self, call: int, header: bytes, payload: memoryview | None) -> None:
+        self.call = call
         self.header = header
         self.payload = payload
         self.is_read = False
@@ -172,11 +175,11 @@ class _Outlet:
         self.segment_bytes = segment_bytes
         self._world = world
 
-    def post(self, operation: Operation, peer: int, header: bytes, payload: memoryview | None) -> None:
+    def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None) -> None:
         world = self._world
-        item = _Flying(operation, header, payload)
+        item = _Flying(links.call, header, payload)
         if payload is not None:
-            operation.loans.append(item)
+            links.loans.append(item)
         link = (self.rank, peer)
         world._links.setdefault(link, []).append(item)  # noqa: SLF001
         nbytes = HEADER_NBYTES + (payload.nbytes if payload is not None else 0)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.creating import create
@@ -21,7 +22,7 @@ from syncvar.joining.context import Context
 from syncvar.joining.process import use
 from syncvar.topology import HostMap, divided
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
-from syncvar.wire import Coordinator
+from syncvar.wire.coordinator import Coordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,6 +96,8 @@ def run_ranks(
             context = Context(me, config, *links, arena=_attach(arenas[host], local, checks=config.check_arena == "on"))
             if servers is not None:
                 context.extras["servers"] = servers
+            if context.engine is not None:
+                context.engine.around = partial(use, context)
             with use(context):
                 results[rank] = fn(*args)
             context.close(orderly=True)

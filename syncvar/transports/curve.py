@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from syncvar.errors import HandshakeError
+from syncvar.errors import ConfigError, HandshakeError
 from syncvar.transports.strangers import UNPROVED_NBYTES, UNPROVED_PLAIN_NBYTES, Strangers
-from syncvar.wire import derive
+from syncvar.wire.keys import derive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Gate", "LinkKeys", "link_keys"]
+    from syncvar.config import RuntimeConfig
+
+__all__ = ["Gate", "LinkKeys", "gate_for_hosts", "link_keys"]
 
 _log = logging.getLogger("syncvar")
 _ENDPOINT = "inproc://zeromq.zap.01"
@@ -75,6 +77,13 @@ class LinkKeys(NamedTuple):
         socket.setsockopt(zmq.PLAIN_USERNAME, b"%d" % source)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self.ticket(source, target))
 
+    def connect_host(self, socket: Any, config: RuntimeConfig, source: int, target: int) -> None:
+        """Make a socket that will connect one process to one of another host prove itself as `encryption` asks for."""
+        if config.encryption == "required":
+            self.connect(socket)
+        else:
+            self.connect_by_ticket(socket, source, target)
+
     def ticket(self, source: int, target: int) -> bytes:
         """Return what rank `source` shows to rank `target`."""
         return derive(self.tickets, b"%d to %d" % (source, target)).hex().encode()
@@ -100,6 +109,30 @@ def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
         private = z85.encode(derive(secret, role))
         pairs.append((zmq.curve_public(private), private))
     return LinkKeys(pairs[0], pairs[1], derive(secret, b"syncvar link tickets " + job_id.encode()))
+
+
+def gate_for_hosts(
+    context: zmq.Context[Any], socket: Any, keys: LinkKeys | None, config: RuntimeConfig, number: int, who: str
+) -> Gate:
+    """Make the tcp addresses that a socket binds from now on accept the processes of other hosts; return the gate.
+
+    Args:
+        context: ZeroMQ context of this process.
+        socket: It may be bound to other addresses already, which stay as they were.
+        keys: Of the job; None only where nothing is encrypted.
+        config: How links between hosts are protected.
+        number: This process, whose tickets are accepted.
+        who: The same in words, for messages.
+
+    Raises:
+        ConfigError: There are no keys, and links are to be protected.
+    """
+    if keys is None and config.encryption != "off":
+        raise ConfigError(f"{who} may not listen for other hosts without the job's secret")
+    gate = Gate(context, keys, rank=number if config.encryption == "control-only" else None)
+    if keys is not None:
+        (keys.listen if config.encryption == "required" else keys.listen_for_tickets)(socket)
+    return gate
 
 
 class Gate:

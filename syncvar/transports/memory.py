@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncvar.transports.base import Arrival, Frame, Lost
-from syncvar.wire import Action, Coordinator, Fail, Kind, Message, Mute, Say, parse_header, parse_message
+from syncvar.wire import Kind, Message, parse_header, parse_message
+from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,19 +16,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import select
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
+from syncvar.transports.wakeup import Wakeup
 from syncvar.wire import CARRIERS, HEADER_NBYTES, Header, Kind, pack_header, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar.transports.zeromq import ZeromqControl
+    from syncvar.transports.control import ZeromqControl
 
 __all__ = ["Fabric", "MpiTransport", "pause_after", "tag_of"]
 
@@ -183,14 +183,9 @@ class MpiTransport:
         self._ready: collections.deque[Arrival] = collections.deque()
         self._closed = False
         self._control = control
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_idle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._signals, self._idle = select.poll(), select.poll()
-        self._signals.register(self._wake, select.POLLIN)
-        self._idle.register(self._wake_idle, select.POLLIN)
+        self._wakeup = Wakeup()
         for descriptor in control.descriptors() if control is not None else ():
-            self._signals.register(descriptor, select.POLLIN)
-            self._idle.register(descriptor, select.POLLIN)
+            self._wakeup.watch(descriptor)
 
     @property
     def address(self) -> str:
@@ -255,10 +250,9 @@ class MpiTransport:
                 return False
             left, pause = began + timeout_s - now, pause_after(now - began)
             whole = pause >= _PAUSE_MAX_S  # a poll counts in milliseconds
-            signals = self._signals.poll(int(1000 * _PAUSE_MAX_S) if whole and left > 0 else 0)
+            signals = self._wakeup.arrivals.poll(int(1000 * _PAUSE_MAX_S) if whole and left > 0 else 0)
             if signals:
-                with contextlib.suppress(BlockingIOError):  # it was the control channel then
-                    os.eventfd_read(self._wake)
+                self._wakeup.take()
                 return True
             if left <= 0:
                 return False
@@ -274,9 +268,7 @@ class MpiTransport:
         pause = _PAUSE_MAX_S
         while True:
             left = until - time.monotonic()
-            if self._idle.poll(max(0, int(1000 * min(pause, left)))):
-                with contextlib.suppress(OSError):
-                    os.eventfd_read(self._wake_idle)
+            if self._wakeup.wait_idle(min(pause, left)):
                 return
             if self._fabric.lock.acquire(blocking=False):
                 try:
@@ -290,9 +282,7 @@ class MpiTransport:
 
     def wake(self) -> None:
         """Make `wait` and `wait_idle` return, from any thread."""
-        with contextlib.suppress(OSError, ValueError):  # closed: then nobody waits
-            os.eventfd_write(self._wake, 1)
-            os.eventfd_write(self._wake_idle, 1)
+        self._wakeup.wake()
 
     def close(self, linger_s: float) -> None:
         """Say goodbye on every link, or with a `linger_s` of 0 that it ends, and let MPI send what it was given."""
@@ -318,9 +308,7 @@ class MpiTransport:
             else:
                 self._let_go(self._sending)
             self._sending.clear()
-        os.close(self._wake)
-        os.close(self._wake_idle)
-        self._wake = self._wake_idle = -1
+        self._wakeup.close()
 
     # -- inside; the lock is held ---------------------------------------------------------------------------------
 

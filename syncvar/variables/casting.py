@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._arguments import as_array
 from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.digests import block_digests
 from syncvar.variables.values import Mirrored, PerReplica
 from syncvar.wire import dtype_index
+from syncvar.wire.arrays import as_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

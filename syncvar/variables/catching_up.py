@@ -47,7 +47,7 @@ def catch_up(owner: Owner, roster: Roster, calls: int) -> None:
         together = np.concatenate([_bytes_of(one) for _, one in part])
 
         def check(together: Any = together) -> Any:
-            return broadcast_request(communicator, together, newest, name=_WHAT)
+            return broadcast_request(communicator, together, root=newest, name=_WHAT)
 
         values = communicator.perform(_WHAT, check, owner.timeout)
         start = 0

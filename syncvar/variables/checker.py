@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._headers import exchange_bytes
-from syncvar.collectives.agreeing import agree
+from syncvar.collectives.all_reduce import agree
+from syncvar.collectives.flat import exchange_bytes
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import MismatchError
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined

@@ -95,7 +95,7 @@ def with_absent(owner: Owner, namespace: Any, name: str, mine: NDArray[Any], tra
     communicator = owner.communicator
 
     def check() -> Request:
-        return gather_request(communicator, mine[np.newaxis], 0, name=what)
+        return gather_request(communicator, mine[np.newaxis], name=what)
 
     told = communicator.perform(what, check, owner.timeout)
     copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, told, strict=True))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._headers import BYTES, Record, exchange
-from syncvar.collectives.flat import broadcast_flat, gather_flat
+from syncvar.collectives.flat import broadcast_flat, exchange, gather_flat
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, InternalError, MismatchError
 from syncvar.joining.process import current
@@ -32,6 +31,7 @@ from syncvar.variables.policy import (
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.splitting import share_of
 from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+from syncvar.wire.records import BYTES, Record
 
 if TYPE_CHECKING:
     from collections.abc import Generator

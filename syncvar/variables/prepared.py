@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.kernel import look as native_look
-from syncvar.kernel import read as native_read
-from syncvar.kernel import which
-from syncvar.kernel import write as native_write
+from syncvar.kernel import access, which
 from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:
@@ -73,7 +70,8 @@ def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
 
     if storage.is_shared or which(owner.context.config.kernel) == "python":
         return look
-    made: Look = native_look(look, local, owner, storage, tally, is_default=is_default)
+    form = storage.array.dtype, storage.array.shape
+    made: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
     return made
 
 
@@ -106,6 +104,8 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
                 return UNDONE
         if communicator.channel is not channel:  # its calls go otherwise: in a block of sv.uneven, or never again
             return UNDONE
+        if storage.is_being_written:  # by another thread, whose mark it is
+            return UNDONE
         is_counted = not (is_seen or roster is None or roster.is_free)
         if is_counted:
             step = tally.steps + 1
@@ -131,8 +131,8 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
     if which(owner.context.config.kernel) == "python":
         return write
     where = (local, owner, communicator, channel, replica)
-    made: Write = native_write(
-        call, write, where, storage, tally, roster, (dtype, shape), is_default=is_default, is_increment=counts
+    made: Write = access(
+        "Write", write, where, storage, tally, (dtype, shape), call=call, watch=roster, is_default=is_default, is_increment=counts
     )
     return made
 
@@ -163,8 +163,9 @@ def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: PreparedCa
         return sealed(value)
 
     where = owner, communicator, channel, Context.REPLICA
-    made: Read = native_read(call, read, (None, *where), storage, tally)
-    look: Look = native_read(call, unlooked, (owner.places, *where), storage, tally)
+    form = storage.array.dtype, storage.array.shape
+    made: Read = access("Read", read, (None, *where), storage, tally, form, call=call)
+    look: Look = access("Read", unlooked, (owner.places, *where), storage, tally, form, call=call)
     return made, look
 
 

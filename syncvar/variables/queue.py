@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives._headers import exchange_bytes
+from syncvar.collectives.flat import exchange_bytes
 from syncvar.collectives.fused import reduce_together
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.queued import send_queued
 from syncvar.errors import GroupBroken, MismatchError, SyncvarError
-from syncvar.execution.kernels import quiet, reduction
+from syncvar.ops import quiet, reduction
 from syncvar.variables.prefix import Told, chained, common_prefix, first_difference, pack_told, unpack_told
 
 if TYPE_CHECKING:

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._headers import array_record, exchange
-from syncvar.collectives._moving import call_prepared, moved, moves
 from syncvar.collectives.all_gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.calls import call_prepared
+from syncvar.collectives.flat import exchange
 from syncvar.collectives.fused import reduce_together
+from syncvar.collectives.moving import Moving, moves
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import InternalError, MismatchError
-from syncvar.execution.kernels import reduction
+from syncvar.ops import reduction
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
 from syncvar.variables.rows import Rows
+from syncvar.wire.records import array_record
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -62,7 +64,7 @@ def request_of(
         op = "sum" if travel is Travel.SUM else "mean"
         return reduce_request(communicator, x, op, out=out, reproducible=reproducible, name=what, apply=apply)
     if travel is Travel.FIRST:
-        return broadcast_request(communicator, x, communicator.present[0], name=what)
+        return broadcast_request(communicator, x, root=communicator.present[0], name=what)
     if travel is Travel.SAME:
         return _same_request(communicator, x, what, hint)
     if travel is Travel.MEETING:
@@ -138,9 +140,9 @@ def rows_request(
     copy, rows = x
     brought: Any = {"indices": rows.indices, "values": rows.values}
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
-        request = gather_request(communicator, brought, 0, name=what)
+        request: Request = gather_request(communicator, brought, name=what)
     elif travel is Travel.FIRST_ROWS:
-        request = broadcast_request(communicator, brought if communicator.rank == 0 else None, communicator.present[0], name=what)
+        request = broadcast_request(communicator, brought if communicator.rank == 0 else None, root=communicator.present[0], name=what)
     elif travel is Travel.SAME:
         joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
         request = _same_request(communicator, joined, what, hint)
@@ -181,23 +183,21 @@ def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: 
 
 def is_compared_first(communicator: Communicator) -> bool:
     """Return whether replicas that are to bring the same compare digests side by side, in a call before any other; the same on all."""
-    return moves(communicator, "all_gather", None)
+    return moves(communicator, "all_gather")
 
 
-def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:
+def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Moving:
     """Return the request whose result is whether all replicas bring the same, by their digests side by side.
 
     It says no more, as a prepared call of it does: where they differ, another call has to tell what each one brings.
     """
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
-
-    def body() -> Generator[Stage, None, bool]:
-        blocks = gathered_blocks(digest, None, size, rank)
-        is_moved = yield from moved(gathered_layout(digest, 0, size, rank), blocks)
-        return is_moved and bool((blocks.made == digest).all())
-
-    return Request(f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})", fingerprint("alike", what), body())
+    return Moving(
+        f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})", fingerprint("alike", what), gathered_layout(digest, 0, size, rank),
+        arrange=lambda: gathered_blocks(digest, None, size, rank), finish=lambda made: bool((made == digest).all()), general=None,
+        front=lambda digest, out: gathered_blocks(digest, out, size, rank),
+    )  # fmt: skip
 
 
 def are_alike(communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None) -> bool | None:
@@ -213,14 +213,8 @@ def are_alike(communicator: Communicator, x: NDArray[Any], what: str, timeout: f
     if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
         return None
     digest = np.array([digest_of(x)], np.uint64)
-    found = call_prepared(communicator, key, digest, None, timeout, _prepare_alike, x, what)
+    found = call_prepared(communicator, key, digest, None, timeout, lambda _x, _out: alike_request(communicator, x, what))
     return None if found is None else bool((found == digest).all())
-
-
-def _prepare_alike(communicator: Communicator, digest: NDArray[np.uint64], x: NDArray[Any], what: str) -> Any:
-    size, rank = communicator.size, communicator.member_rank
-    layout = gathered_layout(digest, 0, size, rank)
-    return alike_request(communicator, x, what), layout, lambda digest, out: gathered_blocks(digest, out, size, rank), None
 
 
 def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.errors import ConfigError, RowOutOfRange
-from syncvar.execution.kernels import reduction
+from syncvar.ops import reduction
 from syncvar.variables.casting import operand_array, plain_array
 from syncvar.variables.policy import Operation
 

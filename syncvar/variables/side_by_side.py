@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives._reducing import reduction_of
 from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.reducing import reduction_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.kernel import group_of, which
@@ -40,7 +40,7 @@ _REPLICA = Context.REPLICA
 
 
 class PlainGroup:
-    """What is looked at, and brought together, for each variable of a group; `kernel/groups.c` does the same.
+    """What is looked at, and brought together, for each variable of a group; `kernel/variables.c` does the same.
 
     Args:
         variables: Weak references to them.
@@ -79,6 +79,8 @@ class PlainGroup:
 
     def begin(self) -> bool:
         """Mark the copies as being written; False, and no mark, where they do not lie side by side or a view of one is alive."""
+        if any(storage.is_being_written for storage in self._storages):  # by another thread, whose mark it is
+            return False
         for storage in self._storages:
             storage.is_being_written = True
         for storage, moves in zip(self._storages, self._moves, strict=True):

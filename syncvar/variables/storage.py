@@ -50,12 +50,13 @@ def say_arena_is_full(context: Context, error: ArenaFull) -> None:
 @contextlib.contextmanager
 def being_written(storages: Sequence[Storage]) -> Iterator[None]:
     """Mark storages as written in place by a call that other replicas take part in: readers get copies."""
-    for storage in storages:
+    marked = [storage for storage in storages if not storage.is_being_written]  # not by another thread, whose mark it is
+    for storage in marked:
         storage.is_being_written = True
     try:
         yield
     finally:
-        for storage in storages:
+        for storage in marked:
             storage.is_being_written = False
 
 

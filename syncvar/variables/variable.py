@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from syncvar.collectives._preparing import prepared_reduction
+from syncvar.collectives import finite
+from syncvar.collectives.reducing import prepared_reduction
 from syncvar.collectives.sync_points import meet
 from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
-from syncvar.execution.kernels import quiet, reduction
-from syncvar.joining import finite
 from syncvar.kernel import Tally
 from syncvar.loading import Taught
+from syncvar.ops import quiet, reduction
 from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas

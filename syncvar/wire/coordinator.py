@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.errors import WireError
-from syncvar.topology import rank_list
 from syncvar.wire.arbiter import Report, Verdict, find_deadlock, find_mismatch
 from syncvar.wire.control import Message, pack_message
 from syncvar.wire.membership import Member, RollCall
@@ -321,7 +320,3 @@ class Coordinator:
     def _drop_reports(self, rank: int) -> None:
         for key in [key for key in self._reports if key[0] == rank]:
             del self._reports[key]
-
-    def summary(self) -> str:
-        """Return who is here and who is not, in words."""
-        return f"{rank_list(self.roll.members)} joined" if self.roll.members else "nobody joined"

@@ -42,16 +42,16 @@ def dtype_of(name):
 def limits(size):
     """Return the lengths in bytes at which a call goes another way, as the code has them."""
     from syncvar.arena import channels
+    from syncvar.execution import arithmetic
     from syncvar.execution import gil as crowd
     from syncvar.execution import moves as shared_moves
     from syncvar.execution import reductions as shared_reduce
-    from syncvar.execution import structures as fused
 
     segment, small = shared_reduce.SEGMENT_BYTES, channels.SMALL_BYTES
     direct = bisect_left(range(small + 1), True, key=lambda nbytes: not shared_reduce.is_direct(nbytes, size)) - 1
     found = {
         direct, small, segment, 2 * segment, segment // 2 // shared_moves._LAG, shared_moves._NATIVE_SLOT_BYTES, shared_reduce._BLOCK_BYTES,
-        fused._ALONE_BYTES, 2 * shared_reduce._WIDENED, 4 * crowd.PIECE,
+        shared_reduce._ALONE_BYTES, 2 * arithmetic._WIDENED, 4 * crowd.PIECE,
     }  # fmt: skip
     return sorted(one for one in found if one > 0)
 

@@ -12,7 +12,7 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.collectives import _reducing
+from syncvar.collectives import reducing
 from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, GroupBroken, MismatchError, PeerLost
 from syncvar.joining.process import current
@@ -100,7 +100,7 @@ def test_in_the_middle(ranks, fragile, name, count):
 
 
 def test_at_the_end(ranks, fragile, monkeypatch):  # noqa: ARG001  (what is prepared ends elsewhere)
-    finish = _reducing.finish
+    finish = reducing.finish
     odd = 2
     broken = set()
 
@@ -109,7 +109,7 @@ def test_at_the_end(ranks, fragile, monkeypatch):  # noqa: ARG001  (what is prep
             raise MemoryError("planted")
         return finish(how, total, count)
 
-    monkeypatch.setattr(_reducing, "finish", finished)
+    monkeypatch.setattr(reducing, "finish", finished)
 
     out_of_it = threading.Barrier(SIZE)
 

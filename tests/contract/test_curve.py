@@ -17,9 +17,11 @@ from syncvar.config import RuntimeConfig
 from syncvar.errors import ConfigError, HandshakeError
 from syncvar.joining.secret import job_secret
 from syncvar.joining.store import Store
+from syncvar.transports.control import ZeromqControl
 from syncvar.transports.curve import Gate, link_keys
+from syncvar.transports.sockets import job_nonce
 from syncvar.transports.strangers import WAITING_MAX
-from syncvar.transports.zeromq import ZeromqControl, ZeromqTransport
+from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire import CONTROL_NBYTES_MAX, Kind, pack_header
 
 SECRET = bytes(range(32))
@@ -101,7 +103,7 @@ def by_hand(context, address, *, ticket=None, rank=0, job="job"):
     """Return a socket that says of itself that it is a rank."""
     one = context.socket(zmq.DEALER)
     one.setsockopt(zmq.LINGER, 0)
-    one.setsockopt(zmq.ROUTING_ID, zeromq_module._IDENTITY.pack(b"s", zeromq_module.job_nonce(job), 0, rank, b"12345678"))
+    one.setsockopt(zmq.ROUTING_ID, zeromq_module._IDENTITY.pack(b"s", job_nonce(job), 0, rank, b"12345678"))
     if ticket is not None:
         one.setsockopt(zmq.PLAIN_USERNAME, b"%d" % rank)
         one.setsockopt(zmq.PLAIN_PASSWORD, ticket)

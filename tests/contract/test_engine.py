@@ -15,7 +15,7 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.engine.engine import Engine
-from syncvar.engine.links import link_operation
+from syncvar.engine.group import Communicator, Request
 from syncvar.engine.operation import Operation, Stage
 from syncvar.engine.started import StartedCalls
 from syncvar.errors import (
@@ -27,9 +27,10 @@ from syncvar.errors import (
     UsageError,
 )
 from syncvar.joining.process import current
+from syncvar.recording.entries import Entry, Told
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
-from syncvar.wire import Coordinator
+from syncvar.wire.coordinator import Coordinator
 
 SOON = RuntimeConfig(collective_timeout_s=5.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 
@@ -61,26 +62,26 @@ class Pair:
             engine.stop()
 
 
-def barrier_operation(rank, call):
-    from syncvar.engine.prepared_plans import prepare
+def barrier_operation(engine, call):
     from syncvar.plans import build
+    from syncvar.plans.link_rounds import prepare
 
     def body():
-        yield Stage(prepare(build("barrier", "dissemination", rank, 2), (0, 1)), np.empty(0, np.uint8))
+        yield Stage(prepare(build("barrier", "dissemination", engine.rank, 2), (0, 1)), np.empty(0, np.uint8))
         return call
 
-    return link_operation(0, (0, 1), call, 11, f"barrier {call}", body())
+    return Communicator(0, (0, 1), engine.rank, engine).operation(call, Request(f"barrier {call}", 11, body()))
 
 
 def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept():
     with Pair() as (zero, one):
-        zero.announce(0, 0)
-        one.announce(0, 0)
-        theirs = barrier_operation(1, 0)
+        zero.book.announce(0, 0)
+        one.book.announce(0, 0)
+        theirs = barrier_operation(one, 0)
         one.start(theirs, None)  # its frame is on the way to rank 0, which has numbered call 0 but not started it
         for _ in range(3):
             zero.poll()
-        mine = barrier_operation(0, 0)
+        mine = barrier_operation(zero, 0)
         zero.start(mine, None)
         assert zero.wait(mine) == 0
         assert one.wait(theirs) == 0
@@ -88,12 +89,12 @@ def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept
 
 def test_frames_of_calls_that_were_passed_over_are_dropped_and_their_credit_is_given_back():
     with Pair() as (zero, one):
-        one.start(barrier_operation(1, 0), None)
+        one.start(barrier_operation(one, 0), None)
         zero.poll()
-        zero.announce(0, 5)
+        zero.book.announce(0, 5)
         zero.poll()
-        assert not zero._book.early
-        later = [barrier_operation(0, 5), barrier_operation(1, 5)]
+        assert not zero.book.early
+        later = [barrier_operation(zero, 5), barrier_operation(one, 5)]
         zero.start(later[0], None)
         one.start(later[1], None)
         assert zero.wait(later[0]) == 5
@@ -128,8 +129,8 @@ def test_a_failure_from_another_thread_ends_a_call_that_is_in_a_step():
         assert goes_on.wait(10)
         yield 1
 
-    operation = Operation(0, (0, 1), 0, 11, "a call").follow(steps())
-    driver = threading.Thread(target=operation.advance, args=(None,))
+    operation = Operation(Entry(Told("a call", 0, (0, 1), 11, 0, ""), 0, 0), steps())
+    driver = threading.Thread(target=operation.advance)
     driver.start()
     assert began.wait(10)
     failure = GroupBroken("it broke")
@@ -240,14 +241,14 @@ def test_only_the_driver_uses_the_control_channel():
 
     class Watched:
         def __init__(self, engine):
-            self.engine, self.control = engine, engine._link._control
+            self.engine, self.control = engine, engine.control
 
         def send(self, data):
-            alone.append(self.engine._turns.lock.locked())
+            alone.append(self.engine.lock.locked())
             self.control.send(data)
 
         def receive(self):
-            alone.append(self.engine._turns.lock.locked())
+            alone.append(self.engine.lock.locked())
             return self.control.receive()
 
         def close(self, linger_s):
@@ -255,7 +256,7 @@ def test_only_the_driver_uses_the_control_channel():
 
     def fn():
         engine = current().engine
-        engine._link._control = Watched(engine)
+        engine.control = Watched(engine)
         sv.barrier()
         caught(lambda: sv.all_reduce(1.0, "nonsense" if sv.rank() == 0 else "sum"))
         communicator = current().world
@@ -446,11 +447,11 @@ def test_a_loss_is_told_to_the_launcher_once():
         engine = current().engine
         sv.barrier()
         error = caught(sv.barrier)
-        tell, engine._link.tell = engine._link.tell, lambda kind, **_: said.append(kind)
-        with engine._turns.lock:
+        tell, engine.tell = engine.tell, lambda kind, **_: said.append(kind)
+        with engine.lock:
             for number in range(3):
-                engine._driver.timers(time.monotonic() + number)
-        engine._link.tell = tell
+                engine.timers(time.monotonic() + number)
+        engine.tell = tell
         return error
 
     run_ranks(2, fn, config=SOON, faults=Faults(cut=(0, 1, 1)))
@@ -480,7 +481,7 @@ from syncvar.env import RankEnvironment
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
-from syncvar.wire import Coordinator
+from syncvar.wire.coordinator import Coordinator
 
 class Alarm(BaseException): pass
 def ring(*_): raise Alarm
@@ -540,13 +541,13 @@ def test_an_exception_that_interrupts_the_start_of_a_call_breaks_the_group_too(m
         sv.barrier()
         engine = current().engine
         if sv.rank() == 0:
-            post = engine._flow.post
+            post = engine.flow.post
 
             def ring(*_):
-                engine._flow.post = post
+                engine.flow.post = post
                 raise Alarm
 
-            engine._flow.post = ring
+            engine.flow.post = ring
             with pytest.raises(Alarm):
                 sv.barrier()
             return caught(sv.barrier)
@@ -593,7 +594,7 @@ def test_a_call_that_waits_to_be_started_is_finished_before_a_rank_leaves():
         engine = current().engine
         sv.barrier()
         if sv.rank() == 0:
-            with engine._turns.lock:  # another thread drives just now, so that the call can only be queued
+            with engine.lock:  # another thread drives just now, so that the call can only be queued
                 kept.append(sv.all_reduce(5, async_op=True))
         else:
             kept.append(sv.all_reduce(5, async_op=True))

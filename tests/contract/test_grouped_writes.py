@@ -8,7 +8,7 @@ import pytest
 from harness import covering
 
 import syncvar as sv
-from syncvar.execution.pieces import pieces
+from syncvar.execution.lower_reduce import pieces
 from syncvar.joining.process import current, use
 from syncvar.testing import run_ranks
 

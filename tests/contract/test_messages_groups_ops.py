@@ -9,8 +9,8 @@ import pytest
 import syncvar as sv
 from syncvar.collectives.groups import Group, communicator_of
 from syncvar.config import RuntimeConfig
-from syncvar.execution.kernels import identity, reduction
 from syncvar.joining.process import current
+from syncvar.ops import identity, reduction
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
@@ -494,7 +494,7 @@ def test_tags_that_are_not_used_any_more_are_let_go_and_can_be_used_again(ranks)
     def fn():
         rank, many = sv.rank(), 250
         world = current().world
-        flow = world.engine._flow
+        flow = world.engine.flow
         kept = sv.recv(1 - rank, tag=10**6, async_op=True)  # waits all the time
         sv.send(np.arange(3), 1 - rank, tag=10**6 + 1)  # is taken after all others
         for turn in range(2):

@@ -12,6 +12,7 @@ import syncvar as sv
 from syncvar.arena import boxes
 from syncvar.arena.box import Form, what_of
 from syncvar.arena.boxes import Boxes
+from syncvar.collectives.pairs import line_of
 from syncvar.config import RuntimeConfig
 from syncvar.engine.at_once import NOT_YET
 from syncvar.errors import ArenaFull
@@ -380,6 +381,67 @@ def test_two_threads_of_a_rank_receive_different_tags_from_the_same_rank():
         return failures
 
     assert everywhere(2, fn, shared=True, config=SOON) == [[], []]
+
+
+def test_a_message_is_kept_whose_receive_another_thread_begins_while_it_is_looked_at():
+    def fn():
+        if sv.rank() == 0:
+            for tag in (1, 2):
+                sv.send(np.full(100, tag), 1, tag=tag)
+            return
+        other = line_of(current().world, 0, 1, 1)
+        inward, following = other.end, other.end._following
+
+        def begun_by_another_thread(stream):
+            if stream != other.stream.identity:
+                return following(stream)
+            inward.expected.add((stream, 0))
+            return 1
+
+        inward._following = begun_by_another_thread
+        assert (sv.recv(0, tag=2) == 2).all()
+        inward._following = following
+        assert (sv.recv(0, tag=1) == 1).all()
+
+    everywhere(2, fn, shared=True, config=SOON)
+
+
+def test_a_message_goes_over_a_link_while_its_own_thread_has_the_box():
+    """As in a signal's handler that comes while a long message waits."""
+
+    def fn():
+        line = line_of(current().world, 0, 1, 1)
+        for turn in range(20):
+            if sv.rank() == 1:
+                assert (sv.recv(0, tag=1) == turn).all()
+            elif turn == 0:
+                sv.send(np.full(100, turn), 1, tag=1)
+            else:
+                with line.end.lock:
+                    sv.send(np.full(100, turn), 1, tag=1)
+        return len(line.end.expected) if sv.rank() == 1 else 0
+
+    assert everywhere(2, fn, shared=True, config=SOON) == [0, 0]
+
+
+def test_what_has_come_of_a_failed_receive_is_dropped_by_whoever_has_the_box_next():
+    def fn():
+        if sv.rank() == 0:
+            for tag in (1, 2, 3):
+                sv.send(np.full(100, tag), 1, tag=tag)
+            sv.barrier()
+            return None
+        lost = line_of(current().world, 0, 1, 1)
+        inward, key = lost.end, (lost.stream.identity, 0)
+        assert (sv.recv(0, tag=2) == 2).all()
+        with inward.lock:
+            inward.forget(key)  # as of another thread, at any time
+            before = key in inward._kept, inward._kept_nbytes
+        assert (sv.recv(0, tag=3) == 3).all()
+        sv.barrier()
+        return before, key in inward._kept, inward._kept_nbytes
+
+    assert everywhere(2, fn, shared=True, config=SOON) == [None, ((True, 800), False, 0)]
 
 
 # -- the ring itself ----------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import syncvar as sv
 from syncvar.cli.explain import divergences
 from syncvar.cli.records import as_record, load
 from syncvar.config import RuntimeConfig
-from syncvar.engine.recorder import RING, UNRECORDED, Recorder, Told
 from syncvar.errors import MismatchError, PeerLost, UsageError
 from syncvar.joining.process import current
+from syncvar.recording.entries import UNRECORDED, Told
+from syncvar.recording.recorder import RING, Recorder
 from syncvar.testing import run_ranks
 
 TOLD = Told("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "arena small")
@@ -155,7 +156,7 @@ def test_the_file_is_small_and_whatever_is_in_it_can_be_read(tmp_path):
 
 
 def test_a_writer_that_comes_again_in_a_signal_handler_does_not_wait_for_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("syncvar.engine.recorder._WRITING_S", 0.05)
+    monkeypatch.setattr("syncvar.recording.recorder._WRITING_S", 0.05)
     recorder = Recorder(folder=str(tmp_path))
     with recorder._writing:
         recorder.ended("x")
@@ -322,7 +323,7 @@ def test_an_interrupted_call_has_failed():
             def look(*_):
                 raise Alarm
 
-            engine._driver.look = look
+            engine.look = look
             with pytest.raises(Alarm):
                 sv.all_reduce(1.0)
             interrupted.set()

@@ -14,7 +14,6 @@ import pytest
 
 import syncvar as sv
 from syncvar.config import RuntimeConfig
-from syncvar.execution import reductions as shared_reduce
 from syncvar.execution import running
 from syncvar.execution.reductions import is_direct
 from syncvar.joining.process import current
@@ -361,14 +360,14 @@ def test_calls_of_all_kinds_and_sizes_one_after_another():
 
 def test_what_follows_in_a_call_waits_for_slow_readers(monkeypatch):
     """A structure of several dtypes is reduced dtype by dtype: what is put for the second must not cover up what some still read of the first."""
-    fold = shared_reduce.copier
+    copier = running.copier
 
     def slow():
         if sv.rank() == 1:
             time.sleep(0.002)
-        return fold()
+        return copier()
 
-    monkeypatch.setattr(shared_reduce, "copier", slow)
+    monkeypatch.setattr(running, "copier", slow)
     monkeypatch.setattr(running, "run", lambda *given, **how: (slow(), native_run(*given, **how))[1])
 
     def fn():

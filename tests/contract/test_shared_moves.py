@@ -1,5 +1,7 @@
 """Blocks that are moved side by side: prepared calls, ranks that bring something else all at once, results and operands."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from harness import covering, everywhere
@@ -8,7 +10,9 @@ import syncvar as sv
 from syncvar.arena.reaching import Reach
 from syncvar.collectives.groups import communicator_of
 from syncvar.config import RuntimeConfig
-from syncvar.execution import moves
+from syncvar.execution import moves, running
+from syncvar.execution.addresses import ADDRESS
+from syncvar.kernel import UNREAD
 from syncvar.testing import run_ranks
 
 COUNTS = [0, 1, 7, 5_000, 40_000, 300_000]  # nothing, small slots, one window, several
@@ -107,9 +111,8 @@ NOBODY = 1 << 22, 1 << 22  # no system has so many processes
 
 
 @pytest.mark.parametrize("place", [0, 3, 64])
-def test_results_that_no_cache_holds_are_whole(monkeypatch, place):
+def test_results_that_no_cache_holds_are_whole(place):
     """Those are written past the caches, in lines: what lies before and behind them, and between, is written otherwise."""
-    monkeypatch.setattr(moves, "_READ_BYTES", 1 << 30)  # by cells
     count = (17 << 20) // 2 - 1_001
 
     def fn():
@@ -154,6 +157,13 @@ def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
     config = RuntimeConfig(collective_timeout_s=1.0)
     found = run_ranks(2, lambda: sv.broadcast(np.ones(100_000)), shared=True, timeout_s=30, config=config)
     assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found[1:]), found
+
+
+def test_a_rank_that_is_gone_when_a_failed_reading_is_looked_into_ends_as_one_that_was_gone_before():
+    """The C runner has failed to read, for another reason; before Python finds out why, the process ends."""
+    channel = SimpleNamespace(reach=SimpleNamespace(read=lambda *_, **__: False))
+    found = running.reading(channel, iter([-7, UNREAD]), iter([(1, ADDRESS | 8)]))
+    assert [next(found), next(found)] == [-7, running._NEVER]
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

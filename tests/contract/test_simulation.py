@@ -6,7 +6,6 @@ import pytest
 import syncvar as sv
 from syncvar.engine.group import Request
 from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_plans import prepare
 from syncvar.plans import (
     ALGORITHMS,
     Buffer,
@@ -19,6 +18,7 @@ from syncvar.plans import (
     contract_of,
     sums_by_the_tree,
 )
+from syncvar.plans.link_rounds import prepare
 from syncvar.testing import Simulation
 
 SIMULATED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")

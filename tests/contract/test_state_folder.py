@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from syncvar.cli import main
-from syncvar.joining.state import (
+from syncvar.evidence import (
     JOBS_KEPT,
     find_job,
     job_folders,

@@ -10,7 +10,7 @@ import zmq
 
 from syncvar.config import RuntimeConfig
 from syncvar.joining.store import Store
-from syncvar.transports.zeromq import control_identity
+from syncvar.transports.control import control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, pack_message, parse_message
 
 

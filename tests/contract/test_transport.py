@@ -20,6 +20,7 @@ from syncvar.errors import ConfigError
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports import Lost
 from syncvar.transports.curve import link_keys
+from syncvar.transports.sockets import job_nonce
 from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire import Kind, pack_header
 
@@ -110,7 +111,7 @@ class Outsider:
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         incarnation = b"12345678"
-        made = zeromq_module._IDENTITY.pack(kind, zeromq_module.job_nonce(job), generation, rank, incarnation)
+        made = zeromq_module._IDENTITY.pack(kind, job_nonce(job), generation, rank, incarnation)
         self.socket.setsockopt(zmq.ROUTING_ID, made if identity is None else identity)
         self.socket.connect(address)
 

@@ -286,7 +286,7 @@ def test_without_an_answer_only_the_asking_call_fails():
         engine = current().engine
         sv.barrier()
         if sv.rank() == 1:
-            with engine._turns.lock:  # nobody drives: as a stopped process
+            with engine.lock:  # nobody drives: as a stopped process
                 asked.wait(10)
         else:
             with pytest.raises(DeadlineExceeded, match=r"not answered within 0.3 s by rank 1; the group is not affected"):

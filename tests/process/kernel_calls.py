@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 import syncvar as sv
-from syncvar.execution.kernels import reduction
 from syncvar.joining.process import current
+from syncvar.ops import reduction
 
 DTYPES = [np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float16, ml_dtypes.bfloat16,
           np.float32, np.float64, np.complex64, np.complex128]  # fmt: skip

@@ -90,10 +90,10 @@ def contents(places, arena):
 def both(draw):
     """Run a random program by both runners; the bytes of all memories are the same afterwards."""
     from syncvar.execution.addresses import ADDRESS
+    from syncvar.execution.arithmetic import Arithmetic, folder
     from syncvar.execution.interpreter import interpret
     from syncvar.execution.program import COPY, FOLD, STORE, Code, Kind, Memory
-    from syncvar.execution.reductions import Vector, folder
-    from syncvar.execution.running import Arithmetic
+    from syncvar.execution.reductions import Vector
     from syncvar.kernel import program, run
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
@@ -106,8 +106,8 @@ def both(draw):
     for place in places:
         place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
     steps = steps_of(draw, places)
-    vector = Vector([np.empty(1, dtype)], [np.empty(1, dtype)], ufunc, wide, divisor)
-    how = vector.arithmetic
+    vector = Vector.of([np.empty(1, dtype)], [np.empty(1, dtype)], ufunc, wide, divisor)
+    how = vector.how
     arrays, offsets = tuple(place.array for place in places), [place.offset for place in places]
     memories = [Memory(Kind.SCRATCH, -1, number) for number in range(len(places))]
     if draw.integers(2):  # nothing is combined, and what is only read lies in a process, here this one
@@ -118,10 +118,10 @@ def both(draw):
                 memories[number] = Memory(Kind.LYING, 1, number)
                 offsets[number] = ADDRESS | place.array.__array_interface__["data"][0]
     offsets = tuple(offsets)
-    code = Code(tuple(memories), tuple(place.count for place in places), (), tuple(steps), None)
+    code = Code({memory: place.count for memory, place in zip(memories, places, strict=True)}, (), tuple(steps), None)
     before = contents(places, arena)
     channel = channel_over(arena, 3)
-    made = program(*code.numbers(), code.names, code.sizes, *how.native)
+    made = program(*code.numbers(), how.native)
     assert made is not None
     assert list(run(made, channel, arrays, offsets, keeps_lock=bool(draw.integers(2)))) == []
     phases, native = channel.phase, contents(places, arena)
@@ -130,7 +130,7 @@ def both(draw):
         place[...] = np.frombuffer(bytes_before, np.uint8)
     channel = channel_over(arena, 3)
     with np.errstate(all="ignore"):
-        needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.arithmetic)))
+        needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.how)))
     assert len(needs) == sum(step[0] == 4 for step in steps)
     assert channel.phase == phases
     arena[:4096] = words
@@ -142,7 +142,7 @@ def broken(draw, code, how, channel, arrays, offsets, places, arena):
     """Change a program anywhere: it is refused, or does nothing outside of its memories."""
     from syncvar.kernel import program, run
 
-    numbers, opening = code.numbers()
+    numbers, opening, names, sizes = code.numbers()
     changed = np.frombuffer(numbers, np.int64).copy()
     if not changed.size:
         return
@@ -150,7 +150,7 @@ def broken(draw, code, how, channel, arrays, offsets, places, arena):
         changed[place] = draw.choice([-1, 0, 1, 2, 3, 4, 7, 10_000, 1 << 40, -(1 << 62), (1 << 62) + 1])
     cut = int(draw.integers(0, changed.size + 1))
     opening = int(draw.choice([opening, 0, 6, 1, -1, 12, 1 << 40]))
-    made = program(changed[:cut].tobytes(), opening, code.names, code.sizes, *how.native)
+    made = program(changed[:cut].tobytes(), opening, names, sizes, how.native)
     guards = [(place.whole[:GUARD].copy(), place.whole[-GUARD:].copy()) for place in places if place.whole is not None]
     outside = arena[: 16384].copy()
     if made is not None:

@@ -19,8 +19,9 @@ from pathlib import Path
 import zmq
 
 import syncvar.transports.zeromq as zeromq_module
+from syncvar.transports.control import control_identity
 from syncvar.transports.curve import link_keys
-from syncvar.transports.zeromq import control_identity
+from syncvar.transports.sockets import job_nonce
 from syncvar.wire import Kind, pack_header, pack_message
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
@@ -76,7 +77,7 @@ class Stranger:
         self.kept.append(one)
         one.setsockopt(zmq.LINGER, 0)
         is_meeting = target == self.about.get("meeting")
-        identity = zeromq_module._IDENTITY.pack(b"s", zeromq_module.job_nonce(job), generation, rank, incarnation)
+        identity = zeromq_module._IDENTITY.pack(b"s", job_nonce(job), generation, rank, incarnation)
         one.setsockopt(zmq.ROUTING_ID, control_identity(rank) if is_meeting else identity)
         if ":" in target.rpartition(":")[0]:
             one.setsockopt(zmq.IPV6, 1)

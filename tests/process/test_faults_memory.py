@@ -23,6 +23,9 @@ phase, has_limit, folder = sys.argv[1], sys.argv[2] == "limit", sys.argv[3]
 
 def hog(*_):
     kept = []
+    if has_limit:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # this one, and no other that asks for memory while it is being ended
     while has_limit:
         probe.note("inject")  # the last one counts
         kept.append(np.ones(1 << 20))
@@ -71,7 +74,7 @@ def limited():
                         path = made
                     else:
                         made.rmdir()
-    yield None if path is None else ("sh", "-c", f'echo $$ > {path}/cgroup.procs; exec "$@"', "sh")
+    yield None if path is None else ("sh", "-c", f'echo $$ > {path}/cgroup.procs; echo -1000 2> /dev/null > /proc/self/oom_score_adj; exec "$@"', "sh")
     if path is not None:
         await_true(lambda: not (path / "cgroup.procs").read_text().split(), 10, "the end of the group's processes")
         path.rmdir()

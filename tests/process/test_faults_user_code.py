@@ -352,3 +352,40 @@ def test_memory_that_runs_out_inside_a_call_is_told_to_the_others_and_the_next_c
             assert "rank 0 refused its own call" in event["text"], str(job)
             assert "Unable to allocate" in event["text"], str(job)
     assert [event["total"] for event in job.events("after")] == [3.0] * 3
+
+
+HANDLER_CALLS = """
+import signal, sys, time
+import probe, syncvar as sv
+
+other = sv.new_group(range(2))
+
+
+def ring(*_):
+    try:
+        sv.all_reduce(1.0, group=other)
+    except sv.UsageError as error:
+        probe.note("refused", text=str(error))
+
+
+signal.signal(signal.SIGALRM, ring)
+for turn in range(2):
+    sv.barrier()
+    if sv.rank() == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(0.8)
+    sv.barrier(timeout=20.0)
+    probe.note("went on", total=sv.all_reduce(1.0, group=other).item())  # from the second turn on the handler's call is prepared
+probe.note("end")
+"""
+
+
+def test_a_signals_handler_that_makes_a_call_inside_another_one_is_refused_and_never_waits(launch):
+    job = launch(HANDLER_CALLS, workers=2, arguments=[])
+    job.wait()
+    refused = [event["text"] for event in job.events("refused", rank=0)]
+    assert refused, str(job)
+    assert all("a signal's handler has interrupted this thread in another call" in text and "rank 0" in text for text in refused), str(job)
+    assert [event["total"] for event in job.events("went on", rank=0)][:1] == [2.0], str(job)
+    assert len(refused) == 2, str(job)

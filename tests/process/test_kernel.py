@@ -29,7 +29,7 @@ def told(launch, runner, workers, sizes):
 @pytest.mark.needs_kernel
 @pytest.mark.parametrize(
     ("workers", "sizes"),
-    [(2, "few"), (4, "few"), *(pytest.param(workers, sizes, marks=pytest.mark.slow) for workers in (2, 3, 4, 5) for sizes in ("many", "long"))],
+    [(2, "few"), pytest.param(4, "few", marks=pytest.mark.slow), *(pytest.param(workers, sizes, marks=pytest.mark.slow) for workers in (2, 3, 4, 5) for sizes in ("many", "long"))],
 )
 @pytest.mark.timeout(600)
 def test_both_runners_give_the_same_bytes(launch, workers, sizes):
@@ -375,19 +375,65 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
 
 
 @pytest.mark.needs_kernel
-@pytest.mark.parametrize("past", [False, True])
-def test_copies_to_memory_that_others_read_are_exact(past):
-    """Past the caches whole lines go, and what is left at both ends as usual."""
+@pytest.mark.parametrize("way", [0, 1, 2])
+def test_copies_are_exact(way):
+    """To memory that others read, past the caches (whole lines go so, and what is left at both ends as usual), and to this rank's own."""
     copy = importlib.import_module("syncvar.kernel.native").copy_once
     draw = np.random.default_rng(5)
     source = np.frombuffer(draw.bytes(40_000), np.uint8)
     for nbytes in (0, 1, 63, 64, 1023, 1024, 1025, 1087, 4096, 8191, 33_333):
         for first, start in itertools.product((0, 1, 8, 63), (0, 1, 16, 63)):
             target = np.full(40_000, 7, np.uint8)
-            copy(target[start:], source[first:], nbytes, past)
+            copy(target[start:], source[first:], nbytes, way)
             assert np.array_equal(target[start : start + nbytes], source[first : first + nbytes]), (nbytes, first, start)
             assert (target[:start] == 7).all()
             assert (target[start + nbytes :] == 7).all()
+
+
+@pytest.mark.needs_kernel
+@pytest.mark.parametrize("ahead", [-4096, -100, -16, 0, 16, 40, 100, 4096 + 16])
+def test_a_copy_to_memory_that_overlaps_is_exact(ahead):
+    copy = importlib.import_module("syncvar.kernel.native").copy_once
+    memory = np.frombuffer(bytearray(np.random.default_rng(6).bytes(60_000)), np.uint8)
+    before = memory.copy()
+    copy(memory[8_000 + ahead :], memory[8_000:], 40_000, 2)
+    assert np.array_equal(memory[8_000 + ahead : 48_000 + ahead], before[8_000:48_000])
+
+
+PLACED = """
+import mmap
+import numpy as np, syncvar as sv
+from probe import note
+
+def placed(offset, elements):
+    memory = np.frombuffer(mmap.mmap(-1, 4 * elements + 8192), np.uint8)  # begins with a page
+    return memory[offset : offset + 4 * elements].view(np.float32)
+
+rank, size = sv.rank(), sv.world_size()
+for elements in (3_000, 70_000, 1_300_000):  # by slots and cells, and read where they lie
+    x = placed(16, elements)
+    x[:] = np.arange(elements) + rank
+    for offset in (0, 4, 16, 32, 40, 80, 144):
+        out, whole = placed(offset, elements), placed(offset, size * elements)
+        for _ in range(3):  # the first one is not prepared
+            out[:] = whole[:] = -1
+            sv.broadcast(x, root=1, out=out)
+            assert np.array_equal(out, np.arange(elements, dtype=np.float32) + 1), (elements, offset)
+            sv.all_gather(x.reshape(1, -1), out=whole.reshape(size, -1))
+            for other in range(size):
+                assert np.array_equal(whole[other * elements : (other + 1) * elements], np.arange(elements, dtype=np.float32) + other), (elements, offset)
+            sv.all_reduce(x, out=out)
+            assert np.array_equal(out, (size * np.arange(elements) + size * (size - 1) // 2).astype(np.float32)), (elements, offset)
+note("exact")
+"""
+
+
+@pytest.mark.parametrize("runner", [pytest.param("c", marks=pytest.mark.needs_kernel), "python"])
+def test_it_does_not_matter_where_in_a_page_arrays_begin(launch, runner):
+    """Copies go another way where the target lies a few bytes after the source by their places in a page."""
+    job = launch(PLACED, workers=3, env={"SYNCVAR_KERNEL": runner})
+    assert job.wait(60) == 0, str(job)
+    assert len(job.events("exact")) == 3
 
 
 FUZZ = str(Path(__file__).with_name("program_fuzz.py"))

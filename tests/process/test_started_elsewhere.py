@@ -35,7 +35,7 @@ try:
         sv.barrier()
     if "late" in sys.argv and sv.rank() == 1:
         until = time.monotonic() + 20
-        while 0 not in current().engine._book.left and time.monotonic() < until:
+        while 0 not in current().engine.book.left and time.monotonic() < until:
             time.sleep(0.01)
         raise ValueError("after rank 0 has left")
     if "again" in sys.argv:

@@ -7,7 +7,7 @@ from strategies import seeded_program
 from worlds import Worlds
 
 import syncvar.collectives.fused as fused_module
-import syncvar.execution.kernels as kernels_module
+import syncvar.ops as ops_module
 import syncvar.variables.creation as creation_module
 import syncvar.variables.requests as requests_module
 import syncvar.variables.variable as variable_module
@@ -39,8 +39,8 @@ def sum_assigns_own_value(patch):
 
 
 def mean_divides_by_one_more(patch):
-    right = kernels_module.divided
-    for module in (kernels_module, fused_module):
+    right = ops_module.divided
+    for module in (ops_module, fused_module):
         patch.setattr(module, "divided", lambda how, total, count: right(how, total, count + 1))
 
 

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from syncvar.wire import Report
-from syncvar.wire.arbiter import find_deadlock, find_mismatch, stalls
+from syncvar.wire.arbiter import Report, find_deadlock, find_mismatch, stalls
 
 ALL = (0, 1, 2, 3, 4)
 

@@ -7,7 +7,6 @@ import pytest
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
-from syncvar.joining.cards import host_of_each
 from syncvar.topology import (
     ADDRESS,
     FOLDER,
@@ -17,6 +16,7 @@ from syncvar.topology import (
     told_elsewhere,
     why_not_alone,
 )
+from syncvar.topology.engines.placing import host_of_each
 from syncvar.topology.engines.slurm import counts
 
 OPEN_MPI_4 = {

@@ -66,7 +66,8 @@ class Model:
         assert self.start <= offset
         assert stop <= self.stop
         assert taken.nbytes >= max(1, nbytes)
-        assert offset % (LINE_BYTES if nbytes < PAGE_BYTES else PAGE_BYTES) == 0
+        assert offset % LINE_BYTES == 0
+        assert nbytes < PAGE_BYTES or offset % PAGE_BYTES == LINE_BYTES
         assert all(stop <= other or other + size <= offset for other, size in self.live.items())
         missing = set().union(*(self.pages(*one) for one in taken.missing))
         assert not missing & self.populated
@@ -78,7 +79,7 @@ class Model:
         assert self.pages(offset, stop) <= self.populated
         dirty = set().union(*(self.pages(*one) for one in taken.dirty))
         assert self.used & self.pages(offset, stop) <= dirty
-        assert all(offset <= start < end <= stop for start, end in taken.dirty)
+        assert all(offset - offset % PAGE_BYTES <= start < end <= stop for start, end in taken.dirty)
         self.live[offset] = taken.nbytes
         self.used |= self.pages(offset, stop)
 
@@ -105,7 +106,7 @@ class Model:
             self.give_back(start, stop)
         assert not self.populated
         assert self.extents.taken_bytes == self.extents.kept_bytes == 0
-        whole = self.extents.allocate(self.stop - self.start)
+        whole = self.extents.allocate(self.stop - self.start - LINE_BYTES)
         assert whole is not None, "free neighbours are one again"
         assert whole.missing == ((self.start, self.stop),)
 
@@ -134,23 +135,27 @@ def test_any_sequence_keeps_the_rules_and_leaks_nothing(sequence, reserve):
     model.end()
 
 
+WHOLE = MIB - LINE_BYTES
+"""What takes 1 MiB of pages."""
+
+
 def test_a_loop_asks_for_pages_once():
     extents = Extents(0, 64 * MIB)
-    first = extents.allocate(8 * MIB)
+    first = extents.allocate(7 * MIB + WHOLE)
     assert first.missing == ((0, 8 * MIB),)
     assert first.dirty == ()
     for _ in range(5):
         assert extents.free(first.offset) == []
-        again = extents.allocate(8 * MIB)
-        assert (again.offset, again.missing, again.dirty) == (0, (), ((0, 8 * MIB),))
+        again = extents.allocate(7 * MIB + WHOLE)
+        assert (again.offset, again.missing, again.dirty) == (LINE_BYTES, (), ((0, 8 * MIB),))
 
 
 def test_what_is_beyond_the_reserve_is_given_back():
     extents = Extents(0, 128 * MIB)
-    large = extents.allocate(40 * MIB)
+    large = extents.allocate(39 * MIB + WHOLE)
     assert extents.free(large.offset) == [(16 * MIB, 40 * MIB)]
     assert extents.kept_bytes == RESERVE_BYTES
-    again = extents.allocate(40 * MIB)
+    again = extents.allocate(39 * MIB + WHOLE)
     assert (again.missing, again.dirty) == (((16 * MIB, 40 * MIB),), ((0, 16 * MIB),))
 
 
@@ -165,16 +170,16 @@ def test_small_ones_share_an_extent():
 
 def test_large_ones_lie_on_huge_pages_where_there_is_room():
     extents = Extents(256 << 10, 9 * MIB)
-    assert extents.allocate(2 * MIB).offset == 2 * MIB
-    assert extents.allocate(3 * MIB).offset == 4 * MIB
-    assert extents.allocate(2 * MIB).offset == 7 * MIB, "rather not aligned than not at all"
-    assert extents.allocate(2 * MIB) is None
+    assert extents.allocate(MIB + WHOLE).offset == 2 * MIB + LINE_BYTES
+    assert extents.allocate(2 * MIB + WHOLE).offset == 4 * MIB + LINE_BYTES
+    assert extents.allocate(MIB + WHOLE).offset == 7 * MIB + LINE_BYTES, "rather not aligned than not at all"
+    assert extents.allocate(MIB + WHOLE) is None
 
 
 def test_a_full_region_says_so_and_goes_on():
     extents = Extents(0, 2 * MIB)
-    assert extents.allocate(2 * MIB + 1) is None
-    taken = extents.allocate(2 * MIB)
+    assert extents.allocate(MIB + WHOLE + 1) is None
+    taken = extents.allocate(MIB + WHOLE)
     assert extents.allocate(1) is None
     extents.free(taken.offset)
     assert extents.allocate(1).offset == 0
@@ -192,7 +197,7 @@ def test_what_was_not_allocated_cannot_be_freed():
 
 def test_after_retiring_only_new_memory_is_taken():
     extents = Extents(0, 32 * MIB)
-    kept, small = extents.allocate(MIB), extents.allocate(64)
+    kept, small = extents.allocate(WHOLE), extents.allocate(64)
     extents.free(kept.offset)
     extents.retire()
     for nbytes in (64, MIB, 4 * MIB):

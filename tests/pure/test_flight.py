@@ -11,8 +11,9 @@ from syncvar.cli.explain import divergences, explained
 from syncvar.cli.main import main
 from syncvar.cli.records import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
-from syncvar.engine.recorder import FORMAT, Event, record_name
 from syncvar.errors import ConfigError
+from syncvar.recording.entries import Event
+from syncvar.recording.recorder import FORMAT, record_name
 from syncvar.roles import SERVER_0
 
 PACKAGE = str(Path(syncvar.__file__).parent)

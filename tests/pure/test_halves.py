@@ -4,8 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from syncvar.execution.float16 import are_scalable, round_scaled, widen, widen_scaled
-from syncvar.execution.reductions import _combine_widened, combine
+from syncvar.execution.arithmetic import (
+    are_scalable,
+    combine,
+    combine_widened,
+    round_scaled,
+    widen,
+    widen_scaled,
+)
 
 ALL = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 FINITE = ALL[np.isfinite(ALL)]
@@ -103,7 +109,7 @@ def test_halves_of_all_ranks_are_combined_as_float32_and_rounded_once(kind, rank
             if divisor:
                 expected /= np.float32(divisor)
             out = np.empty_like(terms[0])
-            _combine_widened(terms, ufunc, out, np.dtype(np.float32), divisor, hold=hold)
+            combine_widened(terms, ufunc, out, np.dtype(np.float32), divisor, hold=hold)
             assert same(out, expected.astype(np.float16))
 
 
@@ -113,7 +119,7 @@ def test_quotients_of_subnormal_sums_are_rounded_as_those_of_float32(divisor):
     terms = [np.arange(30_000, dtype=np.uint16).view(np.float16), lower.view(np.float16)]
     out = np.empty_like(terms[0])
     assert are_scalable(terms, np.add, divisor)
-    _combine_widened(terms, np.add, out, np.dtype(np.float32), divisor, hold=False)
+    combine_widened(terms, np.add, out, np.dtype(np.float32), divisor, hold=False)
     total = terms[0].astype(np.float32) + terms[1].astype(np.float32)
     assert np.array_equal(bits(out), bits((total / np.float32(divisor)).astype(np.float16)))
 
@@ -122,9 +128,9 @@ def test_the_result_may_go_where_the_first_term_lies_and_the_others_stay():
     terms = contributions("usual", 3, 40_000)
     kept = [term.copy() for term in terms]
     expected = np.empty_like(terms[0])
-    _combine_widened(terms, np.add, expected, np.dtype(np.float32), 0, hold=False)
+    combine_widened(terms, np.add, expected, np.dtype(np.float32), 0, hold=False)
     assert all(map(np.array_equal, terms, kept))
-    _combine_widened(terms, np.add, terms[0], np.dtype(np.float32), 0, hold=False)
+    combine_widened(terms, np.add, terms[0], np.dtype(np.float32), 0, hold=False)
     assert np.array_equal(bits(terms[0]), bits(expected))
     assert all(map(np.array_equal, terms[1:], kept[1:]))
 
@@ -132,5 +138,5 @@ def test_the_result_may_go_where_the_first_term_lies_and_the_others_stay():
 def test_bfloat16_is_combined_by_its_own_conversions():
     terms = [np.array([1.0, 256.0, np.inf], ml_dtypes.bfloat16), np.array([2.0, 1.0, 1.0], ml_dtypes.bfloat16)]
     out = np.empty_like(terms[0])
-    _combine_widened(terms, np.add, out, np.dtype(np.float32), 0, hold=False)
+    combine_widened(terms, np.add, out, np.dtype(np.float32), 0, hold=False)
     assert out.tolist() == [3.0, 256.0, np.inf]

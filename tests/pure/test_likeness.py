@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from syncvar.config import RuntimeConfig
 from syncvar.errors import WireError
-from syncvar.joining.likeness import likeness
+from syncvar.joining.roll_call import likeness
 from syncvar.wire.likeness import check_about, differences
 
 

@@ -206,7 +206,7 @@ def test_memories_are_as_long_as_they_are_used():
     assert extents(program)[slot] == 8
     assert Stretch(x, 2, 6).cut(1, 3) == Stretch(x, 3, 2)
     code = assemble(program)
-    numbers, opening = code.numbers()
+    numbers, opening, names, sizes = code.numbers()
     assert opening == 12
     assert len(numbers) % 8 == 0
-    assert len(code.names) == 3 * len(code.memories)
+    assert len(names) == 3 * len(sizes) == 3 * len(code.sizes)

@@ -12,6 +12,8 @@ from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError
 from syncvar.joining import connecting, mpi_meeting
 from syncvar.joining.roll_call import answer_roll_call
+from syncvar.topology import Told
+from syncvar.topology.engines.placing import placed
 from syncvar.transports import Control, Transport
 from syncvar.wire import pack_message, parse_message
 from syncvar_launcher.options import parse
@@ -29,11 +31,7 @@ def test_syncvar_launch_starts_no_processes_of_mpi(tmp_path):
 
 def test_a_rank_of_syncvar_launch_does_not_join_by_mpi():
     with pytest.raises(ConfigError, match=r"SYNCVAR_TRANSPORT=mpi contradicts SYNCVAR_RANK=0.*mpirun"):
-        connecting._met_by_mpi(RuntimeConfig(transport="mpi"), MPI, object.__new__(_Rank), alone=False)
-
-
-class _Rank:
-    rank = 0
+        connecting.connect(MPI | RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j").to_mapping(), 0, alone=False)
 
 
 def test_encryption_that_is_asked_for_is_not_given_up_silently():
@@ -61,8 +59,9 @@ def test_a_library_that_thinks_it_is_alone_under_the_mpirun_of_another_is_refuse
 
 def test_ranks_that_do_not_follow_each_other_on_a_host_are_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"are on a, b, a.*--map-by slot"):
-        mpi_meeting.places_of([("a", "1"), ("b", "2"), ("a", "1")])
-    assert mpi_meeting.places_of([("a", "1"), ("a", "2"), ("b", "2")]) == [0, 1, 2]  # two machines of one name
+        placed(Told("MPI", 0, 3, 0, 0, -1, 0, "", 0), [("a", "1"), ("b", "2"), ("a", "1")], ["a", "b", "a"], mpi_meeting._REMEDY)
+    of_one_name = [placed(Told("MPI", rank, 3, 0, 0, -1, 0, "", 0), [("a", "1"), ("a", "2"), ("b", "2")], ["a", "a", "b"], "") for rank in range(3)]
+    assert [(told.host_index, told.host_count, told.local_rank, told.local_world_size) for told in of_one_name] == [(host, 3, 0, 1) for host in range(3)]
 
 
 class _Channel(Control):

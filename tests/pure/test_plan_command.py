@@ -87,7 +87,7 @@ def test_a_reduction_by_the_tree(capsys):
         (("all_reduce", "--ranks", "4", "--bytes", "1M", "--program", "3"), "copy     made of rank 0, side 0 [0:8192] -> target[0:8192]"),
         (("broadcast", "--ranks", "3", "--program", "2"), "copy     slot of rank 0 [0:8] -> target[0:8]"),
         (("all_gather", "--ranks", "2", "--bytes", "1M", "--program", "0"), "copy     source[0:8192] -> cells of rank 0, side 0 [0:8192]"),
-        (("all_gather", "--ranks", "2", "--bytes", "8M", "--program", "0"), "copy     array of rank 1 [0:1048576] -> target[0:1048576]"),
+        (("all_to_all", "--ranks", "3", "--bytes", "8M", "--program", "0"), "copy     array of rank 1 [0:699051] -> target[0:699051]"),
         (("scan", "--ranks", "3", "--program", "1"), "fold     slot of rank 0 [0:8], slot of rank 1 [0:8] -> target[0:8]"),
         (("reduce", "--ranks", "2", "--bytes", "1M", "--program", "1"), "copy     source[0:32768] -> cells of rank 1, side 0 [0:32768]"),
         (("reduce_scatter", "--ranks", "2", "--program", "1"), "fold     slot of rank 0 [0:8], source 1[0:8] -> target[0:8]"),

@@ -214,7 +214,7 @@ SHOWN_TIMES = {
     "launcher/events.py": {"time.time"},
     "launcher/output.py": {"datetime"},
     "launcher/running.py": {"time.time"},
-    "syncvar/engine/recorder.py": {"time.time_ns"},
+    "syncvar/recording/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/lock.py": {"time.strftime", "time.gmtime"},
     "syncvar/wire/moments.py": {"datetime"},
 }
@@ -324,7 +324,7 @@ SLOW_ROOMS = {
     [
         ("import syncvar; syncvar.all_reduce", SLOW | SLOW_ROOMS | {"zmq", "json", "syncvar.config", "syncvar.transports.zeromq"}),
         (
-            "import syncvar.bootstrap, syncvar.transports.zeromq, syncvar; syncvar.init, syncvar.barrier",
+            "import syncvar.bootstrap, syncvar.transports.control, syncvar.transports.zeromq, syncvar; syncvar.init, syncvar.barrier",
             SLOW | SLOW_ROOMS | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.wire.coordinator"},
         ),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from syncvar.errors import ConfigError
 from syncvar.topology.engines.base import Engine, Told, port_of
+from syncvar.topology.engines.placing import placed
 
 __all__ = ["TfConfig"]
 
@@ -50,28 +51,21 @@ class TfConfig(Engine):
         if (kind, index) not in everyone or isinstance(index, bool):
             raise ConfigError(f"TF_CONFIG: there is no task {kind} {index!r} in its cluster of {len(everyone)}")
         addresses = [tasks[name][number] for name, number in everyone]
-        hosts, places, ports = _places(addresses)
-        rank = everyone.index((kind, index))
-        here = [other for other, place in enumerate(places) if place == places[rank]]
-        return Told(
-            "TF_CONFIG", rank, len(everyone), rank - here[0], len(here), places[rank], len(hosts), hosts[0].strip("[]"),
-            ports[0], json.dumps(addresses),
-        )  # fmt: skip
+        hosts, ports = _places(addresses)
+        told = Told(
+            "TF_CONFIG", everyone.index((kind, index)), len(everyone), 0, 0, -1, 0, hosts[0].strip("[]"), ports[0], json.dumps(addresses)
+        )
+        return placed(told, hosts, hosts, "List the workers host by host")
 
 
-def _places(addresses: list[object]) -> tuple[list[str], list[int], list[int]]:
-    """Return the hosts of some addresses, which of them each is on, and their ports."""
+def _places(addresses: list[object]) -> tuple[list[str], list[int]]:
+    """Return the hosts of some addresses, and the ports."""
     hosts: list[str] = []
-    places: list[int] = []
     ports: list[int] = []
     for address in addresses:
         host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not colon or not host:
             raise ConfigError(f"TF_CONFIG: {address!r} is no host:port")
-        if not hosts or host != hosts[-1]:
-            if host in hosts:
-                raise ConfigError(f"TF_CONFIG: the workers of {host} do not follow each other; list them host by host")
-            hosts.append(host)
-        places.append(len(hosts) - 1)
+        hosts.append(host)
         ports.append(port_of(port, "TF_CONFIG"))
-    return hosts, places, ports
+    return hosts, ports

@@ -1,0 +1,345 @@
+"""What the collectives that combine have in common: contributions going in, results coming out, what is compared and prepared.
+
+What programs write in every step is prepared: arrays, numbers, short lists of numbers, and structures of a few of these that
+travel as one small vector. Everything else goes the general way, which also refuses what is wrong and tells the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.collectives.calls import Repeatable, never, plain_array
+from syncvar.engine.group import fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.engine.prepared_reductions import prepare_reduction, prepare_together
+from syncvar.errors import ArenaFull, ConfigError
+from syncvar.execution.lower_reduce import EVERYWHERE, Ends
+from syncvar.execution.reductions import Vector, is_direct
+from syncvar.execution.rounds import Published
+from syncvar.ops import OPS, Reduction, finish, identity, reduction
+from syncvar.wire.structures import Structure, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Hashable, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.collectives.calls import Make
+    from syncvar.engine.group import Communicator, PreparedCall
+    from syncvar.engine.preparation import Said
+
+__all__ = [
+    "Leaves", "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "kept", "outcome",
+    "prepare_form", "prepared_reduction", "reduction_of", "run_plan", "tell_that_all_came",
+]  # fmt: skip
+
+_NOTHING: NDArray[Any] = np.empty(0, np.uint8)
+_LEAVES_MAX = 16
+_IN_COMMON_LEAST = 512 << 10  # bytes of a copy: memory that is used again in the arena comes without page faults
+_LOCATING = ("minloc", "maxloc")
+
+
+def described(
+    array: NDArray[Any], op: str, name: str, *options: Any, shown: str = ""
+) -> tuple[Reduction, int, str]:
+    """Return how an array is reduced, the fingerprint of the call, and the call in words.
+
+    `options` must be the same on all ranks too; `shown` are those that are told.
+    """
+    how = reduction_of(array, op)
+    digest = fingerprint(name, how.name, how.source, array.shape, *options, *how.element_shape)
+    return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+
+
+def described_reduction(
+    array: NDArray[Any], op: str, name: str, reproducible: bool, algorithm: str | None = None
+) -> tuple[Reduction, int, str]:
+    """Return how an array is reduced, the fingerprint of the all-reduce, and the call in words."""
+    return described(array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else "")
+
+
+def described_together(
+    structure: Structure,
+    arrays: Sequence[NDArray[Any]],
+    hows: Sequence[Reduction],
+    op: str,
+    name: str,
+    reproducible: bool,
+    algorithm: str | None = None,
+) -> tuple[int, str]:
+    """Return the fingerprint of a call that reduces a structure, and the call in words; see `described`."""
+    op, shape = (hows[0].name, hows[0].element_shape) if hows else (op, ())
+    kinds = tuple([(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])  # a dtype takes long to say its name
+    digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *shape)
+    nbytes = sum([array.nbytes for array in arrays])
+    return digest, f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
+
+
+def reduction_of(array: NDArray[Any], op: str) -> Reduction:
+    """Return how an op treats an array.
+
+    Raises:
+        ConfigError: Unknown op, one that has no meaning for the dtype, or one whose elements the array does not consist of.
+    """
+    how = reduction(op, array.dtype)
+    shape = how.element_shape
+    if shape and array.shape[-len(shape) :] != shape:
+        lengths = ", ".join(map(str, shape))
+        raise ConfigError(f"the op {how.name!r} takes arrays of shape (..., {lengths}), as it was registered, not {array.shape}")
+    return how
+
+
+def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
+    """Return a factor for the elements of an array.
+
+    Raises:
+        ConfigError: It is no number, or the elements are integers, which it would have to round.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, int | float | complex | np.number):
+        raise ConfigError(f"{name} must be a number, not {scale!r}")
+    if array.dtype.kind not in "fVc":
+        raise ConfigError(
+            f"{name} of {array.dtype.name} would have to be rounded: write x.astype('float64'), or scale the result"
+        )
+    if isinstance(scale, complex | np.complexfloating) and array.dtype.kind != "c":
+        raise ConfigError(f"{name} of {array.dtype.name} must be a real number, not {scale!r}")
+    return scale
+
+
+def contribution(array: NDArray[Any], how: Reduction, rank: int, prescale: Any = None) -> NDArray[Any]:
+    """Return a fresh flat array of what a rank brings, in the dtype that accumulates."""
+    if how.is_locating:
+        made = np.empty(array.size, how.accumulate)
+        made["value"] = array.reshape(-1)
+        made["rank"] = rank
+        return made
+    kind = array.dtype if how.element_shape else how.accumulate
+    made = np.array(array, dtype=kind, order="C", copy=True).reshape(-1)
+    if prescale is not None:
+        made *= np.asarray(prescale, made.dtype)
+    return made.view(how.accumulate) if how.element_shape else made
+
+
+def kept(communicator: Communicator, array: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy of what a started call brings, whose caller may change it: a long one in shared memory, where the others read it."""
+    channel = communicator.channel
+    if channel is not None and array.nbytes >= _IN_COMMON_LEAST and array.dtype.isnative:
+        with contextlib.suppress(ArenaFull):
+            made = channel.arena.empty(array.shape, array.dtype)
+            made[...] = array
+            return made
+    return array.copy()
+
+
+def outcome(
+    how: Reduction,
+    total: NDArray[Any],
+    count: int,
+    shape: tuple[int, ...],
+    out: NDArray[Any] | None = None,
+    postscale: Any = None,
+) -> Any:
+    """Return the result of a combination in the shape the caller expects; minloc and maxloc give (values, ranks).
+
+    Args:
+        how: The reduction.
+        total: The flat combination.
+        count: How many contributions it has.
+        shape: Of the result.
+        out: Where it goes, or None for a new array.
+        postscale: What it is multiplied by before it is rounded.
+    """
+    if how.is_locating:
+        pairs = total.reshape(shape)
+        return np.ascontiguousarray(pairs["value"]), np.ascontiguousarray(pairs["rank"])
+    if how.element_shape:
+        total = total.view(how.result)
+    if postscale is not None:
+        total = (finish(how._replace(result=total.dtype), total, count) * np.asarray(postscale, total.dtype)).astype(how.result)
+        result = total.reshape(shape)
+    else:
+        result = finish(how, total, count).reshape(shape)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def run_plan(
+    communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction, **options: Any
+) -> Generator[Stage, None, Reduction]:
+    """Run the plan of a collective on a flat array; returns what is left to do, for `outcome`.
+
+    In shared memory each rank divides a mean where it combines, as in the prepared call that another rank may be making.
+    """
+    counts = options.pop("counts", work.size)
+    if not how.commutes and collective not in ("scan", "exscan"):
+        options["reproducible"] = True  # by the tree, which keeps the ranks in order
+    plan = communicator.plan(collective, counts, work.itemsize, **options)
+    vector = None
+    if how.is_mean and isinstance(plan, Published) and plan.reduces:
+        divisor = plan.ends.divisor(communicator.member_rank, communicator.size)
+        vector = Vector.of([work], [work], how.ufunc, work.dtype, divisor, ends=plan.ends)
+        how = how._replace(is_mean=False)
+    yield Stage(plan, work, how.ufunc, vector)
+    return how
+
+
+def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[Stage, None, None]:
+    """End a plan in which one rank alone has heard of all others: it tells them that all make this call.
+
+    No rank ends a call before that, so that a call on which the ranks disagree fails on every one of them. In shared
+    memory phase 0 has said so.
+
+    Args:
+        communicator: The group.
+        witness: Who has heard of all ranks when the plan ends.
+    """
+    if not communicator.is_shared:
+        yield Stage(communicator.plan("broadcast", 0, root=witness), _NOTHING)
+
+
+class Leaves(NamedTuple):
+    """A structure of one level and few leaves, in the place of an array.
+
+    Args:
+        names: Keys of a dict, sorted; or the type of the sequence.
+        arrays: The leaves, in the order of `flatten`.
+        shape: The names, and dtype and shape of each leaf: what makes two of them alike.
+        dtype: None: there is one of each leaf.
+    """
+
+    names: tuple[str, ...] | type
+    arrays: list[NDArray[Any]]
+    shape: Hashable
+    dtype: None = None
+
+    def with_values(self, flat: NDArray[Any]) -> Any:
+        """Return the same structure with the parts of a vector as its leaves, each an array of its own."""
+        made, start = [], 0
+        for array in self.arrays:
+            stop = start + array.size
+            made.append(flat[start:stop].reshape(array.shape).copy())
+            start = stop
+        return self.with_arrays(made)
+
+    def with_arrays(self, made: list[NDArray[Any]]) -> Any:
+        """Return the same structure with other leaves."""
+        names = self.names
+        if isinstance(names, tuple):
+            return dict(zip(names, made, strict=True))
+        return made if names is list else tuple(made)
+
+
+def form_of(x: Any) -> NDArray[Any] | Leaves | None:
+    """Return the plain array of a value, or its leaves; None where the general way has to look at it."""
+    array = plain_array(x)
+    if array is not None:
+        return array
+    kind = type(x)
+    if kind is dict:
+        return _leaves(tuple(sorted(x)), x) if len(x) <= _LEAVES_MAX and set(map(type, x)) == {str} else None
+    is_sequence = (kind is list or kind is tuple) and len(x) <= _LEAVES_MAX
+    return _leaves(kind, x) if is_sequence and np.ndarray in map(type, x) else None
+
+
+def _leaves(names: Any, x: Any) -> Leaves | None:
+    arrays = []
+    for item in x if names is type(x) else map(x.__getitem__, names):
+        made = item if type(item) is np.ndarray else plain_array(item)
+        if made is None:
+            return None
+        arrays.append(made)
+    return Leaves(names, arrays, (names, tuple([(array.dtype, array.shape) for array in arrays])))
+
+
+class Reducing(Repeatable):
+    """A checked call that combines.
+
+    Args:
+        what: The call in words.
+        digest: Its fingerprint.
+        body: Generator of stages.
+        op: The op, as it was given.
+        ends: Which ranks end with what.
+        is_entered: The dtype of the result is that of what is brought: an entrance looks at no other.
+    """
+
+    __slots__ = ("_ends", "_op", "is_entered")
+
+    def __init__(
+        self, what: str, digest: int, body: Generator[Stage, None, Any], op: str, ends: Ends = EVERYWHERE, *, is_entered: bool = False
+    ) -> None:
+        super().__init__(what, digest, body)
+        self._op, self._ends, self.is_entered = op, ends, is_entered
+
+    def prepared(self, communicator: Communicator, like: NDArray[Any] | Leaves, make: Make) -> PreparedCall | None:
+        """Return what makes calls that are alike; see `Repeatable`."""
+        return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
+
+
+def prepare_form(
+    communicator: Communicator, form: NDArray[Any] | Leaves, op: str, digest: int, what: str, ends: Ends = EVERYWHERE, apply: np.ufunc | None = None
+) -> PreparedCall | None:
+    """Return what makes the reductions of values in a form, or None where there is no such way at present; `never` where there never is.
+
+    A registered op may be replaced, and has none.
+
+    Args:
+        communicator: The group.
+        form: Such a value.
+        op: The op.
+        digest: Fingerprint of the calls.
+        what: They in words.
+        ends: Which ranks end with what.
+        apply: `out`, which must then be given, becomes apply(out, result).
+    """
+    if not communicator.prepares or communicator.channel is None:
+        return None
+    arrays = form.arrays if isinstance(form, Leaves) else [form]
+    hows = {reduction_of(array, op) for array in arrays}
+    how = hows.pop()
+    is_known = how.name in OPS and how.name not in _LOCATING and communicator.forced(ends.collective) is None
+    if hows or not is_known or not all(array.dtype.isnative for array in arrays):
+        return never
+    shape = (sum(array.size for array in arrays),) if isinstance(form, Leaves) else form.shape
+    nbytes = sum(array.size for array in arrays) * how.accumulate.itemsize
+    if not is_direct(nbytes, communicator.size):
+        if ends != EVERYWHERE and (isinstance(form, Leaves) or form.dtype != how.accumulate):  # the general way brings what it combines
+            return never
+        if isinstance(form, Leaves):
+            together = prepare_together(communicator, how, nbytes, digest, what)
+            return together and _of_arrays(together)
+    neutral = identity(how) if ends.collective == "exscan" else None
+    made = prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral)
+    return _of_leaves(made) if isinstance(form, Leaves) and made is not None else made
+
+
+def _of_leaves(inner: PreparedCall) -> PreparedCall:
+    def call(leaves: Leaves, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
+        if out is not None:
+            return None
+        made = inner(np.concatenate([array.reshape(-1) for array in leaves.arrays]), None, said, timeout)
+        return None if made is None else leaves.with_values(made)
+
+    return call
+
+
+def _of_arrays(inner: PreparedCall) -> PreparedCall:
+    def call(leaves: Leaves, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
+        made: Any = inner(leaves.arrays, out, said, timeout)
+        return None if made is None else leaves.with_arrays(made)
+
+    return call
+
+
+def prepared_reduction(
+    communicator: Communicator, x: NDArray[Any], op: str, name: str, reproducible: bool, apply: np.ufunc | None = None
+) -> PreparedCall | None:
+    """Return what makes the all-reduces that `reduce_request` with these arguments makes, if there is such."""
+    _, digest, what = described_reduction(x, op, name, reproducible)
+    made = prepare_form(communicator, x, op, digest, what, apply=apply)
+    return None if made is never else made

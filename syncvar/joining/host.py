@@ -1,0 +1,185 @@
+"""What the first rank of a host serves where syncvar-launch has not started the ranks: the host's arena; rank 0 also keeps the roll."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import zmq
+
+from syncvar.arena.creating import CreatedArena, create, why_not_here
+from syncvar.arena.handing import Handing, arena_path
+from syncvar.arena.room import core_quota
+from syncvar.exits import is_failing
+from syncvar.joining.store import Store
+from syncvar.transports.sockets import why_closed
+
+if TYPE_CHECKING:
+    from syncvar.config import RuntimeConfig
+    from syncvar.joining.cards import Cards
+    from syncvar.joining.directory import JobDirectory
+    from syncvar.topology import Told
+
+__all__ = ["READY", "Host"]
+
+READY = "ready"
+"""A file in the private folder: what is served there can be asked for."""
+
+_PAUSE_S = 0.02
+_LOOK_MS = 200
+_ENDED = "its process ended without leaving"
+
+
+class Host:
+    """Serves in a thread of its own, until `end`, which the end of the process calls too.
+
+    Args:
+        directory: The private folder.
+        told: Who this process is.
+        endpoint: Where rank 0 keeps the roll; the system may choose its port.
+        config: Deadlines and limits.
+        job_id: The job's identity.
+        secret: The job's.
+        cards: What rank 0 removes when all have come; None where they have not met by cards.
+
+    Attributes:
+        store: Keeps the roll; None but at rank 0.
+    """
+
+    def __init__(
+        self, directory: JobDirectory, told: Told, endpoint: str, config: RuntimeConfig, job_id: str, secret: bytes | None, cards: Cards | None
+    ) -> None:
+        self._directory = directory
+        self._told = told
+        self._config = config
+        self._cards = cards
+        self._process = os.getpid()
+        self._pidfds: dict[int, int] = {}  # descriptor -> rank
+        self._watched: set[int] = set()
+        self._ends = threading.Event()
+        self._handing: Handing | None = None
+        self._thread: threading.Thread | None = None
+        self.store: Store | None = None
+        umask = os.umask(0o077)
+        try:
+            if told.rank == 0:
+                from syncvar.transports.curve import link_keys
+
+                keys = None if secret is None or config.encryption == "off" else link_keys(secret, job_id)
+                self.store = Store(endpoint, told.world_size, job_id, config, keys=keys)
+            if told.local_world_size > 1 and config.shares_memory:
+                self._handing = Handing(arena_path(str(directory.path)), job_id, told.local_world_size, self._make)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.umask(umask)
+        # A host of one rank, or one without shared memory, is served nothing: a poll of nothing would not wait, and a
+        # thread that never waits takes the interpreter's lock from the calls.
+        if self.store is not None or self._handing is not None:
+            self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
+            self._thread.start()
+        (directory.path / READY).touch()
+        atexit.register(self.end)  # registered before the context's: it runs after that has left
+
+    def end(self, patience_s: float | None = None) -> None:
+        """Serve until the others have left, then end. A rank that fails tells them.
+
+        Args:
+            patience_s: Longest wait for the others, in seconds; None for what suits the end of a process.
+        """
+        if os.getpid() != self._process:
+            return
+        if self.store is not None:
+            if patience_s is None:
+                patience_s = 0.0 if is_failing() else self._config.rendezvous_timeout_s
+            until = time.monotonic() + patience_s
+            while time.monotonic() < until and self._others(self.store):
+                time.sleep(_PAUSE_S)
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._close()
+
+    def _others(self, store: Store) -> set[int]:
+        """Return the others who have joined and have neither left nor been lost, to anybody."""
+        coordinator = store.coordinator
+        return set(coordinator.roll.members) - {self._told.rank} - set(coordinator.left) - set(coordinator.gone) - coordinator.lost
+
+    def _serve(self) -> None:
+        store, handing = self.store, self._handing
+        while not self._ends.is_set():
+            poller = zmq.Poller()
+            if store is not None:
+                poller.register(store.socket, zmq.POLLIN)
+            handed = handing.descriptors() if handing is not None else []
+            for descriptor in (*handed, *self._pidfds):
+                poller.register(descriptor, zmq.POLLIN)
+            ready = [item for item, _ in poller.poll(_LOOK_MS)]
+            if store is not None:
+                self._keep_roll(store, [item for item in ready if item in self._pidfds], time.monotonic())
+            if handing is not None:
+                for item in ready:
+                    if isinstance(item, int) and item in handed:
+                        handing.readable(item)
+                _warn(handing.take_said())
+
+    def _keep_roll(self, store: Store, ended: list[int], now: float) -> None:
+        """Handle what has come for the roll, and the ends of processes and of channels; `ended` are descriptors."""
+        store.serve(now)
+        coordinator = store.coordinator
+        for rank, member in coordinator.roll.members.items():  # nobody else tells how the processes of this host end
+            if member.host_index == self._told.host_index and rank != self._told.rank and member.pid not in self._watched:
+                self._watched.add(member.pid)
+                with contextlib.suppress(OSError):
+                    self._pidfds[os.pidfd_open(member.pid)] = rank
+        if self._cards is not None and len(coordinator.roll.members) == self._told.world_size:
+            self._cards.remove()
+            self._cards = None
+        for rank in store.take_lost(now):  # while the ranks meet, and when this one has left, no link tells of them
+            is_member = rank in coordinator.roll.members and rank not in coordinator.left
+            if rank != self._told.rank and (is_member or rank in coordinator.next_roll.members):
+                store.ended(rank, why_closed(self._config), now)
+        for descriptor in ended:
+            rank = self._pidfds.pop(descriptor)
+            os.close(descriptor)
+            if rank not in coordinator.left:
+                if self._handing is not None:
+                    self._handing.abort()
+                store.ended(rank, _ENDED, now)
+        if coordinator.broken_by is not None and self._handing is not None:
+            self._handing.abort(coordinator.roll.generation)
+        _warn(store.take_said())
+
+    def _make(self, generation: int) -> tuple[CreatedArena | None, str]:
+        reason = why_not_here(os.uname().machine)
+        if reason:
+            return None, reason
+        cores = min(len(os.sched_getaffinity(0)), core_quota() or sys.maxsize)
+        size = self._told.local_world_size
+        return create(self._config.arena_bytes, size, cores, generation, str(self._directory.path))
+
+    def _close(self) -> None:
+        if self.store is not None:
+            if self._ends.is_set() and self._others(self.store):  # they hear it before the store is gone
+                self.store.ended(self._told.rank, _ENDED, time.monotonic())
+            self.store.close()
+        if self._handing is not None:
+            self._handing.close()
+        for descriptor in self._pidfds:
+            os.close(descriptor)
+        self._pidfds.clear()
+        if self._cards is not None:
+            self._cards.remove()
+        self._directory.remove()
+
+
+def _warn(sentences: list[str]) -> None:
+    for sentence in sentences:
+        logging.getLogger("syncvar").warning("%s", sentence)

@@ -1,0 +1,356 @@
+/* Prepared writes and reads of variables: what syncvar/variables/prepared.py and side_by_side.py look at each time, without a step
+ * of Python. */
+#include "native.h"
+
+/* -- what is known of a variable ----------------------------------------------------------------------------------- */
+
+/* What the storage of a copy held when it was looked at; only as long as it has not moved is what it refers to alive. */
+typedef struct {
+    long long moves, references;
+    PyObject *array, *ground, *beneath;
+} Laid;
+
+/* Learn where the copy lies that a storage has now; 0 with an error. */
+static int look_at_copy(Laid *laid, Copied *storage) {
+    PyObject *references = PyObject_GetAttr((PyObject *)storage, name__references);
+    laid->array = peek((PyObject *)storage, name_array);
+    laid->ground = peek((PyObject *)storage, name__ground);
+    laid->beneath = peek((PyObject *)storage, name__beneath);
+    laid->references = references == NULL ? -1 : PyLong_AsLongLong(references);
+    Py_XDECREF(references);
+    const int good = laid->array != NULL && laid->ground != NULL && laid->beneath != NULL && laid->references >= 0;
+    laid->moves = good ? storage->moves : -1;
+    return good;
+}
+
+/* Return whether a view of the copy is alive, as Storage.is_exposed, which counts a reference of its own to each. */
+static int is_exposed(const Laid *laid) {
+    const long long count = (long long)(uint32_t)Py_REFCNT(laid->ground) + (uint32_t)Py_REFCNT(laid->beneath);
+    return count + 2 > laid->references;
+}
+
+/* Return whether a copy is written at this moment: what is read then is another copy, that Python makes. */
+static int is_changing(const Copied *storage) { return storage->is_being_written || storage->changes != 0; }
+
+/* -- places -------------------------------------------------------------------------------------------------------- */
+
+/* The stacks of places, and of them that of the thread that has asked last: a thread has the same one as long as it lives, and
+ * no other thread ever has its number. */
+typedef struct {
+    PyObject *places, *stack;
+    uint64_t thread;
+} Stacks;
+
+/* Find the strategy and the context of the innermost place where the thread is, both NULL outside every scope; the place holds
+ * them. Returns 0 with an error. */
+static int find_place(Stacks *stacks, PyObject **owner, PyObject **context) {
+    const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
+    if (stacks->stack == NULL || stacks->thread != thread) {
+        PyObject *found = PyObject_GetAttr(stacks->places, name_stack), *before = stacks->stack;
+        if (found == NULL) return 0;
+        stacks->stack = found;
+        stacks->thread = thread;
+        Py_XDECREF(before);
+    }
+    const Py_ssize_t depth = PyList_Size(stacks->stack);
+    PyObject *place = depth > 0 ? PyList_GetItem(stacks->stack, depth - 1) : NULL;
+    *owner = place == NULL ? NULL : PyTuple_GetItem(place, 0);
+    *context = place == NULL ? NULL : PyTuple_GetItem(place, 1);
+    return depth == 0 || (*owner != NULL && *context != NULL);
+}
+
+/* A prepared access of a variable; each kind calls otherwise. */
+typedef struct {
+    PyObject_HEAD PyObject *plain, *owner; /* what makes every unusual access; the strategy */
+    Stacks stacks;                         /* None of a read of which it is known already that it is one of all replicas */
+    Copied *storage;
+    Tally *tally;
+    PyObject *call, *communicator, *channel, *replica, *watch; /* of a call of all replicas; None of a look */
+    Form form; /* of the copy */
+    Laid laid;
+    int is_default, is_increment; /* the strategy is the default one; it counts for AUTO */
+} Access;
+
+typedef Access Write, Look, Read;
+
+/* Leave an access to Python, which will say what is wrong if anything is. */
+static PyObject *leave(const Access *self, PyObject *arguments, PyObject *keywords) {
+    PyErr_Clear();
+    return PyObject_Call(self->plain, arguments, keywords);
+}
+
+/* Write(dtype, shape, is_default, is_increment, *, what it holds); Look and Read likewise. */
+static PyObject *access_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *dtype, *shape;
+    int is_default, is_increment;
+    if (!PyArg_ParseTuple(arguments, "OOpp", &dtype, &shape, &is_default, &is_increment)) return NULL;
+    Access *self = new_holding(type, keywords);
+    if (self == NULL) return NULL;
+    self->is_default = is_default;
+    self->is_increment = is_increment;
+    self->laid.moves = -1;
+    if (self->watch != Py_None && !PyObject_TypeCheck(self->watch, watch_type))
+        PyErr_SetString(PyExc_TypeError, "a write is looked at by a Watch, or None");
+    else if (!PyObject_TypeCheck((PyObject *)self->storage, copied_type) || !PyObject_TypeCheck((PyObject *)self->tally, tally_type))
+        PyErr_SetString(PyExc_TypeError, "what is known of a variable is a Copied and a Tally");
+    else if (type == read_type && Py_TYPE(self->call) != slot_call_type)
+        PyErr_SetString(PyExc_TypeError, "a prepared read makes a SlotCall");
+    else if (read_form(dtype, shape, &self->form))
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
+static PyMemberDef access_members[] = {
+    HELD(Access, plain), HELD(Access, owner), HOLDS(Access, stacks.places, "places"), HOLDS(Access, stacks.stack, "_stack"),
+    HELD(Access, storage), HELD(Access, tally), HELD(Access, call), HELD(Access, communicator), HELD(Access, channel),
+    HELD(Access, replica), HELD(Access, watch), HOLDS(Access, form.dtype, "_dtype"), {NULL},
+};
+
+#define ACCESS(NAME, PREFIX, TOLD)                                                                                     \
+    TYPE(                                                                                                              \
+        NAME, PREFIX, access_members, Py_TPFLAGS_HAVE_GC, TOLD, {Py_tp_new, access_new}, {Py_tp_call, PREFIX##_call}, HOLDING \
+    )
+
+/* -- writes -------------------------------------------------------------------------------------------------------- */
+
+enum { UNDONE, DONE, DECIDE };
+#define WRITES_PER_DECISION 64
+
+/* Return whether each replica writes its own values where the thread is; says whether it is outside every scope. */
+static int is_in_place(Write *self, int *is_outside) {
+    PyObject *owner, *context;
+    if (!find_place(&self->stacks, &owner, &context)) return 0;
+    *is_outside = owner == NULL;
+    return owner == NULL ? self->is_default : owner == self->owner && context == self->replica;
+}
+
+/* Make a prepared call that applies its result to the copy. */
+static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
+    if (Py_TYPE(call) == slot_call_type) return run_slots(call, x, array, Py_None, timeout);
+    return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);
+}
+
+static PyObject *write_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Write *self = (Write *)object;
+    const Watch *watch = (Watch *)self->watch;
+    int is_outside = 0, done = UNDONE;
+    PyObject *x = PyTuple_Size(arguments) == 1 ? PyTuple_GetItem(arguments, 0) : NULL, *timeout = NULL;
+    if (x == NULL || keywords != NULL || !fits(&self->form, x, 0)) goto plain;
+    if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel) goto plain;
+    const int is_counted = self->watch != Py_None && !watch->is_free;
+    if (is_counted && self->tally->steps >= watch->until) goto plain;
+    if (self->laid.moves != self->storage->moves && !look_at_copy(&self->laid, self->storage)) goto plain;
+    timeout = PyObject_GetAttr(self->owner, name_timeout);
+    if (timeout == NULL || is_exposed(&self->laid) || self->storage->is_being_written) goto plain;
+    PyObject *array = Py_NewRef(self->laid.array);
+    self->tally->steps += is_counted;
+    self->storage->is_being_written = 1;
+    PyObject *result = run_prepared(self->call, x, array, timeout);
+    self->storage->is_being_written = 0;
+    Py_DECREF(array);
+    Py_DECREF(timeout);
+    if (result == NULL) return NULL;
+    if (result == Py_None) {
+        self->tally->steps -= is_counted;
+    } else {
+        self->tally->writes++;
+        self->tally->collectives++;
+        done = DONE;
+        if (self->is_increment && ++self->tally->added % WRITES_PER_DECISION == 0 && is_outside) done = DECIDE;
+    }
+    Py_DECREF(result);
+    return PyLong_FromLong(done);
+plain:
+    Py_XDECREF(timeout);
+    return leave(self, arguments, keywords);
+}
+
+ACCESS(Write, write, "A prepared write of a variable: write(x) says what has been done.")
+
+/* -- reads of this replica's copy ---------------------------------------------------------------------------------- */
+
+/* Look: a view that is there already is valid until the next write, a new one for ever. Whoever writes says so before it looks
+ * whether a new one is there; so that is made first. */
+static PyObject *look_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Look *self = (Look *)object;
+    PyObject *storage = (PyObject *)self->storage, *owner, *context, *view = NULL,
+             *copy = PyTuple_Size(arguments) == 1 && keywords == NULL ? PyTuple_GetItem(arguments, 0) : NULL;
+    int usual = (copy == Py_True || copy == Py_False) && find_place(&self->stacks, &owner, &context) &&
+                (owner == NULL || owner == self->owner || self->is_default);
+    if (usual && copy == Py_False) {
+        view = PyObject_GetAttr(storage, name_view);
+    } else if (usual) {
+        PyObject *shown = PyObject_GetAttr(storage, name__shown);
+        view = shown == NULL ? NULL : PyObject_GetItem(shown, Py_Ellipsis);
+        Py_XDECREF(shown);
+        if (is_changing(self->storage)) Py_CLEAR(view);
+    }
+    if (view == NULL) return leave(self, arguments, keywords);
+    self->tally->turns += self->tally->added != self->tally->turned;
+    self->tally->turned = self->tally->added;
+    self->tally->reads++;
+    return view;
+}
+
+ACCESS(Look, look, "A prepared read of this replica's copy: look(copy) returns None where nothing has been done.")
+
+/* -- reads that combine the copies --------------------------------------------------------------------------------- */
+
+/* Return whether the thread is where a read is one of all replicas: outside every scope, or in the strategy's own but for `run`. */
+static int is_read_of_all(Read *self) {
+    PyObject *owner, *context;
+    if (self->stacks.places == Py_None) return 1;
+    return find_place(&self->stacks, &owner, &context) && (owner == NULL || (owner == self->owner && context != self->replica));
+}
+
+/* Read: the result is sealed, as a view of an array that is not writeable. */
+static PyObject *read_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    Read *self = (Read *)object;
+    PyObject *storage = (PyObject *)self->storage, *held[3] = {NULL}, *made = NULL; /* array, ground, timeout */
+    int usual = is_read_of_all(self) && peek(self->communicator, name_channel) == self->channel &&
+                peek(self->communicator, name_uneven) == Py_None;
+    if (usual) {
+        held[0] = PyObject_GetAttr(storage, name_array);
+        held[1] = PyObject_GetAttr(storage, name__ground); /* as long as it is referred to, the array is not written */
+        held[2] = PyObject_GetAttr(self->owner, name_timeout);
+        usual = held[0] != NULL && held[1] != NULL && held[2] != NULL && !is_changing(self->storage);
+    }
+    if (usual) made = run_slots(self->call, held[0], Py_None, Py_None, held[2]);
+    for (int which = 0; which < 3; which++) Py_XDECREF(held[which]);
+    if (!usual) return leave(self, arguments, keywords);
+    if (made == NULL || made == Py_None) return made;
+    self->tally->collectives++;
+    self->tally->reads += self->stacks.places != Py_None;
+    ((Array *)made)->flags &= ~WRITEABLE;
+    PyObject *shown = PyObject_CallMethodObjArgs(made, name_view, NULL);
+    Py_DECREF(made);
+    return shown;
+}
+
+ACCESS(Read, read, "A prepared read that combines the copies of a variable: read(copy) returns None where nothing has been done.")
+
+/* -- variables that are written together ---------------------------------------------------------------------------- */
+
+/* A variable: where its value is brought to, and what its storage held when the copies were laid side by side. */
+typedef struct {
+    Py_ssize_t nbytes;
+    Laid laid;
+} Member;
+
+typedef struct {
+    PyObject_HEAD PyObject *variables, *storages, *tallies, *parts;
+    Member *members;
+    Py_ssize_t count;
+    PyObject *kept_members;
+} Group;
+
+static Copied *storage_of(const Group *self, Py_ssize_t place) { return (Copied *)PyTuple_GetItem(self->storages, place); }
+
+/* Bring the values of a list of (variable, value) together; False where one of the pairs is unusual. */
+static PyObject *group_load(PyObject *object, PyObject *pairs) {
+    Group *self = (Group *)object;
+    const int flags = IN_ONE_PIECE | ALIGNED;
+    int good = PyList_CheckExact(pairs) && PyList_Size(pairs) == self->count;
+    for (Py_ssize_t place = 0; good && place < self->count; place++) {
+        PyObject *pair = PyList_GetItem(pairs, place), *part = PyTuple_GetItem(self->parts, place);
+        good = PyTuple_CheckExact(pair) && PyTuple_Size(pair) == 2 &&
+               PyWeakref_GetObject(PyTuple_GetItem(self->variables, place)) == PyTuple_GetItem(pair, 0) &&
+               (PyObject *)Py_TYPE(PyTuple_GetItem(pair, 1)) == array_type;
+        if (!good) break;
+        const Array *from = (const Array *)PyTuple_GetItem(pair, 1), *to = (const Array *)part;
+        good = from->dtype == to->dtype && from->ndim == to->ndim && (from->flags & flags) == flags &&
+               memcmp(from->shape, to->shape, to->ndim * sizeof(intptr_t)) == 0;
+        if (good) memcpy(to->data, from->data, self->members[place].nbytes);
+    }
+    PyErr_Clear();
+    return PyBool_FromLong(good);
+}
+
+/* Take note that the copies lie side by side now. */
+static PyObject *group_lay(PyObject *object, PyObject *unused) {
+    (void)unused;
+    Group *self = (Group *)object;
+    for (Py_ssize_t place = 0; place < self->count; place++) {
+        look_at_copy(&self->members[place].laid, storage_of(self, place));
+        if (PyErr_Occurred()) return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static void mark(const Group *self, char is_being_written) {
+    for (Py_ssize_t place = 0; place < self->count; place++) storage_of(self, place)->is_being_written = is_being_written;
+}
+
+/* Mark the copies as being written; False, and no mark, where they do not lie side by side or a view of one is alive. */
+static PyObject *group_begin(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const Group *self = (const Group *)object;
+    int good = 1;
+    for (Py_ssize_t place = 0; place < self->count; place++)
+        if (storage_of(self, place)->is_being_written) Py_RETURN_FALSE; /* by another thread, whose mark it is */
+    mark(self, 1);
+    for (Py_ssize_t place = 0; good && place < self->count; place++) {
+        const Laid *laid = &self->members[place].laid;
+        good = laid->moves == storage_of(self, place)->moves && !is_exposed(laid);
+    }
+    if (!good) mark(self, 0);
+    return PyBool_FromLong(good);
+}
+
+/* Take the marks off, and count what has been done. */
+static PyObject *group_end(PyObject *object, PyObject *is_done) {
+    const Group *self = (const Group *)object;
+    mark(self, 0);
+    for (Py_ssize_t place = 0; is_done == Py_True && place < self->count; place++) {
+        Tally *tally = (Tally *)PyTuple_GetItem(self->tallies, place);
+        tally->writes++;
+        tally->collectives++;
+    }
+    Py_RETURN_NONE;
+}
+
+/* Group(nbytes, *, what it holds): tuples of one length; the variables are weak references. */
+static PyObject *group_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *nbytes;
+    if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &nbytes)) return NULL;
+    Group *self = new_holding(type, keywords);
+    if (self == NULL) return NULL;
+    const Py_ssize_t count = PyTuple_Size(nbytes);
+    PyObject *const tuples[] = {self->variables, self->storages, self->tallies, self->parts};
+    int good = 1;
+    for (int tuple = 0; tuple < 4; tuple++) good = good && PyTuple_Check(tuples[tuple]) && PyTuple_Size(tuples[tuple]) == count;
+    for (Py_ssize_t place = 0; good && place < count; place++)
+        good = PyObject_TypeCheck(PyTuple_GetItem(self->storages, place), copied_type) &&
+               PyObject_TypeCheck(PyTuple_GetItem(self->tallies, place), tally_type) &&
+               (PyObject *)Py_TYPE(PyTuple_GetItem(self->parts, place)) == array_type;
+    if (!good) {
+        PyErr_SetString(PyExc_TypeError, "a group is made of as many references, storages, tallies, arrays and numbers");
+    } else if ((self->members = new_room(&self->kept_members, count * sizeof(Member))) != NULL) {
+        self->count = count;
+        for (Py_ssize_t place = 0; place < count; place++) {
+            self->members[place].laid.moves = -1;
+            self->members[place].nbytes = PyLong_AsSsize_t(PyTuple_GetItem(nbytes, place));
+        }
+    }
+    if (PyErr_Occurred()) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyMemberDef group_members[] = {
+    HELD(Group, variables), HELD(Group, storages), HELD(Group, tallies), HELD(Group, parts),
+    HOLDS(Group, kept_members, "_members"), {NULL},
+};
+
+static PyMethodDef group_methods[] = {
+    {"load", group_load, METH_O, "Bring the values of (variable, value) pairs together; False where one is unusual."},
+    {"lay", group_lay, METH_NOARGS, "Take note that the copies lie side by side."},
+    {"begin", group_begin, METH_NOARGS, "Mark the copies as being written; False where that cannot be done in place."},
+    {"end", group_end, METH_O, "Take the marks off, and count what has been done."},
+    {NULL},
+};
+
+TYPE(
+    Group, group, group_members, Py_TPFLAGS_HAVE_GC, "Variables that are written together.",
+    {Py_tp_new, group_new}, {Py_tp_methods, group_methods}, HOLDING
+)

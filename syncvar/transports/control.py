@@ -1,0 +1,164 @@
+"""The control channel of a worker, to whoever keeps the roll: the launcher, or rank 0's process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from syncvar.errors import HandshakeError
+from syncvar.transports.sockets import (
+    ask_for_signs_of_life,
+    close_monitor,
+    events_of,
+    monitor_of,
+    set_family,
+    why_closed,
+)
+from syncvar.wire import CONTROL_NBYTES_MAX, Message, parse_message
+
+if TYPE_CHECKING:
+    from syncvar.config import RuntimeConfig
+    from syncvar.transports.curve import LinkKeys
+
+__all__ = ["ZeromqControl", "control_identity", "parse_control_identity"]
+
+_IDENTITY = struct.Struct("<cI8s")
+_POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
+_HANDSHAKE_MS = 10_000
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSALS_MAX = 5
+
+
+def control_identity(rank: int, kind: bytes = b"C") -> bytes:
+    """Return a fresh routing identity for a rank's control channel, or, of kind `b"S"`, for one on which it asks for servers."""
+    return _IDENTITY.pack(kind, rank, os.urandom(8))
+
+
+def parse_control_identity(identity: bytes, kind: bytes = b"C") -> int | None:
+    """Return the rank of a control channel's routing identity, or None when it is none of the kind."""
+    if len(identity) != _IDENTITY.size or identity[:1] != kind:
+        return None
+    return int(_IDENTITY.unpack(identity)[1])
+
+
+class ZeromqControl:
+    """The control channel of a worker: one DEALER to the launcher's ROUTER.
+
+    Args:
+        context: ZeroMQ context of this process.
+        endpoint: Where the launcher listens.
+        rank: This process's rank.
+        config: Limits and intervals.
+        keys: What a tcp endpoint is protected by.
+        keeper: The rank whose process listens there, where no launcher does: if the channel closes or falls silent, that
+            rank is lost. A launcher watches its workers, and itself, by other means.
+        kind: Of the channel, as `control_identity` has it.
+
+    Attributes:
+        monitor: Tells of the channel's end; None where a launcher listens.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        rank: int,
+        config: RuntimeConfig,
+        keys: LinkKeys | None = None,
+        keeper: int | None = None,
+        kind: bytes = b"C",
+    ) -> None:
+        self.socket: Any = context.socket(zmq.DEALER)
+        self.monitor: Any = None
+        self._config = config
+        self._keeper = keeper
+        self._is_up = self._is_lost = self._has_told = False
+        self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if endpoint.startswith("tcp://"):
+            set_family(self.socket, endpoint)
+            if keys is not None:
+                keys.connect(self.socket)
+            events = _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if keeper is not None:
+                ask_for_signs_of_life(self.socket, config)
+                events |= zmq.EVENT_DISCONNECTED
+            self.monitor = monitor_of(context, self.socket, events)
+        self.socket.connect(endpoint)
+        self._endpoint = endpoint
+        self._closed = False
+        self._has_sent = False
+        self._refusals = 0
+
+    def send(self, data: bytes) -> None:
+        """Send a control message; dropped when the launcher is gone, since this process is about to be ended then."""
+        self._has_sent = True
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(data, zmq.NOBLOCK)
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that tell of arrivals."""
+        return [one.getsockopt(zmq.FD) for one in (self.socket, self.monitor) if one is not None]
+
+    def may_have_more(self) -> bool:
+        """Return whether a message may have come unnoticed: sending takes the descriptor's signal of arrivals away."""
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent
+
+    def receive(self) -> Message | None:
+        """Return the next control message, or None.
+
+        Raises:
+            HandshakeError: Who listens there does not take this process for a member.
+        """
+        if self.monitor is not None:  # first: what had come before the end is still there to be taken
+            self._watch()
+        if self.socket.getsockopt(zmq.EVENTS) & _POLLIN:
+            return parse_message(self.socket.recv(zmq.NOBLOCK))
+        if self._is_lost and not self._has_told:
+            self._has_told = True
+            return {
+                "kind": "abort", "rank": self._keeper, "host": "", "kind_of_break": "lost", "reason": why_closed(self._config),
+                "group": -1, "call": -1, "missing": [],
+            }  # fmt: skip
+        return None
+
+    def close(self, linger_s: float) -> None:
+        """Close the channel; messages already sent are flushed for at most `linger_s` seconds."""
+        if not self._closed:
+            self._closed = True
+            if self.monitor is not None:
+                with contextlib.suppress(HandshakeError):
+                    self._watch()
+                close_monitor(self.socket, self.monitor)
+            self.socket.close(linger=0 if self._is_lost else int(linger_s * 1000))
+
+    def _watch(self) -> None:
+        for event, value in events_of(self.monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_up = True
+            elif event & _REFUSED:
+                self._refused(event, value)
+            elif self._is_up:  # before, somebody else may have listened there
+                self._is_lost = True
+
+    def _refused(self, event: int, value: int) -> None:
+        if self._is_up:
+            return
+        self._refusals += 1
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            raise HandshakeError(
+                f"{self._endpoint} has another mode of encryption than this process: give all ranks the same setting "
+                f"(SYNCVAR_ENCRYPTION)"
+            )
+        if self._refusals >= _REFUSALS_MAX:  # once or twice, it may have been about to end
+            raise HandshakeError(
+                f"{self._endpoint} has closed the connection {self._refusals} times before it was one: does this process have "
+                f"the same secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY) as the others?"
+            )

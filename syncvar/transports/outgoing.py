@@ -1,0 +1,131 @@
+"""The outgoing half of a pair of ranks: a DEALER that sends frames in order, at once or when it can."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from typing import Any
+
+import zmq
+
+from syncvar.errors import WireError
+from syncvar.transports.sockets import close_monitor, events_of, monitor_of
+from syncvar.wire import HEADER_NBYTES, Kind, parse_header
+
+__all__ = ["Outgoing"]
+
+_JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
+_BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine flags of pyzmq takes a microsecond
+_DONE = zmq.MessageTracker()
+
+
+class _Loan:
+    """A borrowed payload that ZeroMQ reads until its tracker is done; it has none before ZeroMQ has taken the frame."""
+
+    __slots__ = ("tracker",)
+
+    def __init__(self, tracker: Any = None) -> None:
+        self.tracker = tracker
+
+    def is_done(self) -> bool:
+        return self.tracker is not None and bool(self.tracker.done)
+
+
+class Outgoing:
+    """A link to a peer.
+
+    Args:
+        context: ZeroMQ context of this process.
+        socket: A DEALER with its options set.
+        address: Where the peer listens.
+
+    Attributes:
+        outbox: Frames that could not go yet, each with its payload and the loan of one that is borrowed.
+        is_connected: It has been connected.
+        opened: When it was opened, by the monotonic clock.
+
+    Raises:
+        ZMQError: The system refuses.
+    """
+
+    __slots__ = ("is_connected", "monitor", "opened", "outbox", "socket")
+
+    def __init__(self, context: zmq.Context[Any], socket: Any, address: str) -> None:
+        self.socket = socket
+        self.monitor = monitor_of(context, socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.opened = time.monotonic()
+        self.is_connected = False
+        self.outbox: collections.deque[tuple[bytes, memoryview | None, _Loan | None]] = collections.deque()
+        socket.connect(address)
+
+    def send(self, header: bytes, payload: memoryview | None, *, borrow: bool) -> _Loan | None:
+        """Send a frame now.
+
+        Raises:
+            Again: ZeroMQ does not take it yet.
+        """
+        if payload is None or not payload.nbytes:
+            self.socket.send(header, zmq.NOBLOCK)
+            return None
+        if payload.nbytes <= _JOINED_NBYTES_MAX:
+            self.socket.send(header + payload, zmq.NOBLOCK)
+            return None
+        self.socket.send(header, _MORE)
+        if borrow and payload.nbytes >= _BORROW_NBYTES_MIN:
+            return _Loan(self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True))
+        self.socket.send(payload, zmq.NOBLOCK)
+        return None
+
+    def put_off(self, header: bytes, payload: memoryview | None, *, borrow: bool) -> _Loan | None:
+        """Keep a frame, to be sent by `flush` behind those that are kept already."""
+        loan = None
+        if payload is not None:
+            if borrow:
+                loan = _Loan()
+            else:
+                payload = memoryview(bytes(payload))
+        self.outbox.append((header, payload, loan))
+        return loan
+
+    def flush(self) -> None:
+        """Send what was put off, as far as ZeroMQ takes it now."""
+        while self.outbox:
+            header, payload, loan = self.outbox[0]
+            try:
+                sent = self.send(header, payload, borrow=loan is not None)
+            except zmq.Again:
+                return
+            self.outbox.popleft()
+            if loan is not None:
+                loan.tracker = _DONE if sent is None else sent.tracker
+
+    def has_closed(self) -> bool:
+        """Return whether the connection has ended since the last call."""
+        closed = False
+        for event, _ in events_of(self.monitor):
+            if event == zmq.EVENT_CONNECTED:
+                self.is_connected = True
+            else:
+                closed = True
+        return closed
+
+    def has_said_goodbye(self) -> bool:
+        """Return whether the peer has said goodbye on this link, which is all that comes on one."""
+        said = False
+        while True:
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return said
+            with contextlib.suppress(WireError):
+                said = said or (len(data) == HEADER_NBYTES and parse_header(data).kind == Kind.BYE)
+
+    def close(self, linger_ms: int) -> None:
+        """Close the link, flushing what ZeroMQ has taken for so long; what was put off is not sent any more."""
+        close_monitor(self.socket, self.monitor)
+        for _, _, loan in self.outbox:
+            if loan is not None:
+                loan.tracker = _DONE
+        self.socket.close(linger=linger_ms)

@@ -1,0 +1,142 @@
+"""Arrays out of what a caller gives, and results in what it gave to be written to: one check each, with what to write instead."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.errors import ConfigError, MismatchError, TransportError
+from syncvar.wire.dtypes import DTYPE_NAMES
+from syncvar.wire.libraries import Untaken, library_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["NUMBERS", "as_array", "checked_integer", "checked_output", "deliver", "told"]
+
+NUMBERS = (bool, int, float, complex, np.generic)
+"""Types of what is a number, and no array."""
+
+
+def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
+    """Return `value` as a native-endian NumPy array, without a copy where that is possible.
+
+    Args:
+        value: NumPy array or scalar, Python number, nested list of numbers, or anything with `__array__`, the buffer
+            protocol or DLPack. Of a tensor that requires a gradient the value is taken.
+        what: How to call it in an error.
+
+    Raises:
+        ConfigError: It cannot be an array, its dtype cannot be communicated, or it is a masked array.
+    """
+    if type(value) is not np.ndarray:
+        if value is None or isinstance(value, str | bytes | dict | set):
+            raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
+        if type(value) is Untaken:
+            raise ConfigError(f"{what} {value.reason}")
+        if _is_masked(value):
+            raise ConfigError(f"{what} is a masked array, and its mask would be lost on the way: pass x.filled(0), or what else stands for nothing")
+        try:
+            library = library_of(value)
+            value = np.asarray(value) if library is None else library.take(value)
+        except (TransportError, MismatchError):  # of a variable that is read: not about what it is
+            raise
+        except Exception as error:  # whatever the library, or an __array__, raises
+            raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {told(error)}") from error
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    if not _travels(value.dtype):
+        raise ConfigError(_untravelled(value, what))
+    return np.asarray(value)
+
+
+@lru_cache(maxsize=256)
+def _travels(dtype: np.dtype[Any]) -> bool:
+    """Return whether arrays of a dtype can be communicated; NumPy makes the name anew each time."""
+    return dtype.name in DTYPE_NAMES
+
+
+def told(error: Exception) -> str:
+    """Return an error in words; one of a kind whose message alone says little with its kind.
+
+    Example:
+        >>> told(ValueError("no memory of the CPU")), told(KeyError("cpu"))
+        ('no memory of the CPU', "KeyError: 'cpu'")
+    """
+    return str(error) if isinstance(error, (ValueError, TypeError, BufferError, RuntimeError)) else f"{type(error).__name__}: {error}"
+
+
+def _untravelled(array: NDArray[Any], what: str) -> str:
+    """Return why an array cannot travel, and what to write."""
+    if array.dtype.kind != "O":
+        return f"{what}: dtype {array.dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}: x.astype('float64'), for instance"
+    for item in array.flat:
+        if not isinstance(item, NUMBERS):
+            return f"{what} holds {reprlib.repr(item)} of type {type(item).__name__}, which is no number: pass np.zeros(shape), or other numbers"
+        if isinstance(item, int) and not -(1 << 63) <= item < 1 << 64:
+            return f"{what} holds {reprlib.repr(item)}, which no integer dtype can: pass float(x), which rounds it, or several smaller integers"
+    dtype = np.asarray(array.tolist()).dtype
+    name = dtype.name if dtype.name in DTYPE_NAMES else "float64"
+    return f"{what} is an array of Python objects (dtype object), here {reprlib.repr(array.tolist())}: pass x.astype('{name}')"
+
+
+def _is_masked(value: Any, above: tuple[int, ...] = ()) -> bool:
+    """Return whether a value, or an item of nested lists, is a masked array, which becomes another array without its mask.
+
+    Args:
+        value: As it was passed; a list that holds itself is looked through once, and refused where it becomes an array.
+        above: The lists that it stands in.
+    """
+    masked = sys.modules.get("numpy.ma")  # NumPy imports it with the first use
+    if masked is None:
+        return False
+    if isinstance(value, list | tuple):
+        return id(value) not in above and any(_is_masked(item, (*above, id(value))) for item in value)
+    return isinstance(value, masked.MaskedArray)
+
+
+def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return `out` if a result of this shape and dtype can be written to it.
+
+    Raises:
+        ConfigError: It cannot; the message says why.
+    """
+    if type(out) is Untaken:
+        raise ConfigError(f"out {out.reason}")
+    if not isinstance(out, np.ndarray):
+        raise ConfigError(f"out must be a NumPy array, or a tensor in the memory of the CPU, not {type(out).__name__}")
+    if _is_masked(out):
+        raise ConfigError("out is a masked array, and its mask would say something else than the result: pass out.data, or leave it out")
+    if out.shape != shape or out.dtype != dtype:
+        raise ConfigError(f"out has shape {out.shape} and dtype {out.dtype}, the result has shape {shape} and dtype {dtype}")
+    if not out.flags.writeable:
+        raise ConfigError("out is read-only: pass a writable array")
+    return out
+
+
+def deliver(made: NDArray[Any], out: Any) -> NDArray[Any]:
+    """Return a result in `out`, if there is one.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    if out is None or made is out:
+        return made
+    target = checked_output(out, made.shape, made.dtype)
+    target[...] = made
+    return target
+
+
+def checked_integer(name: str, value: Any) -> int:
+    """Return an argument that must be an integer.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} must be an integer, not {value!r}")
+    return int(value)

@@ -1,0 +1,71 @@
+"""What a rank brings to a call, in a record of fixed length: so ranks that may bring different shapes tell each other."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.errors import ConfigError
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_index
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["ARRAY", "BYTES", "NOTHING", "RECORD_BYTES", "Record", "array_record", "pack_record", "unpack_record"]
+
+_NDIM_MAX = 13
+_RECORD = struct.Struct(f"<BBBxxxxxQ{_NDIM_MAX}Q")
+RECORD_BYTES = _RECORD.size
+NOTHING, ARRAY, BYTES = 0, 1, 2
+
+
+class Record(NamedTuple):
+    """What a rank brings.
+
+    Args:
+        kind: NOTHING, ARRAY or BYTES.
+        dtype: Index of the dtype of an array.
+        shape: Shape of an array.
+        nbytes: Length of bytes, or a digest that must be the same on all ranks.
+    """
+
+    kind: int = NOTHING
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
+    nbytes: int = 0
+
+    def describe(self) -> str:
+        """Return the record in words."""
+        if self.kind == NOTHING:
+            return "brings nothing"
+        if self.kind == BYTES:
+            return f"brings {self.nbytes} bytes"
+        return f"brings {DTYPE_NAMES[self.dtype]}{list(self.shape)}"
+
+
+def array_record(array: NDArray[Any], digest: int = 0) -> Record:
+    """Return the record of an array.
+
+    Raises:
+        ConfigError: It has too many dimensions.
+    """
+    if array.ndim > _NDIM_MAX:
+        raise ConfigError(f"an array of {array.ndim} dimensions cannot be communicated; reshape it to {_NDIM_MAX} or fewer")
+    return Record(ARRAY, dtype_index(array.dtype), array.shape, digest)
+
+
+def pack_record(record: Record) -> bytes:
+    """Return the bytes of a record, always as many."""
+    padded = (*record.shape, *(0,) * (_NDIM_MAX - len(record.shape)))
+    return _RECORD.pack(record.kind, record.dtype, len(record.shape), record.nbytes, *padded)
+
+
+def unpack_record(data: bytes) -> Record:
+    """Return the record in some bytes.
+
+    Example:
+        >>> unpack_record(pack_record(Record(ARRAY, 3, (2, 5)))).shape
+        (2, 5)
+    """
+    kind, dtype, ndim, nbytes, *shape = _RECORD.unpack(data)
+    return Record(kind, dtype, tuple(shape[:ndim]), nbytes)
