@@ -95,6 +95,7 @@ class ZeromqControl:
         self._closed = False
         self._has_sent = False
         self._refusals = 0
+        self._has_keys = keys is not None
 
     def send(self, data: bytes) -> None:
         """Send a control message; dropped when the launcher is gone, since this process is about to be ended then."""
@@ -158,7 +159,15 @@ class ZeromqControl:
                 f"(SYNCVAR_ENCRYPTION)"
             )
         if self._refusals >= _REFUSALS_MAX:  # once or twice, it may have been about to end
+            # Who refuses may reset the connection each time before its greeting has been read here, so that the event above
+            # never comes. Without keys there is no secret that could differ.
+            closed = f"{self._endpoint} has closed the connection {self._refusals} times before it was one"
+            if not self._has_keys:
+                raise HandshakeError(
+                    f"{closed}: either it has another mode of encryption than this process (give all ranks the same "
+                    f"SYNCVAR_ENCRYPTION), or it is not a rank of this job"
+                )
             raise HandshakeError(
-                f"{self._endpoint} has closed the connection {self._refusals} times before it was one: does this process have "
-                f"the same secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY) as the others?"
+                f"{closed}: does this process have the same secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY) as the others, and the "
+                f"same mode of encryption (SYNCVAR_ENCRYPTION)?"
             )

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import socket
+import struct
 import tempfile
 import time
 import zlib
@@ -245,6 +246,23 @@ def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
             assert len(left) == WAITING_MAX, "the others are closed before the handshake's limit, and no more than need be"
         assert passes(ranks).header.call == 7, "the member's connection is none of a stranger"
         assert ranks[1].receive() is None
+
+
+@pytest.mark.parametrize(("keys", "words"), [(None, ["another mode of encryption"]), (link_keys(SECRET), ["the same secret", "SYNCVAR_ENCRYPTION"])])
+def test_whoever_is_refused_before_it_could_read_why_is_told_what_it_may_be(keys, words):
+    with socket.create_server(("127.0.0.1", 0)) as listener, zmq.Context() as context:
+        listener.settimeout(10)
+        control = ZeromqControl(context, f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, CONFIG, keys)
+        try:
+            with pytest.raises(HandshakeError) as told:
+                for _ in range(10):
+                    one, _ = listener.accept()
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    one.close()  # resets it: whatever had been sent is lost
+                    control.receive()
+        finally:
+            control.close(0)
+    assert all(one in str(told.value) for one in words), told.value
 
 
 def test_every_socket_has_limits():
