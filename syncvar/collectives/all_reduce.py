@@ -10,7 +10,6 @@ from syncvar.collectives import finite
 from syncvar.collectives.calls import call_prepared, entered, make_call
 from syncvar.collectives.fused import reduce_one, reduce_together
 from syncvar.collectives.reducing import (
-    Leaves,
     Reducing,
     checked_scale,
     contribution,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
+    from syncvar.wire.structures import Leaves
 
 __all__ = ["agree", "agreement_request", "all_reduce", "reduce_request"]
 
@@ -184,7 +184,8 @@ def reduce_request(
         results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm)
         return unflatten(structure, results, like)
 
-    return Reducing(what, digest, together(), op)
+    is_entered = all(array.dtype == how.result for array, how in zip(arrays, hows, strict=True))
+    return Reducing(what, digest, together(), op, is_entered=is_entered)
 
 
 def agree(

@@ -7,37 +7,36 @@ travel as one small vector. Everything else goes the general way, which also ref
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar.collectives.calls import Repeatable, never, plain_array
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_reductions import prepare_reduction, prepare_together
+from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.errors import ArenaFull, ConfigError
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.reductions import Vector, is_direct
 from syncvar.execution.rounds import Published
 from syncvar.ops import OPS, Reduction, finish, identity, reduction
-from syncvar.wire.structures import Structure, describe
+from syncvar.wire.structures import Leaves, Structure, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Hashable, Sequence
+    from collections.abc import Generator, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.collectives.calls import Make
     from syncvar.engine.group import Communicator, PreparedCall
-    from syncvar.engine.preparation import Said
 
 __all__ = [
-    "Leaves", "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "kept", "outcome",
+    "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "kept", "outcome",
     "prepare_form", "prepared_reduction", "reduction_of", "run_plan", "tell_that_all_came",
 ]  # fmt: skip
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-_LEAVES_MAX = 16
+_LEAVES_MAX = 64  # as in calls.h
 _IN_COMMON_LEAST = 512 << 10  # bytes of a copy: memory that is used again in the arena comes without page faults
 _LOCATING = ("minloc", "maxloc")
 
@@ -202,38 +201,6 @@ def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[St
         yield Stage(communicator.plan("broadcast", 0, root=witness), _NOTHING)
 
 
-class Leaves(NamedTuple):
-    """A structure of one level and few leaves, in the place of an array.
-
-    Args:
-        names: Keys of a dict, sorted; or the type of the sequence.
-        arrays: The leaves, in the order of `flatten`.
-        shape: The names, and dtype and shape of each leaf: what makes two of them alike.
-        dtype: None: there is one of each leaf.
-    """
-
-    names: tuple[str, ...] | type
-    arrays: list[NDArray[Any]]
-    shape: Hashable
-    dtype: None = None
-
-    def with_values(self, flat: NDArray[Any]) -> Any:
-        """Return the same structure with the parts of a vector as its leaves, each an array of its own."""
-        made, start = [], 0
-        for array in self.arrays:
-            stop = start + array.size
-            made.append(flat[start:stop].reshape(array.shape).copy())
-            start = stop
-        return self.with_arrays(made)
-
-    def with_arrays(self, made: list[NDArray[Any]]) -> Any:
-        """Return the same structure with other leaves."""
-        names = self.names
-        if isinstance(names, tuple):
-            return dict(zip(names, made, strict=True))
-        return made if names is list else tuple(made)
-
-
 def form_of(x: Any) -> NDArray[Any] | Leaves | None:
     """Return the plain array of a value, or its leaves; None where the general way has to look at it."""
     array = plain_array(x)
@@ -253,7 +220,7 @@ def _leaves(names: Any, x: Any) -> Leaves | None:
         if made is None:
             return None
         arrays.append(made)
-    return Leaves(names, arrays, (names, tuple([(array.dtype, array.shape) for array in arrays])))
+    return Leaves.of(names, arrays)
 
 
 class Reducing(Repeatable):
@@ -299,41 +266,18 @@ def prepare_form(
     """
     if not communicator.prepares or communicator.channel is None:
         return None
-    arrays = form.arrays if isinstance(form, Leaves) else [form]
+    leaves, arrays = (form, form.arrays) if isinstance(form, Leaves) else (None, [form])
     hows = {reduction_of(array, op) for array in arrays}
     how = hows.pop()
     is_known = how.name in OPS and how.name not in _LOCATING and communicator.forced(ends.collective) is None
-    if hows or not is_known or not all(array.dtype.isnative for array in arrays):
+    if hows or not is_known or not all(array.dtype.isnative for array in arrays) or (leaves is not None and ends != EVERYWHERE):
         return never
-    shape = (sum(array.size for array in arrays),) if isinstance(form, Leaves) else form.shape
-    nbytes = sum(array.size for array in arrays) * how.accumulate.itemsize
-    if not is_direct(nbytes, communicator.size):
-        if ends != EVERYWHERE and (isinstance(form, Leaves) or form.dtype != how.accumulate):  # the general way brings what it combines
-            return never
-        if isinstance(form, Leaves):
-            together = prepare_together(communicator, how, nbytes, digest, what)
-            return together and _of_arrays(together)
+    count = sum(array.size for array in arrays)
+    if not is_direct(count * how.accumulate.itemsize, communicator.size) and ends != EVERYWHERE and form.dtype != how.accumulate:
+        return never  # the general way brings what it combines
     neutral = identity(how) if ends.collective == "exscan" else None
-    made = prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral)
-    return _of_leaves(made) if isinstance(form, Leaves) and made is not None else made
-
-
-def _of_leaves(inner: PreparedCall) -> PreparedCall:
-    def call(leaves: Leaves, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
-        if out is not None:
-            return None
-        made = inner(np.concatenate([array.reshape(-1) for array in leaves.arrays]), None, said, timeout)
-        return None if made is None else leaves.with_values(made)
-
-    return call
-
-
-def _of_arrays(inner: PreparedCall) -> PreparedCall:
-    def call(leaves: Leaves, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
-        made: Any = inner(leaves.arrays, out, said, timeout)
-        return None if made is None else leaves.with_arrays(made)
-
-    return call
+    shape = arrays[0].shape if leaves is None else (count,)
+    return prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral, leaves)
 
 
 def prepared_reduction(

@@ -18,6 +18,7 @@ from syncvar.engine.operation import Operation
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
 from syncvar.execution.gil import crowd
+from syncvar.execution.reductions import is_alone
 from syncvar.execution.running import DISAGREE
 from syncvar.kernel import slot_call
 from syncvar.ops import quiet
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from syncvar.arena.channel import Channel
     from syncvar.engine.engine import Engine
     from syncvar.engine.group import Communicator, PreparedCall
+    from syncvar.wire.structures import Leaves
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
@@ -116,7 +118,8 @@ class Preparation(NamedTuple):
 
     def natively(
         self, plain: PreparedCall, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
-        tells: bool = False, nothing: NDArray[Any] | None = None, steps: Callable[[int, Any], Any] | None = None, **copies: Any,
+        tells: bool = False, nothing: NDArray[Any] | None = None, steps: Callable[[int, Any], Any] | None = None, leaves: Leaves | None = None,
+        **copies: Any,
     ) -> PreparedCall | None:
         """Return what runs a call through small slots in C, or None where Python has to.
 
@@ -132,6 +135,7 @@ class Preparation(NamedTuple):
             nothing: The result where this rank gets nothing: callers of such calls are given None in its place. None for any other call.
             steps: Of (number, where the result goes): what is left of a call that has been published; None where calls cannot be begun and
                 waited for later.
+            leaves: Of calls that take several arrays as one flat vector: such arrays. Within a call they are tuples of arrays.
             copies: The forms of what is brought and made; and where there are any, `puts`, `takes` and `terms`, (from, to, nbytes, rank) of
                 what goes where, `ring`, the `crowd` of a long vector, and `everyone`, False where not everybody ends with all of it; `half`
                 where arrays of halves are float32 in the slots.
@@ -165,6 +169,7 @@ class Preparation(NamedTuple):
         made: PreparedCall | None = slot_call(
             self.told.fingerprint, detail, tells, layout["brought"], layout["made"], layout["puts"], layout["takes"], layout["terms"],
             (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply), layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
+            () if leaves is None else tuple([(array.shape, is_alone(array)) for array in leaves.arrays]), names=None if leaves is None else leaves.names,
             channel=self.channel, queue=self.channel.queue, engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
             begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt, crowd=layout["crowd"], nothing=nothing,

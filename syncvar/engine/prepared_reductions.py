@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
 from syncvar.engine.preparation import as_far_as_others_come, preparation_of
 from syncvar.errors import SyncvarError
-from syncvar.execution.arithmetic import HALVES
+from syncvar.execution.arithmetic import HALVES, store_parts
 from syncvar.execution.gil import crowd
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends, Places
 from syncvar.execution.moves import NOTHING
@@ -22,9 +22,10 @@ from syncvar.execution.reductions import Vector, is_direct, reduce_published, re
 from syncvar.execution.running import agreed
 from syncvar.ops import quiet_caller, reduction
 from syncvar.plans import tree_order
+from syncvar.wire.structures import Leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["prepare_barrier", "prepare_reduction", "prepare_together"]
+__all__ = ["prepare_barrier", "prepare_reduction"]
 
 
 def prepare_reduction(
@@ -47,6 +48,7 @@ def prepare_reduction(
     apply: np.ufunc | None = None,
     ends: Ends = EVERYWHERE,
     neutral: Any = None,
+    leaves: Leaves | None = None,
 ) -> PreparedCall | None:
     """Return the prepared call of a reduction, or None where there is none.
 
@@ -59,9 +61,10 @@ def prepare_reduction(
         apply: `out`, which must then be given, becomes apply(out, result).
         ends: Which ranks end with what. Who ends with nothing gets an array without elements.
         neutral: What a rank ends with that nothing is combined for, in a call that gives everybody a result.
+        leaves: Of calls that take several arrays as one flat vector: such arrays.
 
     Returns:
-        A function of (x, out): x a native array of this dtype and shape, out None or anything. It returns the result,
+        A function of (x, out): x a native array of this dtype and shape, or `Leaves` such as these, out None or anything. It returns the result,
         or None when it has done nothing and the long way has to be taken. A third argument, (words, fingerprint), is
         for a call that is not the same each time: it has these instead of `what` and `digest`. A fourth one is the
         timeout in seconds, None for the job's default; `is_seconds` must hold of it.
@@ -74,7 +77,7 @@ def prepare_reduction(
     fate = Fate(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
     if ends.collective == "reduce" and not fate.terms:
         fate = fate._replace(nothing=NOTHING)
-    return make(ground, how, shape, apply, fate)
+    return make(ground, how, shape, apply, fate, leaves)
 
 
 def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
@@ -86,36 +89,7 @@ def prepare_barrier(communicator: Communicator, digest: int, what: str) -> Prepa
         what: The call in words.
     """
     ground = preparation_of(communicator, what, digest, 0, "arena")
-    return None if ground is None else _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None, Fate(EVERYWHERE, range(communicator.size), NOTHING))
-
-
-def prepare_together(communicator: Communicator, how: Reduction, nbytes: int, digest: int, what: str) -> PreparedCall | None:
-    """Return the prepared call that reduces several arrays as one long vector from where they lie, or None where there is none.
-
-    Args:
-        communicator: The group.
-        how: The reduction, of each of them.
-        nbytes: Of the vector.
-        digest: Fingerprint of the call, as the long way makes it.
-        what: The call in words.
-
-    Returns:
-        As `prepare_reduction`, of a list of arrays; the result is a list of new ones, and `out` is left to the long way.
-    """
-    ground = preparation_of(communicator, what, digest, nbytes, "arena")
-    if ground is None:
-        return None
-    channel = ground.channel
-    divisor = channel.size if how.is_mean else 0
-
-    def arrays_of(x: list[NDArray[Any]], out: Any) -> tuple[Vector, list[NDArray[Any]]] | None:
-        if out is not None or not _has_segments(channel):
-            return None
-        made = [np.empty(array.shape, how.result) for array in x]
-        sources, targets = ([np.ascontiguousarray(array).reshape(-1) for array in arrays] for arrays in (x, made))
-        return Vector.of(sources, targets, how.ufunc, how.accumulate, divisor), made
-
-    return _reducing(ground, arrays_of, Fate(EVERYWHERE, range(channel.size)))
+    return None if ground is None else _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None, Fate(EVERYWHERE, range(communicator.size), NOTHING), None)
 
 
 class Fate(NamedTuple):
@@ -140,7 +114,9 @@ class Fate(NamedTuple):
         return made
 
 
-def _small(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate) -> PreparedCall:
+def _small(
+    ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate, leaves: Leaves | None
+) -> PreparedCall:
     """Return the prepared call of a vector that goes through slots."""
     ends, terms, nothing, _ = fate
     _, channel, engine, told = ground
@@ -241,16 +217,28 @@ def _small(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: n
         return (None, rest(check, target, out), target, None) if result is None else (result, None, 0, None)
 
     call = ground.plainly(arrays_of, attempt)
+    if leaves is not None:
+        call = _joining(call, leaves)
 
     def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, _native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
         side, target = channel.side, channel.last
         check = words[entry + CHECK + side]
-        result = finished(side, check, target, made)
+        result = finished(side, check, target, made if leaves is None else None)
         if result is None:
-            return False, rest(check, target, made)
+            return False, left(check, target, made)
+        if leaves is not None:
+            store_parts(_flat(made), result, None)
         add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
-        return True, result
+        return True, result if leaves is None else made
+
+    def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
+        """Go on as `rest`; returns the result."""
+        result = yield from rest(check, target, made if leaves is None else None)
+        if leaves is None:
+            return result
+        store_parts(_flat(made), result, None)
+        return made
 
     if how.source != kind.name or (not terms and (nothing is None or is_cast)):  # C knows of one form of array in a call
         return call
@@ -258,7 +246,8 @@ def _small(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: n
         call, later, brought=(kind, shape), made=(kind, shape) if nothing is None else (nothing.dtype, nothing.shape), puts=((0, 0, whole, rank),),
         terms=tuple((0, 0, whole, other) for other in terms), fold=ufunc if terms else None, divisor=divisor if terms else None, apply=apply,
         ring=channel.ring_of(whole), nothing=nothing, half=HALVES[kind.name] if is_cast else 0,
-        steps=None if nothing is not None or ends != EVERYWHERE else lambda number, made: rest((digest + number * SPREAD) & MASK, (number << 1) + 2, made),
+        steps=None if nothing is not None or ends != EVERYWHERE else lambda number, made: left((digest + number * SPREAD) & MASK, (number << 1) + 2, made),
+        leaves=leaves,
     )  # fmt: skip
     return native or call
 
@@ -297,7 +286,29 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     return steps
 
 
-def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate) -> PreparedCall:
+def _joining(flat: PreparedCall, leaves: Leaves) -> PreparedCall:
+    """Return what makes small calls of several arrays by what makes those of one flat array."""
+
+    def call(x: Any, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
+        if out is not None or not isinstance(x, Leaves):
+            return None
+        made = flat(np.concatenate(_flat(x.arrays)), None, said, timeout)
+        if made is None:
+            return None
+        parts = [np.empty(array.shape, made.dtype) for array in x.arrays]
+        store_parts(_flat(parts), made, None)
+        return leaves.with_arrays(parts)
+
+    return call
+
+
+def _flat(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    return [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+
+
+def _long(
+    ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate, leaves: Leaves | None
+) -> PreparedCall:
     _, channel, _, told = ground
     ends, terms, nothing, _ = fate
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
@@ -335,22 +346,29 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
                 flat = flat.copy()
         return vector_of(flat, flat_out), made
 
-    call = _reducing(ground, arrays_of, fate)
+    def several_of(x: Any, out: Any) -> tuple[Vector, Any] | None:
+        if out is not None or not isinstance(x, Leaves) or not _has_segments(channel):
+            return None
+        made = [np.empty(array.shape, kind) for array in x.arrays]
+        return Vector.of(_flat(x.arrays), _flat(made), ufunc, accumulate, divisor), x.with_arrays(made)
+
+    call = _reducing(ground, arrays_of if leaves is None else several_of, fate)
 
     def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
         if run is not None:
             return False, _then(run, made, fate)
-        vector = vector_of(x.reshape(-1), made.reshape(-1))
+        vector = vector_of(x.reshape(-1), made.reshape(-1)) if leaves is None else Vector.of(_flat(x), _flat(made), ufunc, accumulate, divisor)
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
         return False, _then(reduce_published(channel, check, vector, native), made, fate)
 
     like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
-    vector = vector_of(like, like[:])
+    counts = (prod(shape),) if leaves is None else tuple([array.size for array in leaves.arrays])
+    vector = Vector.of([like[:count] for count in counts], [like[:count] for count in counts] if nothing is None else [nowhere], ufunc, accumulate, divisor, apply, ends)
     if how.source != kind.name or (nothing is None and not terms) or not channel.are_native or not vector.suits_native:
         return call
     made = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
-    native = ground.natively(call, later, brought=(kind, shape), made=made, crowd=crowd, everyone=ends == EVERYWHERE, nothing=nothing)
+    native = ground.natively(call, later, brought=(kind, shape), made=made, crowd=crowd, everyone=ends == EVERYWHERE, nothing=nothing, leaves=leaves)
     if native is None:
         return call
     teach(channel, vector, Places(), native)

@@ -14,7 +14,7 @@ says both: cell t has been put by all, and the cell that turn t + lag will write
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.execution.program import (
     Await,
@@ -32,9 +32,13 @@ from syncvar.execution.program import (
 )
 from syncvar.plans import even_chunks
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = ["EVERYWHERE", "Cells", "Ends", "Places", "lower_reduce", "lower_small", "owner_bounds", "pieces", "reduce_code"]
 
 _SCRATCH = Memory(Kind.SCRATCH)
+_FOLDS_MAX = 4  # arrays of a cell whose parts are combined one by one; of more, copies of short parts cost less
 
 
 class Cells(NamedTuple):
@@ -138,7 +142,9 @@ def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_fi
     arrays = _Arrays(counts)
     slots = [Stretch(Memory(Kind.SLOT, one), 0, arrays.count) for one in range(size)]
     terms = tuple([slots[one] for one in ends.terms(rank, size)])
-    return Program(arrays.copies_into(slots[rank], 0), arrays.sum(terms, 0, arrays.count, makes_first=makes_first))
+    is_one = len(arrays.counts) == 1
+    steps = arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first) if is_one else arrays.sum_whole(terms, 0, arrays.count)
+    return Program(arrays.copies_into(slots[rank], 0), steps)
 
 
 @lru_cache(maxsize=256)
@@ -174,7 +180,6 @@ class _Arrays:
     def __init__(self, counts: int | tuple[int, ...]) -> None:
         self.counts = counts if isinstance(counts, tuple) else (counts,)
         self.count = sum(self.counts)
-        self.is_split = len(self.counts) > 1
 
     def copies_into(self, cell: Stretch, start: int) -> tuple[Copy, ...]:
         """Return what brings elements of the sources, from one of the vector on, to another memory."""
@@ -184,14 +189,52 @@ class _Arrays:
         """Return what stores what has been made as the elements of the targets, from one of the vector on."""
         return tuple([Copy(ours, theirs) for theirs, ours in self._pairs(Kind.TARGET, made, start)])
 
-    def sum(self, terms: tuple[Stretch, ...], start: int, length: int, *, makes_first: bool) -> tuple[Instruction, ...]:
-        """Return what combines terms and stores the combination as elements of the targets, from one of the vector on."""
-        if len(terms) < 2:  # nothing is combined
+    def are_many(self, start: int, length: int) -> bool:
+        """Return whether elements of the vector are those of so many arrays that these are combined together."""
+        return len(pieces(self.counts, start, start + length)) > _FOLDS_MAX
+
+    def sum(self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None, *, makes_first: bool) -> tuple[Instruction, ...]:
+        """Return what combines terms and stores the combination as elements of the targets, from one of the vector on.
+
+        The term `own` is read from the sources where the arrays are few. That is so on all ranks or on none: which of two NaN is kept
+        may depend on how much is combined at once.
+        """
+        if self.are_many(start, length):
+            return self.sum_whole(terms, start, length)
+        steps: list[Instruction] = []
+        for array, parts, first in self._folds(terms, start, length, own) if terms else ():
+            target = Stretch(Memory(Kind.TARGET, -1, array), first, parts[0].length)
+            made = parts[0] if len(parts) == 1 else Stretch(_SCRATCH, 0, target.length) if makes_first else target
+            if len(parts) > 1:
+                steps.append(Fold(parts, made))
+            if made != target:
+                steps.append(Copy(made, target))
+        return tuple(steps)
+
+    def sum_whole(self, terms: tuple[Stretch, ...], start: int, length: int) -> tuple[Instruction, ...]:
+        """Return the same for terms that are combined at once, and then stored."""
+        if len(terms) < 2:
             return self.copies_from(terms[0], start) if terms else ()
-        if self.is_split or makes_first:
-            made = Stretch(_SCRATCH, 0, length)
-            return (Fold(terms, made), *self.copies_from(made, start))
-        return (Fold(terms, Stretch(Memory(Kind.TARGET), start, length)),)
+        made = Stretch(_SCRATCH, 0, length)
+        return (Fold(terms, made), *self.copies_from(made, start))
+
+    def sum_into(self, made: Stretch, terms: tuple[Stretch, ...], start: int, own: int | None) -> list[Fold]:
+        """Return what combines terms into one memory; the term `own` is read from the sources where the arrays are few."""
+        if self.are_many(start, made.length):
+            return [Fold(terms, made)]
+        folds, done = [], 0
+        for _, parts, _ in self._folds(terms, start, made.length, own):
+            folds.append(Fold(parts, made.cut(done, done + parts[0].length)))
+            done += parts[0].length
+        return folds
+
+    def _folds(self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None) -> Iterator[tuple[int, tuple[Stretch, ...], int]]:
+        """Yield (array, parts of the terms, first element of the array) for each array in a stretch of the vector."""
+        for array, first, last, place in pieces(self.counts, start, start + length):
+            parts = [term.cut(place, place + last - first) for term in terms]
+            if own is not None:
+                parts[own] = Stretch(Memory(Kind.SOURCE, -1, array), first, last - first)
+            yield array, tuple(parts), first
 
     def _pairs(self, kind: Kind, whole: Stretch, start: int) -> list[tuple[Stretch, Stretch]]:
         """Return the parts of arrays that are elements of the vector, from one on, each with its part of another memory."""
@@ -226,8 +269,6 @@ def lower_reduce(
 
 class _Lowering:
     def __init__(self, rank: int, size: int, arrays: _Arrays, cells: Cells, places: Places, block: int, ends: Ends) -> None:
-        if arrays.is_split:  # terms and targets in one piece are cells and scratch memory
-            places = places._replace(converts=True, makes_first=True)
         self.rank, self.size, self.arrays, self.cells, self.places, self.block = rank, size, arrays, cells, places, block
         self.count = arrays.count
         self.turns = -(-self.count // cells.elements)
@@ -236,7 +277,8 @@ class _Lowering:
         self.terms = ends.terms(rank, size)
         read = [one for one in range(size) if not self.sums_all or any(one in ends.terms(other, size) for other in range(size) if other != one)]
         self.are_put = any(one not in places.sources for one in read)
-        self.puts = rank not in places.sources and (rank in read or (places.converts and rank in self.terms))
+        reads_own = places.converts or len(arrays.counts) > _FOLDS_MAX  # from its cells
+        self.puts = rank not in places.sources and (rank in read or (reads_own and rank in self.terms))
 
     def program(self) -> Program:
         if self.places.into_all and len(self.places.sources) == self.size:
@@ -256,12 +298,13 @@ class _Lowering:
 
     def _in_cells(self, rank: int, turn: int, low: int, high: int) -> Stretch:
         """Return where others find the elements [low, high) of a rank's segment of a turn."""
-        segment = turn * self.cells.elements
-        if rank == self.rank and not self.places.converts:
-            return Stretch(Memory(Kind.SOURCE), segment + low, high - low)
         if rank in self.places.sources:
-            return Stretch(Memory(Kind.LYING, rank), segment + low, high - low)
+            return Stretch(Memory(Kind.LYING, rank), turn * self.cells.elements + low, high - low)
         return self._cell(rank, turn, low, high)
+
+    def _own_of(self, terms: range) -> int | None:
+        """Return which of the terms of ranks this rank reads where it lies; None where that has another dtype."""
+        return terms.index(self.rank) if self.rank in terms and not self.places.converts else None
 
     def _cell(self, rank: int, turn: int, low: int, high: int) -> Stretch:
         return in_cell(rank, turn, self.cells.lag, self.cells.elements, low, high - low)
@@ -271,7 +314,9 @@ class _Lowering:
         if not self.puts or turn >= self.turns:
             return []
         length, start = self._length(turn), turn * self.cells.elements
-        low, high = (0, 0) if self.sums_all or self.places.converts else owner_bounds(length, self.size)[self.rank]
+        low, high = owner_bounds(length, self.size)[self.rank]
+        if self.sums_all or self.places.converts or self.arrays.are_many(start + low, high - low):
+            low = high = 0  # its own part too
         return [
             copy for first, last in ((0, low), (high, length)) if last > first
             for copy in self.arrays.copies_into(self._cell(self.rank, turn, first, last), start + first)
@@ -287,7 +332,7 @@ class _Lowering:
             self.steps += self._put(turn + lag)
             length = self._length(turn)
             terms = tuple([self._in_cells(rank, turn, 0, length) for rank in self.terms])
-            self.steps += self.arrays.sum(terms, turn * self.cells.elements, length, makes_first=self.places.makes_first)
+            self.steps += self.arrays.sum(terms, turn * self.cells.elements, length, self._own_of(self.terms), makes_first=self.places.makes_first)
             if turn < heard:
                 self.steps.append(Publish())
         if self.places.sources or self.places.goes_on:  # they must stay until everyone has read them
@@ -314,12 +359,14 @@ class _Lowering:
     def _own_part(self, turn: int) -> None:
         low, high = owner_bounds(self._length(turn), self.size)[self.rank]
         start = turn * self.cells.elements + low
-        terms = [self._in_cells(rank, turn, low, high) for rank in range(self.size)]
+        terms, own = [self._in_cells(rank, turn, low, high) for rank in range(self.size)], self._own_of(range(self.size))
         if self.places.into_all:
+            if own is not None:
+                terms[own] = Stretch(Memory(Kind.SOURCE), start, high - low)
             self._into_all(start, terms)
         elif high > low:
             made = self._made(self.rank, turn, high - low)
-            self.steps += [Fold(tuple(terms), made), *(self.arrays.copies_from(made, start) if self.terms else ())]
+            self.steps += [*self.arrays.sum_into(made, tuple(terms), start, own), *(self.arrays.copies_from(made, start) if self.terms else ())]
 
     def _made(self, rank: int, turn: int, count: int) -> Stretch:
         lag = self.cells.lag

@@ -11,7 +11,7 @@ Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing he
   segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
   read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.
 
-Several arrays are one vector, the concatenation of them. Where its long ones lie the ranks first tell each other, and
+Several arrays are one vector, the concatenation of them. Where long ones lie in the arena, the ranks tell each other where, and
 reduce them one after another; the others are put together.
 """
 
@@ -39,15 +39,17 @@ if TYPE_CHECKING:
     from syncvar.execution.program import Code
     from syncvar.ops import Combiner
 
-__all__ = ["Placed", "Vector", "cells_of", "is_direct", "reduce_published", "reduce_shared", "teach"]
+__all__ = ["Placed", "Vector", "cells_of", "is_alone", "is_direct", "reduce_published", "reduce_shared", "teach"]
 
 _NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
+_APART = 1  # likewise, of several arrays: long ones lie in the arena, so that each rank has to tell of each where it lies
 _BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
 _NATIVE_BLOCK_BYTES = 32 << 10
 _CELLS, _LAG = 8, 4  # of a segment, where all ranks run programs in C; and how many may wait to be read
 _SUMS_ALL_MAX = 2  # ranks that sum all cells each; of more, each combines its part
 _ALONE_BYTES = 256 << 10  # of one of several arrays that is reduced by itself: below, its own phases cost more than copying it
 _WORD = np.dtype(np.uint64)
+_AT_PAGE = 1 << 62  # in a published word, as in native.h: what is brought begins at a page of the segment, which stands in the place of an offset
 _ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # whose places fit into a segment
 
 
@@ -106,13 +108,14 @@ class Vector(NamedTuple):
 
         `Placed.from_words` reads them; nothing else may take such a word for an offset.
         """
-        source = target = None
-        if len(self.sources) == 1:
-            x, out = self.sources[0], self.targets[0]
-            source = channel.arena.locate(x) if x.dtype == self.how.wire else None
-            target = source if out is x else channel.arena.locate(out)
-            if out is x and self.ends != EVERYWHERE:  # others read it while it is written over
-                source = None
+        if len(self.sources) > 1:
+            lie = any(channel.arena.locate(array) is not None for array in (*self.sources, *self.targets) if is_alone(array))
+            return (_APART if lie else _NOWHERE) << 1 | side, _NOWHERE
+        x, out = self.sources[0], self.targets[0]
+        source = channel.arena.locate(x) if x.dtype == self.how.wire else None
+        target = source if out is x else channel.arena.locate(out)
+        if out is x and self.ends != EVERYWHERE:  # others read it while it is written over
+            source = None
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
 
 
@@ -122,7 +125,7 @@ class Placed(NamedTuple):
     Args:
         sources: Where `x` lies in the arena; `_NOWHERE` where it is brought.
         targets: Where `out` lies there, or `_NOWHERE`.
-        sides: Of the first segments of what is brought.
+        sides: Of the first cells of what is brought, above bit 0 the page where they begin.
     """
 
     sources: Sequence[int]
@@ -131,8 +134,9 @@ class Placed(NamedTuple):
 
     @classmethod
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> Placed:
-        """Read what `Vector.told` of all ranks has returned."""
-        return cls([word >> 1 for word in sources], targets, tuple([word & 1 for word in sources]))
+        """Read what `Vector.told` of all ranks has returned, or the C runner of theirs has told."""
+        places = [_NOWHERE if word & _AT_PAGE else word >> 1 for word in sources]
+        return cls(places, targets, tuple([word ^ _AT_PAGE if word & _AT_PAGE else word & 1 for word in sources]))
 
     @property
     def places(self) -> Places:
@@ -164,22 +168,36 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         yield from _reduce_small(channel, opening, vector)
         return True
     channel.reserve_segments()
+    if opening is None:
+        return (yield from _reduce_later(channel, vector))
+    call, check = opening
+    side = channel.tail ^ 1
+    source, target = vector.told(channel, side)
+    if source >> 1 == _NOWHERE:
+        _bring_first(channel, vector, side)
+    yield from agreed(channel, check, channel.begin(call, check, source, target))
+    return (yield from _reduce_told(channel, vector))
+
+
+def _reduce_told(channel: Channel, vector: Vector, native: Any = None) -> Generator[int, None, bool]:
+    """Go on with a call of which all ranks have told where their arrays lie; teach the C runner what is done with such."""
+    placed = Placed.from_words(*channel.arrays())
+    if len(vector.sources) > 1 and any(placed.sources):
+        return (yield from _reduce_later(channel, vector))
+    if native is not None:
+        teach(channel, vector, placed.places, native)
+    return (yield from _reduce_placed(channel, vector, placed))
+
+
+def _reduce_later(channel: Channel, vector: Vector) -> Generator[int, None, bool]:
+    """Reduce a vector when phase 0 is over, and everybody has read what was put before: long arrays by themselves, where they lie."""
+    sides = (channel.next_parity(),) * channel.size
     alone, joined = _divided(vector.counts, vector.how.accumulate.itemsize)
     if alone:
-        sides = yield from _reduce_alone(channel, opening, vector.only(alone))
+        sides = yield from _reduce_alone(channel, vector.only(alone))
         if not joined:
             return True
         vector = vector.only(joined)
-    elif opening is None:
-        sides = (channel.next_parity(),) * channel.size
-    else:
-        call, check = opening
-        side = channel.tail ^ 1
-        source, target = vector.told(channel, side)
-        if source >> 1 == _NOWHERE:
-            _bring_first(channel, vector, side)
-        yield from agreed(channel, check, channel.begin(call, check, source, target))
-        return (yield from _reduce_placed(channel, vector, Placed.from_words(*channel.arrays())))
     _bring_first(channel, vector, sides[channel.rank])
     yield channel.publish()
     return (yield from _reduce_placed(channel, vector, Placed.from_words(sides, [_NOWHERE] * channel.size)))
@@ -192,21 +210,21 @@ def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], t
     return alone, tuple([place for place in range(len(counts)) if place not in set(alone)])
 
 
-def _reduce_alone(channel: Channel, opening: tuple[int, int] | None, several: Vector) -> Generator[int, None, tuple[int, ...]]:
+def is_alone(array: NDArray[Any]) -> bool:
+    """Return whether one of several arrays is reduced by itself where it lies in the arena, on this rank or another one."""
+    return array.nbytes >= _ALONE_BYTES
+
+
+def _reduce_alone(channel: Channel, several: Vector) -> Generator[int, None, tuple[int, ...]]:
     """Reduce long arrays one after another; returns on which side each rank brings its next segment."""
     rank, size = channel.rank, channel.size
     vectors = [several.only([place]) for place in range(len(several.sources))]
-    side = channel.tail ^ 1 if opening is not None else channel.next_parity()
+    side = channel.next_parity()
     told = [vector.told(channel, side ^ 1) for vector in vectors]  # others may still be reading the table on this side
     length = 2 * len(told)
     channel.segment(rank, side, length, _WORD).reshape(-1, 2)[...] = told
-    if opening is not None:
-        call, check = opening
-        yield from agreed(channel, check, channel.begin(call, check, side))
-        sides, _ = channel.arrays()
-    else:
-        yield channel.publish()
-        sides = [side] * size
+    yield channel.publish()
+    sides = [side] * size
     tables = [channel.segment(other, sides[other], length, _WORD).tolist() for other in range(size)]
     for index, vector in enumerate(vectors):
         placed = Placed.from_words([table[2 * index] for table in tables], [table[2 * index + 1] for table in tables])
@@ -221,9 +239,7 @@ def _reduce_alone(channel: Channel, opening: tuple[int, int] | None, several: Ve
 def reduce_published(channel: Channel, check: int, vector: Vector, native: Any) -> Iterator[int]:
     """Go on with a call that the C runner has published; teach it what is done with vectors that lie as these do."""
     yield from agreed(channel, check, channel.last)
-    placed = Placed.from_words(*channel.arrays())
-    teach(channel, vector, placed.places, native)
-    yield from _reduce_placed(channel, vector, placed)
+    yield from _reduce_told(channel, vector, native)
 
 
 def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None:
@@ -261,7 +277,7 @@ def _reduce_placed(channel: Channel, vector: Vector, placed: Placed, *, goes_on:
     """
     code = _code(channel, vector, placed.places._replace(goes_on=goes_on))
     if code.last_side is not None:
-        channel.tail = placed.sides[channel.rank] ^ code.last_side
+        channel.tail = (placed.sides[channel.rank] & 1) ^ code.last_side
     how, kind_of_target = vector.how, vector.targets[0].dtype
 
     def lying(kind: int, rank: int, _place: int) -> Lying:
@@ -296,7 +312,7 @@ def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]
 
 def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:
     """Return whether what is combined cannot be made in a target: as it is of a scan where that is one of several terms."""
-    is_term = vector.ends.is_prefix and vector.targets[0] is vector.sources[0]
+    is_term = vector.ends.is_prefix and any(target is source for target, source in zip(vector.targets, vector.sources, strict=True))
     return vector.how.apply is not None or vector.targets[0].dtype != wire or is_term
 
 

@@ -41,7 +41,7 @@ except ImportError as error:
     _missing = f"the C kernel cannot be loaded: {error}"
 
 
-_FORM = 18  # as in native.c
+_FORM = 19  # as in native.c
 
 
 def _differs(native: Any) -> str:

@@ -28,9 +28,10 @@ int end_begun(PyObject *object, int64_t patience_ns) {
     if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
     SlotCall *call = self->call;
     if (patience_ns == 0 && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
-    if (!fits(&call->made, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0; /* any more */
+    const int flags = IN_ONE_PIECE | ALIGNED | WRITEABLE;
+    if (!(call->leaf_count ? are_leaves(call, self->made, flags) : fits(&call->made, self->made, flags))) return 0; /* any more */
     if (!all_agree(call, self->check, patience_ns)) return 0;
-    finish(call, (int)call->channel->side, NULL, ((Array *)self->made)->data);
+    finish(call, (int)call->channel->side, NULL, self->made);
     self->state = ENDED;
     call->channel->begun = NULL;
     Py_INCREF(object); /* its lists may be all that keep it */
@@ -46,16 +47,16 @@ PyObject *begin_slots(
     SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site, PyObject *instruction
 ) {
     ChannelState *channel = self->channel;
-    if (self->adopt == Py_None || !accepts(self, x, out)) Py_RETURN_NONE;
+    PyObject *brought = NULL, *goal = NULL, *work = NULL;
+    if (self->adopt == Py_None || !accept(self, x, out, &brought, &goal)) Py_RETURN_NONE;
     Begun *begun = new_object(begun_type);
-    if (begun == NULL) return NULL;
-    PyObject *work = NULL;
+    if (begun == NULL) goto given_up;
     int taken = 0;
     begun->call = (SlotCall *)Py_NewRef((PyObject *)self);
     begun->timeout = Py_NewRef(timeout);
     begun->site = Py_NewRef(site);
     begun->instruction = Py_NewRef(instruction);
-    begun->made = make_result(self, out);
+    begun->made = make_result(self, goal);
     if (begun->made == NULL) goto done;
     work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
     begun->begin = PyLong_FromLongLong(now_ns());
@@ -69,7 +70,7 @@ PyObject *begin_slots(
     const long long call = take_number(self, &begun->number);
     if (call < 0) goto done;
     const int side = (int)(channel->side ^= 1);
-    const uint64_t told = put_own(self, side, ((Array *)x)->data);
+    const uint64_t told = put_own(self, side, brought);
     begun->check = self->digest + (uint64_t)call * SPREAD + self->detail;
     begun->state = BEGUN;
     channel->begun = (PyObject *)begun;
@@ -88,6 +89,9 @@ done:
         work = Py_NewRef(Py_None);
     }
     Py_DECREF(begun);
+given_up:
+    Py_XDECREF(brought);
+    Py_XDECREF(goal);
     return work;
 }
 
@@ -95,7 +99,8 @@ static PyObject *begun_end(PyObject *object, PyObject *arguments) {
     int waits;
     if (!PyArg_ParseTuple(arguments, "p", &waits)) return NULL;
     const int ended = end_begun(object, waits ? 0 : -1);
-    return ended < 0 ? NULL : Py_NewRef(ended ? ((Begun *)object)->made : Py_None);
+    if (ended < 0) return NULL;
+    return ended ? given_of(((Begun *)object)->call, ((Begun *)object)->made) : Py_NewRef(Py_None);
 }
 
 /* Let the engine go on with it. Others wait for that where they would queue a call of the group: its caller has a lock. */

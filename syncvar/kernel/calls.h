@@ -1,4 +1,5 @@
-/* Prepared calls: `slot_calls.c` makes them, `running.c` runs them, `begun.c` those that are waited for later, `entrances.c` finds them. */
+/* Prepared calls: `slot_calls.c` makes them, `running.c` runs them, `leaves.c` has those of several arrays, `begun.c` those that are waited
+ * for later; `entrances.c` finds them. */
 #ifndef SYNCVAR_CALLS_H
 #define SYNCVAR_CALLS_H
 #include "native.h"
@@ -20,6 +21,16 @@ typedef struct {
     Program *program;
 } Known;
 
+#define LEAVES_MAX 64
+#define LEAF_NDIM_MAX 8
+
+/* One of several arrays that are one vector. */
+typedef struct {
+    int ndim, is_alone; /* is_alone: a long one, which is reduced by itself where it lies in the arena on any rank */
+    Py_ssize_t count;   /* elements */
+    intptr_t shape[LEAF_NDIM_MAX];
+} Leaf;
+
 typedef struct {
     PyObject_HEAD PyObject *face;
     ChannelState *channel;
@@ -28,11 +39,17 @@ typedef struct {
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
     PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */
-    PyObject *make_arguments;
+    PyObject *names; /* of several arrays: the type that holds them, or the sorted names of a dict; else None */
+    PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* by what it is remembered */
     Form brought, made;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
     int put_count, take_count, term_count;
+    Leaf *leaves; /* the arrays of which what is brought, and what is made, is the concatenation */
+    int leaf_count; /* 0: it is one array */
+    Py_ssize_t leaf_width; /* of an element, in bytes */
+    char *room; /* where small ones are combined */
+    PyObject *kept_leaves, *kept_room;
     int parts; /* the caller gets a list of so many parts of the result; 0: the result */
     uint64_t digest, detail;
     int tells; /* of blocks that others take: the check without the detail, and where long ones lie */
@@ -49,17 +66,33 @@ typedef struct {
 /* Return how long an array of the caller is in the slots, where halves are float32. */
 static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) { return self->how.half ? 2 * form->nbytes : form->nbytes; }
 
-/* of running.c */
-int accepts(const SlotCall *self, PyObject *x, PyObject *out);
+/* of leaves.c */
+int read_leaves(SlotCall *self, PyObject *given);
+int holds_leaves(const SlotCall *self, PyObject *value);
+PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags);
+int are_leaves(const SlotCall *self, PyObject *arrays, int flags);
+PyObject *make_leaves(const SlotCall *self);
+PyObject *structure_of(const SlotCall *self, PyObject *arrays);
+void find_spans(const SlotCall *self, PyObject *arrays, Span *spans);
+int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made);
+int lies_alone(const SlotCall *self, const Span *spans);
+void put_leaves(const SlotCall *self, char *slot, PyObject *arrays);
+void store_leaves(const SlotCall *self, PyObject *arrays);
+
+/* of slot_calls.c */
+int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal);
 int are_all_put(const SlotCall *self);
 int brings_nothing(const SlotCall *self);
-PyObject *make_result(const SlotCall *self, PyObject *out);
+PyObject *make_result(const SlotCall *self, PyObject *goal);
+PyObject *given_of(const SlotCall *self, PyObject *made);
+
+/* of running.c */
 int may_begin(const SlotCall *self);
 long long take_number(const SlotCall *self, PyObject **number);
-uint64_t put_own(const SlotCall *self, int side, const char *x);
+uint64_t put_own(const SlotCall *self, int side, PyObject *x);
 void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source, uint64_t target);
 int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns);
-void finish(const SlotCall *self, int side, const char *brought, char *out);
+void finish(const SlotCall *self, int side, const char *brought, PyObject *made);
 void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said);
 
 /* of begun.c */

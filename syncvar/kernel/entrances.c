@@ -3,13 +3,11 @@
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
-static int is_integer(PyObject *value) { return Py_TYPE(value) == &PyLong_Type || Py_TYPE(value) == &PyBool_Type; }
-
 #define NUMBERS_MAX 64 /* of a list that is made an array here */
 
 /* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes an array of it. */
 static int are_numbers(PyObject *value) {
-    if (is_float(value) || is_integer(value)) return 1;
+    if (is_number(value)) return 1;
     const int is_list = Py_TYPE(value) == &PyList_Type;
     if (!is_list && Py_TYPE(value) != &PyTuple_Type) return 0;
     const Py_ssize_t count = is_list ? PyList_Size(value) : PyTuple_Size(value);
@@ -17,7 +15,7 @@ static int are_numbers(PyObject *value) {
     PyTypeObject *kind = NULL;
     for (Py_ssize_t place = 0; place < count; place++) {
         PyObject *item = is_list ? PyList_GetItem(value, place) : PyTuple_GetItem(value, place);
-        if ((!is_float(item) && !is_integer(item)) || (kind != NULL && kind != Py_TYPE(item))) return 0;
+        if (!is_number(item) || (kind != NULL && kind != Py_TYPE(item))) return 0;
         kind = Py_TYPE(item);
     }
     return 1;
@@ -49,10 +47,15 @@ static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *o
     return self->face.remembered + (mixed ^ mixed >> 17) % (REMEMBERED / TOGETHER) * TOGETHER;
 }
 
-/* Return the remembered call of an array in a group, of the world for None, if it belongs to the job that this thread is in, and to
- * the group as it is now; else NULL. */
-static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *array) {
-    const Array *form = (const Array *)array;
+/* Return where calls are remembered that take several arrays as one. */
+static Remembered **place_of_several(Entrance *self, PyObject *communicator, PyObject *op, PyTypeObject *kind, intptr_t count) {
+    return place_of(self, communicator, op, (PyObject *)kind, 1, &count);
+}
+
+/* Return the remembered call of an array, or of several, in a group, of the world for None, if it belongs to the job that this
+ * thread is in, and to the group as it is now; else NULL. */
+static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *value) {
+    const Array *form = (PyObject *)Py_TYPE(value) == array_type ? (const Array *)value : NULL;
     const int is_known = group == Py_None && self->changes == changes;
     PyObject *job = NULL, *communicator = self->world, *prepared_calls = self->prepared_calls;
     if (!is_known) {
@@ -60,12 +63,13 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
         communicator = group == Py_None ? peek(job, name_world) : peek(group, name__communicator);
         prepared_calls = peek(communicator, name_prepared_calls);
     }
-    Remembered **place = place_of(self, communicator, op, form->dtype, form->ndim, form->shape);
+    Remembered **place = form != NULL ? place_of(self, communicator, op, form->dtype, form->ndim, form->shape)
+                                      : place_of_several(self, communicator, op, Py_TYPE(value), PyObject_Size(value));
     SlotCall *found = NULL;
     for (int which = 0; which < TOGETHER && found == NULL; which++) {
         SlotCall *call = (SlotCall *)place[which];
         if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator && call->prepared_calls == prepared_calls &&
-            fits(&call->brought, array, 0))
+            (form != NULL ? call->leaf_count == 0 && fits(&call->brought, value, 0) : call->leaf_count > 0 && holds_leaves(call, value)))
             found = call;
     }
     if (found != NULL && !is_known) {
@@ -130,7 +134,8 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
         array = Py_NewRef(x);
     }
     PyObject *result = NULL;
-    if (array != NULL && (PyObject *)Py_TYPE(array) == array_type) {
+    PyTypeObject *const kind = array == NULL ? NULL : Py_TYPE(array);
+    if ((PyObject *)kind == array_type || kind == &PyList_Type || kind == &PyTuple_Type || kind == &PyDict_Type) {
         SlotCall *call = find_call(self, group, op, array);
         if (call != NULL && (brings || brings_nothing(call))) {
             Py_INCREF((PyObject *)call);
@@ -164,7 +169,10 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL) {
         SlotCall *made = (SlotCall *)call;
         const Form *form = &made->brought;
-        Remembered **place = place_of(self, (PyObject *)made->communicator, op, form->dtype, form->ndim, form->shape);
+        PyObject *const communicator = (PyObject *)made->communicator;
+        PyTypeObject *const kind = PyType_Check(made->names) ? (PyTypeObject *)made->names : &PyDict_Type;
+        Remembered **place = made->leaf_count == 0 ? place_of(self, communicator, op, form->dtype, form->ndim, form->shape)
+                                                   : place_of_several(self, communicator, op, kind, made->leaf_count);
         if (place[TOGETHER - 1] != NULL) forget(place[TOGETHER - 1]);
         memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
         *place = NULL;

@@ -1,7 +1,7 @@
 /* What the parts of the C kernel share. Only the limited API of CPython is used: one build serves every version from 3.11 on.
  *
  * Each part uses those above it: `objects.c` what objects have in common; `copying.c`, `arithmetic.c` what is done with
- * bytes; `channels.c` what ranks tell each other; `programs.c`, `runs.c` programs; `slot_calls.c`, `running.c`, `begun.c`,
+ * bytes; `channels.c` what ranks tell each other; `programs.c`, `runs.c` programs; `leaves.c`, `slot_calls.c`, `running.c`, `begun.c`,
  * `entrances.c` prepared calls; `variables.c` variables; `messages.c`, `ends.c` messages; `native.c` the module. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
@@ -29,7 +29,7 @@
 
 /* Names of attributes and arguments. */
 #define NAMES(X)                                                                                                       \
-    X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename) \
+    X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) X(array) X(arrays) X(async_op) X(channel) X(co_filename) \
     X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) \
     X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
@@ -169,7 +169,9 @@ typedef struct {
 } Form;
 
 int read_form(PyObject *dtype, PyObject *shape, Form *form);
+int fits_shape(PyObject *dtype, int ndim, const intptr_t *shape, PyObject *value, int flags);
 int fits(const Form *form, PyObject *value, int flags);
+int is_number(PyObject *value);
 
 /* -- what is done with bytes --------------------------------------------------------------------------------------- */
 
@@ -193,6 +195,7 @@ void copy_out(Stores *stores, char *target, const char *source, size_t nbytes);
 #define RANKS_MAX 64
 #define PAGE 4096
 #define ADDRESS ((uint64_t)1 << 60) /* in a memory's offset: an address in another process */
+#define AT_PAGE ((uint64_t)1 << 62) /* in what a rank tells of its vector: its cells begin at a page, see reductions.py */
 #define LEVELS 6 /* of a tree over RANKS_MAX ranks */
 
 typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
@@ -352,9 +355,14 @@ typedef struct {
 Run *new_run(
     Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock, int memories, int64_t scratch_bytes
 );
+/* Where an array lies. */
+typedef struct {
+    char *at;
+    int64_t nbytes;
+} Span;
+
 int bind_vector(
-    Run *self, char *x, int64_t x_bytes, char *out, int64_t out_bytes, const uint64_t *sources, const uint64_t *targets,
-    int tells
+    Run *self, const Span *brought, const Span *made, int count, const uint64_t *sources, const uint64_t *targets, int tells
 );
 long long advance_run(Run *self, Py_ssize_t end);
 

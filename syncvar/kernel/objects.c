@@ -216,13 +216,20 @@ int read_form(PyObject *dtype, PyObject *shape, Form *form) {
     return 1;
 }
 
-int fits(const Form *form, PyObject *value, int flags) {
+int fits_shape(PyObject *dtype, int ndim, const intptr_t *shape, PyObject *value, int flags) {
     if ((PyObject *)Py_TYPE(value) != array_type) return 0;
     const Array *array = (const Array *)value;
-    if (array->dtype != form->dtype || array->ndim != form->ndim || (array->flags & flags) != flags) return 0;
-    for (int axis = 0; axis < form->ndim; axis++)
-        if (array->shape[axis] != form->shape[axis]) return 0;
+    if (array->dtype != dtype || array->ndim != ndim || (array->flags & flags) != flags) return 0;
+    for (int axis = 0; axis < ndim; axis++)
+        if (array->shape[axis] != shape[axis]) return 0;
     return 1;
+}
+
+int fits(const Form *form, PyObject *value, int flags) { return fits_shape(form->dtype, form->ndim, form->shape, value, flags); }
+
+/* Return whether a value is one of Python's own numbers, of which NumPy makes an array. */
+int is_number(PyObject *value) {
+    return Py_TYPE(value) == &PyFloat_Type || Py_TYPE(value) == &PyLong_Type || Py_TYPE(value) == &PyBool_Type;
 }
 
 /* -- standing for a public function -------------------------------------------------------------------------------- */

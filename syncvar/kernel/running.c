@@ -12,7 +12,10 @@
 /* One attempt to make a call: what is given, what it needs, and what it tells. */
 typedef struct {
     PyObject *x, *out, *said, *timeout;
+    PyObject *brought, *goal; /* the array of x and of out, or the tuple of several */
     PyObject *told, *made, *number, *begin; /* words, where the result goes; as in the flight recorder */
+    Span one[2], *spans; /* where arrays lie: so many that are brought, and so many that are made */
+    PyObject *kept_spans;
     Run *run;                               /* of a long vector */
     int has_lock;                           /* of the group's calls */
     uint64_t digest, source;                /* what is told to the others: which call it is, where this rank's cells or vector lie */
@@ -24,33 +27,9 @@ enum { DONE, UNUSUAL, UNKNOWN, WAITING, FAILED };
 
 static char *data_of(PyObject *array) { return ((Array *)array)->data; }
 
-int accepts(const SlotCall *self, PyObject *x, PyObject *out) {
-    return fits(&self->brought, x, IN_ONE_PIECE | ALIGNED) &&
-           (out == Py_None || fits(&self->made, out, IN_ONE_PIECE | ALIGNED | WRITEABLE));
-}
-
-/* Return where the result goes: `out`, or an array that is made now. */
-PyObject *make_result(const SlotCall *self, PyObject *out) {
-    if (self->nothing != Py_None) return Py_NewRef(self->nothing);
-    return out == Py_None ? PyObject_Call(make_array, self->make_arguments, NULL) : Py_NewRef(out);
-}
-
-/* Return whether the result is made of what has been put into slots, and of nothing else. */
-int are_all_put(const SlotCall *self) {
-    int all = self->take_count == 0 && !self->is_long;
-    for (int term = 0; term < self->term_count; term++) all = all && self->terms[term].rank >= 0;
-    return all;
-}
-
-/* Return whether nothing is looked at of what is given: the rank only takes. */
-int brings_nothing(const SlotCall *self) {
-    int nothing = self->put_count == 0 && !self->is_long;
-    for (int take = 0; take < self->take_count; take++) nothing = nothing && self->takes[take].rank >= 0;
-    return nothing;
-}
-
 /* Return whether a result may be written while parts of what is brought are still to be read. */
 static int lie_apart(const SlotCall *self, PyObject *x, PyObject *out) {
+    if (self->leaf_count) return !self->is_long || lie_leaves_apart(self, x, out);
     const char *brought = ((Array *)x)->data, *made = ((Array *)out)->data;
     if (self->is_long && !self->tells && brought == made) return 1;
     return brought + self->brought.nbytes <= made || made + self->made.nbytes <= brought ||
@@ -91,12 +70,14 @@ static void combine_terms(const SlotCall *self, int side, const char *brought, c
 }
 
 /* Make the result of a call on which all ranks agree. */
-void finish(const SlotCall *self, int side, const char *brought, char *out) {
+void finish(const SlotCall *self, int side, const char *brought, PyObject *made) {
+    char *const out = self->leaf_count ? self->room : data_of(made);
     for (int take = 0; take < self->take_count; take++)
         memmove(
             out + self->takes[take].to, place_in(self, &self->takes[take], side, brought), self->takes[take].nbytes
         );
     if (self->term_count) combine_terms(self, side, brought, out);
+    if (self->leaf_count) store_leaves(self, made);
 }
 
 /* -- beginning and publishing -------------------------------------------------------------------------------------- */
@@ -142,7 +123,7 @@ int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
 }
 
 /* Put what this rank brings into its slot, or into the next of those that take turns; return where that is, or 0. */
-uint64_t put_own(const SlotCall *self, int side, const char *x) {
+uint64_t put_own(const SlotCall *self, int side, PyObject *brought) {
     ChannelState *channel = self->channel;
     uint64_t told = 0;
     if (self->ring > 0) {
@@ -150,11 +131,13 @@ uint64_t put_own(const SlotCall *self, int side, const char *x) {
         told = (uint64_t)(self->ring + channel->turn * channel->side_bytes);
     }
     char *own = (char *)channel->memory.buf + (told ? (Py_ssize_t)told : channel->slots[channel->rank] + side * channel->side_bytes);
-    if (self->how.half)
-        widen(self->how.half, x, (float *)own, self->brought.nbytes / 2);
+    if (self->leaf_count)
+        put_leaves(self, own, brought);
+    else if (self->how.half)
+        widen(self->how.half, data_of(brought), (float *)own, self->brought.nbytes / 2);
     else
         for (int put = 0; put < self->put_count; put++)
-            copy_out(&channel->stores, own + self->puts[put].to, x + self->puts[put].from, self->puts[put].nbytes);
+            copy_out(&channel->stores, own + self->puts[put].to, data_of(brought) + self->puts[put].from, self->puts[put].nbytes);
     return told;
 }
 
@@ -164,11 +147,11 @@ uint64_t put_own(const SlotCall *self, int side, const char *x) {
 static int run_small(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
-    const uint64_t told = put_own(self, side, data_of(attempt->x));
+    const uint64_t told = put_own(self, side, attempt->brought);
     const uint64_t plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     publish_call(self, call, check, plain, told);
     if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return UNKNOWN;
-    finish(self, side, data_of(attempt->x), data_of(attempt->made));
+    finish(self, side, self->leaf_count ? NULL : data_of(attempt->brought), attempt->made);
     return DONE;
 }
 
@@ -177,6 +160,9 @@ static uint64_t offset_of(const ChannelState *channel, const char *memory) {
     const char *start = channel->memory.buf;
     return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
 }
+
+/* Return whether a rank tells that it brings its vector: it tells the side of its cells, and the page, and no place in the arena. */
+static int is_brought(uint64_t told) { return told < 2 || told & AT_PAGE; }
 
 /* Find what is done with vectors that lie as all ranks have told; NULL where that is not known yet. */
 static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t *targets) {
@@ -188,9 +174,9 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
         const Py_ssize_t entry = entry_of(channel, rank);
         sources[rank] = seen(channel->words + entry + channel->source_at + side);
         targets[rank] = seen(channel->words + entry + channel->target_at + side);
-        bits |= (uint64_t)(sources[rank] > 1) << rank;
+        bits |= (uint64_t)!is_brought(sources[rank]) << rank;
         into_all = into_all && targets[rank] != 0;
-        by_owners = by_owners || (sources[rank] > 1 && sources[rank] >> 1 == targets[rank]);
+        by_owners = by_owners || (!is_brought(sources[rank]) && sources[rank] >> 1 == targets[rank]);
     }
     for (int pattern = 0; pattern < PATTERNS; pattern++) {
         const Known *known = &self->known[pattern];
@@ -219,7 +205,8 @@ static uint64_t tell_places(const SlotCall *self, const char *x) {
 }
 
 /* Return on which side the first cells are put, and, where they need one side only, the page on which they begin: other ones
- * each time, so that their lines have left the other cores' caches when they are written again. */
+ * each time, so that their lines have left the other cores' caches when they are written again. Vectors of ranks that share cores gain
+ * nothing by that (measured). */
 static uint64_t cells_for(const SlotCall *self) {
     ChannelState *channel = self->channel;
     const Program *program = self->known[0].program;
@@ -230,7 +217,7 @@ static uint64_t cells_for(const SlotCall *self) {
         used = named->place ? channel->segment_bytes : used > named->nbytes ? used : named->nbytes;
     }
     const uint64_t side = (uint64_t)(channel->tail ^ 1), pages = (uint64_t)(used + PAGE - 1) / PAGE;
-    if (pages == 0) return side;
+    if (pages == 0 || (!self->tells && channel->patience.shares_cores)) return side;
     channel->turn = (channel->turn + 1) % RING_SLOTS;
     const uint64_t places = (uint64_t)channel->segment_bytes / PAGE / pages;
     return side | (uint64_t)(channel->turn / 2) % places * pages << 1;
@@ -263,25 +250,25 @@ static int is_readable(PyObject *array) {
 static int run_long(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     Run *run = attempt->run;
-    char *const x = data_of(attempt->x), *const made = data_of(attempt->made);
+    const int arrays = self->leaf_count ? self->leaf_count : 1;
+    const Span *const brought = attempt->spans, *const made = brought + arrays;
     uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
     const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     channel->side ^= 1;
-    const uint64_t offer = self->tells ? tell_places(self, x) : 0;
-    if (self->tells ? offer == 0 : source < 2) {
+    const uint64_t offer = self->tells ? tell_places(self, brought->at) : 0;
+    if (self->tells ? offer == 0 : is_brought(source)) {
         advance_run(run, run->program->opening);
         channel->tail = (long long)(source & 1);
     }
     if (self->tells)
         publish_call(self, call, check, plain, source << 3 | offer);
     else
-        publish_call(self, call, check, source, offset_of(channel, made));
+        publish_call(self, call, check, source, self->leaf_count ? 0 : offset_of(channel, made->at));
     if (!all_agree(self, check, PATIENCE_NS)) return UNKNOWN;
     const Known *known = self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
     if (known == NULL) return UNKNOWN;
     run->program = known->program; /* the call keeps it */
-    if (!bind_vector(run, x, self->brought.nbytes, made, self->made.nbytes, sources, targets, self->tells))
-        return UNKNOWN;
+    if (!bind_vector(run, brought, made, arrays, sources, targets, self->tells)) return UNKNOWN;
     if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
     run->place = known->program->opening;
     return advance_run(run, known->program->length) ? WAITING : DONE;
@@ -309,7 +296,7 @@ static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
     const int taken = self->is_long ? 0 : try_acquire(self->busy);
     PyObject *told = taken < 0 ? NULL
                                : PyObject_CallFunctionObjArgs(
-                                     self->later, number, begin, attempt->x, attempt->out, attempt->made, said,
+                                     self->later, number, begin, attempt->brought, attempt->goal, attempt->made, said,
                                      waits ? (PyObject *)attempt->run : Py_None, self, NULL
                                  );
     PyObject *result = NULL;
@@ -326,51 +313,52 @@ static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
     return result;
 }
 
-/* Return what the caller gets: the result, or the list of its parts. */
-static PyObject *given_of(const SlotCall *self, PyObject *made) {
-    if (self->parts == 0) return Py_NewRef(made);
-    const Py_ssize_t rows = (Py_ssize_t)self->made.shape[0] / self->parts;
-    PyObject *given = PyList_New(self->parts);
-    for (int part = 0; given != NULL && part < self->parts; part++) {
-        PyObject *one = PySequence_GetSlice(made, part * rows, (part + 1) * rows);
-        if (one == NULL)
-            Py_CLEAR(given);
-        else
-            PyList_SetItem(given, part, one);
-    }
-    return given;
-}
-
 /* -- a call -------------------------------------------------------------------------------------------------------- */
 
 /* Find the memories of a long call that this rank begins now. */
 static int bind_own(const SlotCall *self, Attempt *attempt) {
     const ChannelState *channel = self->channel;
-    char *const brought = data_of(attempt->x), *const target = data_of(attempt->made);
-    const uint64_t lies = offset_of(channel, brought), told = self->everyone || brought != target ? lies : 0;
+    const int arrays = self->leaf_count ? self->leaf_count : 1;
+    attempt->spans = self->leaf_count ? new_room(&attempt->kept_spans, 2 * arrays * (Py_ssize_t)sizeof(Span)) : attempt->one;
+    if (attempt->spans == NULL) return 0;
+    Span *const brought = attempt->spans, *const made = brought + arrays;
+    if (self->leaf_count) {
+        find_spans(self, attempt->brought, brought);
+        find_spans(self, attempt->made, made);
+    } else {
+        *brought = (Span){data_of(attempt->brought), self->brought.nbytes};
+        *made = (Span){data_of(attempt->made), self->made.nbytes};
+    }
+    const uint64_t lies = self->leaf_count ? (uint64_t)(lies_alone(self, brought) || lies_alone(self, made)) : offset_of(channel, brought->at),
+                   told = self->everyone || brought->at != made->at ? lies : 0;
     uint64_t own[RANKS_MAX] = {0};
-    own[channel->rank] = attempt->source = self->tells ? cells_for(self) : told << 1 | (uint64_t)(channel->tail ^ 1);
-    return bind_vector(attempt->run, brought, self->brought.nbytes, target, self->made.nbytes, own, NULL, self->tells) &&
-           (!self->reads || lies != 0 || is_readable(attempt->x));
+    if (self->tells || told == 0)
+        attempt->source = cells_for(self) | (self->tells ? 0 : AT_PAGE);
+    else
+        attempt->source = told << 1 | (uint64_t)(channel->tail ^ 1);
+    own[channel->rank] = attempt->source;
+    return bind_vector(attempt->run, brought, made, arrays, own, NULL, self->tells) &&
+           (!self->reads || lies != 0 || is_readable(attempt->brought));
 }
 
 /* Look whether a call may be made here, and get all that it needs; nothing that others see is changed. */
 static int set_up(SlotCall *self, Attempt *attempt) {
     const int memories = self->memories; /* what other threads may have run until it begins may need more */
     const int64_t scratch_bytes = self->scratch_bytes;
-    PyObject *const x = attempt->x, *const out = attempt->out, *const said = attempt->said;
-    if (!accepts(self, x, out) || (out != Py_None && !lie_apart(self, x, out))) return UNUSUAL;
+    PyObject *const said = attempt->said;
+    if (!accept(self, attempt->x, attempt->out, &attempt->brought, &attempt->goal)) return UNUSUAL;
+    if (attempt->goal != Py_None && !lie_apart(self, attempt->brought, attempt->goal)) return UNUSUAL;
     if (said == Py_None) {
         attempt->told = Py_NewRef(self->told);
     } else {
         attempt->digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(said, 1));
         attempt->told = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
     }
-    attempt->made = attempt->told == NULL ? NULL : make_result(self, out);
+    attempt->made = attempt->told == NULL ? NULL : make_result(self, attempt->goal);
     if (attempt->made == NULL) return FAILED;
     if (self->is_long) {
         if (is_true(self->crowd, name_is_alert)) return UNUSUAL;
-        PyObject *kept = PyTuple_Pack(2, x, attempt->made); /* the run may outlive the caller's wait */
+        PyObject *kept = PyTuple_Pack(2, attempt->brought, attempt->made); /* the run may outlive the caller's wait */
         attempt->run = kept == NULL ? NULL : new_run(self->known[0].program, self->channel, kept, 0, memories, scratch_bytes);
         Py_XDECREF(kept);
         if (attempt->run == NULL) return FAILED;
@@ -413,10 +401,20 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said
         state = UNUSUAL;
     }
     if (state == DONE) state = make_call(self, &attempt);
-    if (state == UNKNOWN || state == WAITING) result = hand_on(self, &attempt, state == WAITING);
+    if (state == UNKNOWN || state == WAITING) {
+        result = hand_on(self, &attempt, state == WAITING);
+        if (self->leaf_count && result != NULL) {
+            PyObject *const arrays = result;
+            result = structure_of(self, arrays);
+            Py_DECREF(arrays);
+        }
+    }
     if (state == DONE && record(self->add, attempt.told, attempt.number, attempt.begin) == 0) result = given_of(self, attempt.made);
     if (attempt.has_lock) release(self->busy);
     if (state == UNUSUAL) result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, said, timeout, NULL);
+    Py_XDECREF(attempt.brought);
+    Py_XDECREF(attempt.goal);
+    Py_XDECREF(attempt.kept_spans);
     Py_XDECREF(attempt.told);
     Py_XDECREF(attempt.made);
     Py_XDECREF(attempt.number);

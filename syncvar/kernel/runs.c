@@ -116,7 +116,7 @@ Run *new_run(
  * the arena. */
 static char *find_memory(
     const ChannelState *channel, int kind, int rank, int place, int64_t nbytes, const uint64_t *sources,
-    const uint64_t *targets
+    const uint64_t *targets, int tells
 ) {
     uint64_t offset;
     if (rank < 0 || rank >= channel->size) return NULL;
@@ -127,7 +127,7 @@ static char *find_memory(
     } else {
         const uint64_t base = seen(channel->words + entry_of(channel, rank) + channel->segments_at);
         if (base == 0 || place < 0 || place > 1) return NULL;
-        const uint64_t start = sources[rank] >> 1; /* of the cells, in pages */
+        const uint64_t told = sources[rank], start = tells || told & AT_PAGE ? (told & ~AT_PAGE) >> 1 : 0; /* of the cells, in pages */
         if (kind == CELLS && (start > (uint64_t)channel->segment_bytes / PAGE ||
                               !is_within((Py_ssize_t)(start * PAGE), nbytes, channel->segment_bytes)))
             return NULL;
@@ -152,11 +152,10 @@ static int find_told(const ChannelState *channel, int rank, int place, int64_t n
     return told != 0 && told <= (uint64_t)channel->memory.len && is_within((Py_ssize_t)told, nbytes, channel->memory.len);
 }
 
-/* Find the memories of a program for arrays. Without `targets` only what this rank brings itself is known. Where ranks have
+/* Find the memories of a program for so many arrays that are brought and made. Without `targets` only what this rank brings itself is known. Where ranks have
  * told of blocks, of `sources` the sides of their cells are known. */
 int bind_vector(
-    Run *self, char *x, int64_t x_bytes, char *out, int64_t out_bytes, const uint64_t *sources, const uint64_t *targets,
-    int tells
+    Run *self, const Span *brought, const Span *made, int count, const uint64_t *sources, const uint64_t *targets, int tells
 ) {
     const Program *program = self->program;
     for (int memory = 0; memory < program->memories; memory++) {
@@ -165,7 +164,8 @@ int bind_vector(
         const int64_t nbytes = program->named[memory].nbytes;
         char **at = &self->bound[memory].at;
         if (kind == SOURCE || kind == TARGET) {
-            *at = place != 0 || nbytes > (kind == SOURCE ? x_bytes : out_bytes) ? NULL : kind == SOURCE ? x : out;
+            const Span *const span = (kind == SOURCE ? brought : made) + place;
+            *at = place < 0 || place >= count || nbytes > span->nbytes ? NULL : span->at;
         } else if (kind == SCRATCH) {
             *at = self->scratch;
         } else if (targets == NULL && rank != self->channel->rank) {
@@ -174,7 +174,7 @@ int bind_vector(
             if (!find_told(self->channel, rank, place, nbytes, &self->bound[memory])) return 0;
             if (self->bound[memory].process && program->how.fold.loop != NULL) return 0; /* what is combined lies here */
         } else {
-            *at = find_memory(self->channel, kind, rank, place, nbytes, sources, targets);
+            *at = find_memory(self->channel, kind, rank, place, nbytes, sources, targets, tells);
         }
         if (*at == NULL) return 0;
     }

@@ -1,5 +1,61 @@
-/* Prepared calls whose data go through a channel: what is known of them, and that it lies where it may. */
+/* Prepared calls whose data go through a channel: what is known of them, that it lies where it may, what they take and give. */
 #include "calls.h"
+
+/* -- what they take and give --------------------------------------------------------------------------------------- */
+
+/* Look whether a call takes these, and get the array of each, or the tuple of several; the goal is None where `out` is. */
+int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal) {
+    const int read = IN_ONE_PIECE | ALIGNED, written = read | WRITEABLE;
+    if (self->leaf_count == 0) {
+        if (!fits(&self->brought, x, read) || (out != Py_None && !fits(&self->made, out, written))) return 0;
+        *brought = Py_NewRef(x);
+        *goal = Py_NewRef(out);
+        return 1;
+    }
+    *brought = leaves_of(self, x, read);
+    *goal = *brought == NULL ? NULL : out == Py_None ? Py_NewRef(out) : leaves_of(self, out, written);
+    if (*goal == NULL) Py_CLEAR(*brought);
+    return *goal != NULL;
+}
+
+/* Return where the result goes: the goal, or arrays that are made now. */
+PyObject *make_result(const SlotCall *self, PyObject *goal) {
+    if (self->nothing != Py_None) return Py_NewRef(self->nothing);
+    if (goal != Py_None) return Py_NewRef(goal);
+    return self->leaf_count ? make_leaves(self) : PyObject_Call(make_array, self->make_arguments, NULL);
+}
+
+/* Return whether the result is made of what has been put into slots, and of nothing else. */
+int are_all_put(const SlotCall *self) {
+    int all = self->take_count == 0 && !self->is_long;
+    for (int term = 0; term < self->term_count; term++) all = all && self->terms[term].rank >= 0;
+    return all;
+}
+
+/* Return whether nothing is looked at of what is given: the rank only takes. */
+int brings_nothing(const SlotCall *self) {
+    int nothing = self->put_count == 0 && !self->is_long;
+    for (int take = 0; take < self->take_count; take++) nothing = nothing && self->takes[take].rank >= 0;
+    return nothing;
+}
+
+/* Return what the caller gets: the result, the list of its parts, or the structure of several. */
+PyObject *given_of(const SlotCall *self, PyObject *made) {
+    if (self->leaf_count) return structure_of(self, made);
+    if (self->parts == 0) return Py_NewRef(made);
+    const Py_ssize_t rows = (Py_ssize_t)self->made.shape[0] / self->parts;
+    PyObject *given = PyList_New(self->parts);
+    for (int part = 0; given != NULL && part < self->parts; part++) {
+        PyObject *one = PySequence_GetSlice(made, part * rows, (part + 1) * rows);
+        if (one == NULL)
+            Py_CLEAR(given);
+        else
+            PyList_SetItem(given, part, one);
+    }
+    return given;
+}
+
+/* -- what is known of them ----------------------------------------------------------------------------------------- */
 
 /* Learn what is done with long vectors that lie in some way: learn(sources, into_all, by_owners, last_side, program);
  * the first time, where all are brought. */
@@ -90,15 +146,15 @@ static int check_places(const SlotCall *self) {
 }
 
 /* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts, takes, terms, what becomes of terms, ring,
- * parts, everyone, reads, *, what it holds). */
+ * parts, everyone, reads, leaves, *, what it holds). */
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how;
+    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *leaves;
     Py_ssize_t ring;
     unsigned long long digest, detail;
     int tells, parts, everyone, reads;
     if (!PyArg_ParseTuple(
-            arguments, "KKp(OO)(OO)OOOOnipp:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
-            &takes, &terms, &how, &ring, &parts, &everyone, &reads
+            arguments, "KKp(OO)(OO)OOOOnippO:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
+            &takes, &terms, &how, &ring, &parts, &everyone, &reads, &leaves
         ))
         return NULL;
     SlotCall *self = new_holding(type, keywords);
@@ -124,6 +180,9 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     if (!read_arithmetic(how, &self->how, &self->apply)) goto wrong;
     if ((self->term_count > 0) != (self->how.fold.loop != NULL) || (self->apply.loop != NULL && self->term_count == 0)) goto wrong;
     if (!check_places(self)) goto failed;
+    if (!read_leaves(self, leaves)) goto wrong;
+    if (self->leaf_count && !self->is_long && (!are_all_put(self) || self->term_count == 0)) goto wrong;
+    if (self->leaf_count && (self->tells || self->parts || self->nothing != Py_None || self->apply.loop != NULL)) goto wrong;
     if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self))) goto wrong; /* what is brought is taken at once */
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
     if (self->make_arguments == NULL) goto failed;
@@ -140,7 +199,9 @@ static PyMemberDef slot_call_members[] = {
     HELD(SlotCall, queue), HELD(SlotCall, add), HELD(SlotCall, told),
     HELD(SlotCall, plain), HELD(SlotCall, later), HELD(SlotCall, hand_over),
     HELD(SlotCall, interrupt), HELD(SlotCall, saying), HELD(SlotCall, begun), HELD(SlotCall, work),
-    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HOLDS(SlotCall, make_arguments, "_make_arguments"),
+    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HELD(SlotCall, names),
+    HOLDS(SlotCall, make_arguments, "_make_arguments"), HOLDS(SlotCall, leaf_arguments, "_leaf_arguments"),
+    HOLDS(SlotCall, kept_leaves, "_leaves"), HOLDS(SlotCall, kept_room, "_room"),
     HOLDS(SlotCall, face, "_face"), HOLDS(SlotCall, op, "_op"),
     HOLDS(SlotCall, prepared_calls, "_prepared_calls"), HOLDS(SlotCall, brought.dtype, "_brought"),
     HOLDS(SlotCall, made.dtype, "_made"), HOLDS(SlotCall, how.fold.owner, "_fold"),

@@ -11,12 +11,12 @@ from syncvar.errors import ConfigError
 from syncvar.wire.arrays import NUMBERS, as_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
 __all__ = [
-    "Structure", "arrays_in", "arrays_of", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass", "is_structure", "parts_of",
+    "Leaves", "Structure", "arrays_in", "arrays_of", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass", "is_structure", "parts_of",
     "plain_structure", "rebuilt", "restored_structure", "unflatten",
 ]  # fmt: skip
 
@@ -36,6 +36,39 @@ class Structure(NamedTuple):
 
 
 _LEAF = Structure("leaf")
+
+
+class Leaves(NamedTuple):
+    """A dict, list or tuple of arrays, in the place of an array.
+
+    Args:
+        names: Keys of a dict, sorted; or the type of the sequence.
+        arrays: The leaves, in the order of `flatten`.
+        shape: The names, and dtype and shape of each leaf: what makes two of them alike.
+        dtype: None: there is one of each leaf.
+    """
+
+    names: tuple[str, ...] | type
+    arrays: list[NDArray[Any]]
+    shape: Hashable
+    dtype: None = None
+
+    @classmethod
+    def of(cls, names: tuple[str, ...] | type, arrays: list[NDArray[Any]]) -> Leaves:
+        """Return the leaves of such a structure."""
+        return cls(names, arrays, (names, tuple([(array.dtype, array.shape) for array in arrays])))
+
+    def with_arrays(self, made: Sequence[NDArray[Any]]) -> Any:
+        """Return the same structure of other arrays.
+
+        Example:
+            >>> Leaves.of(("a", "b"), []).with_arrays([1, 2])
+            {'a': 1, 'b': 2}
+        """
+        names = self.names
+        if isinstance(names, tuple):
+            return dict(zip(names, made, strict=True))
+        return list(made) if names is list else tuple(made)
 
 
 def is_structure(value: Any) -> bool:

@@ -91,6 +91,27 @@ def test_long_means_of_which_some_ranks_make_a_prepared_call(short_segments, dty
         assert done == [[None] * 6, [[2.0]] * 6, [None] * 6]
 
 
+@pytest.mark.parametrize("layout", ["arena", "python"])
+def test_vectors_of_few_cells_of_which_some_ranks_make_a_prepared_call(layout):
+    """Where the cells of such a vector begin, a rank tells as a page; who is not prepared, or brings an array with gaps, puts none."""
+
+    def fn():
+        rank, chance = sv.rank(), np.random.default_rng(3)
+        for turn in range(40):
+            count = int(chance.integers(16_500, 140_000))
+            x = (np.arange(2 * count) % 7 + rank).astype(np.float32)
+            mine = x[::2] if turn % 3 == rank else np.ascontiguousarray(x[::2])
+            way = chance.integers(3)
+            if way == 0:
+                resident = sv.empty(count, np.float32)
+                resident[...] = mine
+                mine = resident if turn % 2 == rank else mine
+            made = sv.all_reduce(mine, async_op=True).wait() if turn % 5 == rank else sv.all_reduce(mine)
+            assert np.array_equal(made, sum((np.arange(2 * count) % 7 + one).astype(np.float32)[::2] for one in range(2))), (turn, count)
+
+    everywhere(2, fn, timeout_s=60, **{"config": CONFIG, **LAYOUTS[layout]})
+
+
 LONG_LISTS = [(30_000, 5), (70_000, 40_000), (1, 0, 90_001)]  # elements of the arrays: together, each by itself, and an empty one
 
 

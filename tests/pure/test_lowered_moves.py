@@ -9,7 +9,7 @@ from test_lowered_programs import World, perform, tree
 from syncvar.execution.lower_moves import Move, Way, lower_move
 from syncvar.execution.lower_reduce import Cells, Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
-from syncvar.execution.program import Await, Copy, Kind
+from syncvar.execution.program import Await, Copy, Fold, Kind
 from syncvar.plans import ALGORITHMS, Buffer, Recv, RecvReduce, Send, build_all, publications, unsuited
 from syncvar.plans import Copy as CopyStep
 
@@ -204,14 +204,17 @@ def run_plainly(plans, works):
     return [one[Buffer.WORK] for one in held]
 
 
-def joined(counts, size, cells):
-    """Return the calls of all ranks that reduce arrays as one vector; without cells through slots."""
+def joined(counts, size, cells, *, makes_first=False):
+    """Return the calls of all ranks that reduce arrays as one vector; without cells through slots.
+
+    With `makes_first` rank 0 cannot combine in its targets.
+    """
     made = []
     for rank in range(size):
         if cells is None:
             program = lower_small(rank, size, counts)
         else:
-            program = lower_reduce(rank, size, counts, cells, Places(), 8)
+            program = lower_reduce(rank, size, counts, cells, Places(makes_first=makes_first and rank == 0), 8)
         held = {(Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)] for place, count in enumerate(counts)}
         wanted = {
             (Kind.TARGET, place): [tree(f"{one}.{place}.{at}" for one in range(size)) for at in range(count)]
@@ -224,10 +227,21 @@ def joined(counts, size, cells):
 @pytest.mark.parametrize(("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 2, True)])
 def test_every_order_reduces_a_structure(size, lag, sums_all):
     draw = random.Random(size)
-    for counts in ((3, 0, 5), (1,) * 9, (0, 7, 0), (13, 4), (2, 30, 1)):
-        cells = Cells(4, lag, sums_all)
-        every_order(size, [joined(counts, size, cells), joined(draw.choice([(5,), (2, 2), (9, 9)]), size, cells), joined(counts, size, cells)], draw)
+    for counts, width in (((3, 0, 5), 4), ((1,) * 9, 4), ((1,) * 19, 8), ((2, 1, 1, 1, 1, 9), 8), ((0, 7, 0), 4), ((13, 4), 4), ((2, 30, 1), 4)):
+        cells = Cells(width, lag, sums_all)
+        between = joined(draw.choice([(5,), (2, 2), (9, 9)]), size, cells)
+        every_order(size, [joined(counts, size, cells), between, joined(counts, size, cells, makes_first=True)], draw)
         every_order(size, [joined(counts, size, None) for _ in range(3)], draw)
+
+
+def test_arrays_of_a_cell_are_combined_in_their_targets_where_they_are_few_and_alike_on_all_ranks():
+    """Which of two NaN is kept may depend on how much is combined at once: so all ranks combine the same stretches."""
+    for counts, folds in (((3, 5), [3, 5]), ((2, 2, 2, 2), [2, 2, 2, 2]), ((1,) * 5 + (3,), [8])):
+        for makes_first in (False, True):
+            program = lower_reduce(0, 2, counts, Cells(8, sums_all=True), Places(makes_first=makes_first), 8)
+            made = [step.target for step in program.steps if isinstance(step, Fold)]
+            assert [one.length for one in made] == folds
+            assert {one.memory.kind for one in made} == {Kind.SCRATCH if makes_first or len(folds) == 1 else Kind.TARGET}
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
