@@ -14,7 +14,7 @@ from syncvar.errors import ArenaFull
 from syncvar.execution import reductions
 
 SMALL = [(3, 1, 4), (1, 1), (0, 2), (5,) * 17, (200, 1, 30)]
-LONG = [(9_000, 5, 30_001), (40_000, 70_000), (1,) * 20 + (20_000,) * 3, (80_000, 3, 3, 66_000)]
+LONG = [(9_000, 5, 30_001), (40_000, 70_000), (50_000, 50_000), (1,) * 20 + (20_000,) * 3, (80_000, 3, 3, 66_000)]
 KINDS = (list, tuple, lambda leaves: {f"{place:02}": leaf for place, leaf in reversed(list(enumerate(leaves)))})
 
 
