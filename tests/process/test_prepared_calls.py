@@ -1,4 +1,4 @@
-"""The random calls of tests/contract/prepared_calls.py on real processes, with segments as long as they are."""
+"""The random calls of tests/contract/prepared_calls.py, and structures.py, on real processes, with segments as long as they are."""
 
 from pathlib import Path
 
@@ -25,6 +25,17 @@ def test_random_calls_on_processes(launch, layout, workers, cases, pairs):
     job = launch(None, workers=workers, target=[str(SCRIPT)], arguments=["7", str(cases), *pairs], **LAYOUTS[layout])
     assert job.wait(300) == 0, str(job)
     assert "cases over" in job.out
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers", "turns"),
+    [("arena", 2, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("arena", 3, 25), ("arena", 4, 25), ("arena", 2, 60), ("zmq", 2, 15), ("hosts", 3, 15)))],
+)
+@pytest.mark.timeout(300)
+def test_structures_on_processes(launch, layout, workers, turns):
+    job = launch(None, workers=workers, target=[str(SCRIPT.with_name("structures.py"))], arguments=["7", str(turns)], **LAYOUTS[layout])
+    assert job.wait(250) == 0, str(job)
+    assert job.out.count("all structures are right") == workers
 
 
 TRAINING = """

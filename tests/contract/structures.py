@@ -1,0 +1,98 @@
+"""Lists, tuples and dicts of arrays, small and long, wherever their arrays lie and by whatever way each rank goes, against plain NumPy.
+
+As a script, this is a rank of a job: `structures.py SEED TURNS`.
+"""
+
+import contextlib
+import sys
+
+import numpy as np
+
+import syncvar as sv
+from syncvar.collectives import communicator_of
+from syncvar.errors import ArenaFull
+
+SMALL = [(3, 1, 4), (1, 1), (0, 2), (5,) * 17, (200, 1, 30)]
+LONG = [(9_000, 5, 30_001), (40_000, 70_000), (50_000, 50_000), (1,) * 20 + (20_000,) * 3, (80_000, 3, 3, 66_000)]
+KINDS = (list, tuple, lambda leaves: {f"{place:02}": leaf for place, leaf in reversed(list(enumerate(leaves)))})
+
+
+def in_order(value):
+    return [value[name] for name in sorted(value)] if isinstance(value, dict) else list(value)
+
+
+def brought(rank, place, count, dtype):
+    return ((rank + 1) * (place + 2) + np.arange(count) % 5).astype(dtype)
+
+
+def wanted(size, place, count, dtype, op):
+    terms = np.stack([brought(rank, place, count, dtype) for rank in range(size)])
+    total = terms.max(0) if op == "max" else terms.astype("f8").sum(0)
+    return (total / size if op == "mean" else total).astype(dtype)
+
+
+def laid(values, chance):
+    """Return an array of these values that lies anywhere: in the arena, alone, in another one, or with gaps."""
+    way = chance.integers(12)
+    made = np.empty(values.size, values.dtype)
+    if way == 0:
+        with contextlib.suppress(ArenaFull):
+            made = sv.empty(values.size, values.dtype)
+    elif way < 3:
+        made = np.empty(values.size + 9, values.dtype)[4:-5]
+    elif way == 3:
+        made = np.empty(2 * values.size, values.dtype)[::2]
+    made[...] = values
+    return made
+
+
+def check_every_structure(seed, sizes, turns):
+    chance, own = np.random.default_rng(seed), np.random.default_rng((seed, sv.rank()))
+    size, rank = sv.world_size(), sv.rank()
+    for counts in sizes:
+        for dtype, op in (("f4", "sum"), ("f8", "mean"), ("f2", "sum"), ("i4", "max"), ("f2", "mean")):
+            for turn in range(turns):
+                kind = KINDS[chance.integers(3)]
+                x = [laid(brought(rank, place, count, dtype), own) for place, count in enumerate(counts)]
+                last = [x[-1], x[-2]] if counts[-1] == counts[-2] else [x[-2], np.zeros_like(x[-1])]  # two that lie where the other's result goes
+                outs = [None, x, [laid(array, own) for array in x], [*x[:-2], *last]][own.integers(4)]
+                is_later = own.integers(4) == 0
+                before = [array.copy() for array in x]
+                made = sv.all_reduce(kind(x), op, out=None if outs is None else kind(outs), async_op=bool(is_later))
+                made = made.wait() if is_later else made
+                assert type(made) is type(kind(x))
+                place_of_result = in_order(made) if outs is None else outs
+                for place, (count, result) in enumerate(zip(counts, in_order(made), strict=True)):
+                    expected = wanted(size, place, count, dtype, op)
+                    told = f"{dtype} {op} {counts} turn {turn} array {place} rank {rank} out {outs is not None} later {is_later}"
+                    assert result.dtype == expected.dtype, told
+                    assert result.tobytes() == expected.tobytes(), told
+                    assert place_of_result[place].tobytes() == expected.tobytes(), told
+                    if outs is None and communicator_of(None).is_shared:
+                        assert x[place].tobytes() == before[place].tobytes(), told
+                        assert result.base is None, told
+
+
+def check_results_where_other_arrays_lie():
+    """Each result goes where another array lies, or two go to the same place, or parts of them do."""
+    size, count = sv.world_size(), 50_000
+    for counts, placed in (((count, count), lambda x: [x[1], x[0]]), ((count, count), lambda x: [np.zeros(count), x[0]])):
+        for turn in range(5):
+            x = [brought(sv.rank(), place, some, "f8") for place, some in enumerate(counts)]
+            made = sv.all_reduce(x, out=placed(x))
+            for place, some in enumerate(counts):
+                assert np.array_equal(made[place], wanted(size, place, some, "f8", "sum")), (turn, place)
+    for turn in range(5):
+        whole = np.arange(2.0 * count + 1) % 11 + sv.rank()
+        before = whole.copy()
+        made = sv.all_reduce([whole[:count], whole[count + 1 :]], out=[whole[1 : count + 1], np.empty(count)])
+        others = sum(np.arange(2.0 * count + 1) % 11 + rank for rank in range(size))
+        assert np.array_equal(made[0], others[:count]), turn
+        assert np.array_equal(made[1], others[count + 1 :]), turn
+        assert np.array_equal(whole[count + 1 :], before[count + 1 :]), turn
+
+
+if __name__ == "__main__":
+    check_results_where_other_arrays_lie()
+    check_every_structure(int(sys.argv[1]), SMALL + LONG, int(sys.argv[2]))
+    print("all structures are right", flush=True)
