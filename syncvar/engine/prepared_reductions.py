@@ -233,12 +233,17 @@ def _small(
         return True, result if leaves is None else made
 
     def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
-        """Go on as `rest`; returns the result."""
+        """Go on as `rest`; returns the result, of several arrays a tuple."""
         result = yield from rest(check, target, made if leaves is None else None)
         if leaves is None:
             return result
         store_parts(_flat(made), result, None)
         return made
+
+    def adopted(number: int, made: Any) -> Generator[int, None, Any]:
+        """Go on with a call that has been begun, whose caller gets what this returns."""
+        result = yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)
+        return result if leaves is None else leaves.with_arrays(result)
 
     if how.source != kind.name or (not terms and (nothing is None or is_cast)):  # C knows of one form of array in a call
         return call
@@ -246,7 +251,7 @@ def _small(
         call, later, brought=(kind, shape), made=(kind, shape) if nothing is None else (nothing.dtype, nothing.shape), puts=((0, 0, whole, rank),),
         terms=tuple((0, 0, whole, other) for other in terms), fold=ufunc if terms else None, divisor=divisor if terms else None, apply=apply,
         ring=channel.ring_of(whole), nothing=nothing, half=HALVES[kind.name] if is_cast else 0,
-        steps=None if nothing is not None or ends != EVERYWHERE else lambda number, made: left((digest + number * SPREAD) & MASK, (number << 1) + 2, made),
+        steps=None if nothing is not None or ends != EVERYWHERE else adopted,
         leaves=leaves,
     )  # fmt: skip
     return native or call

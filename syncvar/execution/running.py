@@ -193,8 +193,10 @@ def _found_shared(
             continue
         elif kind == Kind.SLOT:
             offset = channel.small_offset(rank, side)
+        elif kind == Kind.CELLS:
+            offset = channel.segment_offset(rank, (side & 1) ^ place) + (side >> 1) * PAGE_BYTES
         else:
-            offset = channel.segment_offset(rank, (side & 1) ^ place if kind == Kind.CELLS else 2 + place) + (side >> 1) * PAGE_BYTES
+            offset = channel.segment_offset(rank, 2 + place)
         found[number] = Lying(offset, dtype)
     return found
 

@@ -32,6 +32,7 @@ def short_segments(monkeypatch):
 
 LAYOUTS = {
     "arena": {"shared": True},
+    "kernel": {"shared": True, "config": CONFIG.replaced(check_arena="off")},  # where the arena is checked, Python runs all
     "full": {"shared": True, "arena_bytes": 64 * MIB},  # the arena of rank 1 is
     "python": {"shared": True, "config": CONFIG.replaced(kernel="python")},
     "links": {},
@@ -61,7 +62,7 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
     assert done == [(done[0][0], layout == "full" and rank == 1) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("full", 2), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 3), ("arena", 2), ("arena", 3), ("arena", 4), ("full", 2), ("links", 2), ("hosts", 3)])
 def test_random_calls(short_segments, layout, size):
     make_calls(layout, size, 20261122, cases=12)
 
@@ -91,7 +92,7 @@ def test_long_means_of_which_some_ranks_make_a_prepared_call(short_segments, dty
         assert done == [[None] * 6, [[2.0]] * 6, [None] * 6]
 
 
-@pytest.mark.parametrize("layout", ["arena", "python"])
+@pytest.mark.parametrize("layout", ["kernel", "python"])
 def test_vectors_of_few_cells_of_which_some_ranks_make_a_prepared_call(layout):
     """Where the cells of such a vector begin, a rank tells as a page; who is not prepared, or brings an array with gaps, puts none."""
 
@@ -117,7 +118,7 @@ LONG_LISTS = [(30_000, 5), (70_000, 40_000), (1, 0, 90_001)]  # elements of the 
 
 @pytest.mark.parametrize(
     ("layout", "size"),
-    [("arena", 2), ("python", 3), ("hosts", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("arena", 3), ("full", 2), ("links", 2)))],
+    [("kernel", 2), ("arena", 2), ("python", 3), ("hosts", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("arena", 3), ("full", 2), ("links", 2)))],
 )
 def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(short_segments, layout, size):
     def fn():
@@ -144,7 +145,7 @@ def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(short_seg
         ways = [made for key, made in current().world.prepared_calls.items() if len(key) == 4 and key[2] is None]  # of lists and dicts
         return bool(ways) and never not in ways, bool(held)
 
-    is_prepared = layout in ("arena", "python", "full")
+    is_prepared = layout in ("kernel", "arena", "python", "full")
     made = everywhere(size, fn, timeout_s=60, **{"config": CONFIG, **LAYOUTS[layout]})
     assert [prepared for prepared, _ in made] == [is_prepared] * size
 
@@ -178,7 +179,7 @@ def test_scans_in_place_of_several_ranks(short_segments, name):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("full", 2), ("full", 3), ("links", 2), ("links", 3), ("hosts", 3), ("hosts", 4)]
+    ("layout", "size"), [("kernel", 2), ("kernel", 4), ("arena", 2), ("arena", 3), ("arena", 4), ("full", 2), ("full", 3), ("links", 2), ("links", 3), ("hosts", 3), ("hosts", 4)]
 )
 def test_thousands_of_random_calls(short_segments, layout, size, seed):
     make_calls(layout, size, seed, cases=CASES)
@@ -186,7 +187,7 @@ def test_thousands_of_random_calls(short_segments, layout, size, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("full", 3), ("links", 2), ("hosts", 3), ("hosts", 4)])
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("kernel", 4), ("arena", 2), ("arena", 3), ("arena", 4), ("full", 3), ("links", 2), ("hosts", 3), ("hosts", 4)])
 def test_every_pair_of_manners_in_every_layout(short_segments, layout, size):
     make_calls(layout, size, 2, pairs=PREPARED)
 

@@ -12,7 +12,7 @@ from syncvar.engine.group import Communicator
 from syncvar.execution import reductions
 
 
-@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("python", 2), pytest.param("arena", 4, marks=pytest.mark.slow),
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("arena", 3), ("python", 2), pytest.param("kernel", 4, marks=pytest.mark.slow),
                                               pytest.param("python", 4, marks=pytest.mark.slow), pytest.param("full", 2, marks=pytest.mark.slow)])  # fmt: skip
 def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
     monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
@@ -34,7 +34,7 @@ def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_structures(monkeypatch, size, seed):
     monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
-    everywhere(size, lambda: check_every_structure(100 + seed, SMALL + LONG, 12), timeout_s=110, config=CONFIG, **LAYOUTS["arena"])
+    everywhere(size, lambda: check_every_structure(100 + seed, SMALL + LONG, 12), timeout_s=110, **{"config": CONFIG, **LAYOUTS["kernel"]})
 
 
 @pytest.mark.needs_kernel

@@ -6,13 +6,17 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "contract" / "prepared_calls.py"
 ENV = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_CHECK_ARENA": "on"}
-LAYOUTS = {"arena": {"env": ENV}, "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "zmq"}}, "hosts": {"env": ENV, "options": ["--fake-hosts", "2"]}}
+LAYOUTS = {"kernel": {"env": {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}}, "arena": {"env": ENV}, "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "zmq"}}, "hosts": {"env": ENV, "options": ["--fake-hosts", "2"]}}
 
 
 @pytest.mark.parametrize(
     ("layout", "workers", "cases", "pairs"),
     [
+        ("kernel", 2, 80, []),  # where the arena is checked, Python runs all
         ("arena", 2, 12, []),
+        pytest.param("kernel", 2, 600, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
+        pytest.param("kernel", 3, 400, ["all_gather", "scan"], marks=pytest.mark.slow),
+        pytest.param("kernel", 4, 400, ["reduce_scatter", "all_to_all"], marks=pytest.mark.slow),
         pytest.param("arena", 3, 100, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
         pytest.param("arena", 4, 100, ["reduce_scatter"], marks=pytest.mark.slow),
         pytest.param("zmq", 3, 60, ["all_reduce"], marks=pytest.mark.slow),
@@ -29,7 +33,7 @@ def test_random_calls_on_processes(launch, layout, workers, cases, pairs):
 
 @pytest.mark.parametrize(
     ("layout", "workers", "turns"),
-    [("arena", 2, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("arena", 3, 25), ("arena", 4, 25), ("arena", 2, 60), ("zmq", 2, 15), ("hosts", 3, 15)))],
+    [("kernel", 2, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("kernel", 2, 40), ("kernel", 3, 25), ("kernel", 4, 25), ("arena", 2, 15), ("zmq", 2, 15), ("hosts", 3, 15)))],
 )
 @pytest.mark.timeout(300)
 def test_structures_on_processes(launch, layout, workers, turns):
