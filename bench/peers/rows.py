@@ -117,12 +117,18 @@ ROWS = (
     ),
     Row(
         "calls", 'sv.all_reduce({"loss": 1.0, "n": 2.0})', "a = np.array([1.0, 2.0]); comm.Allreduce(MPI.IN_PLACE, a); return dict(loss=a[0], n=a[1])",
-        "t = torch.tensor([1.0, 2.0]); dist.all_reduce(t); return dict(loss=t[0], n=t[1])", "got['loss'] == world and got['n'] == 2 * world",
+        "t = torch.tensor([1.0, 2.0]); dist.all_reduce(t); return dict(loss=t[0], n=t[1])", "got['loss'] == world and got['n'] == 2 * world", times=4,
     ),
     Row(
         "calls", "sv.all_reduce([x, y, z])", "for one in (x, y, z):\n    comm.Allreduce(MPI.IN_PLACE, one)\nreturn x, y, z",
         "for one in (x, y, z):\n    dist.all_reduce(one)\nreturn x, y, z", "all((flat(one) == total).all() for one in got)", SMALL_TO_MIDDLE,
         setup={"syncvar": "y, z = x.copy(), x.copy()", "mpi": "y, z = x.copy(), x.copy()", "torch": "y, z = x.clone(), x.clone()"},
+    ),
+    Row(
+        "calls", "sv.all_reduce(several, out=several)", "for one in several:\n    comm.Allreduce(MPI.IN_PLACE, one)",
+        "for one in several:\n    dist.all_reduce(one)", "all((flat(one) == total).all() for one in several)", SMALL_TO_MIDDLE,
+        setup={"syncvar": "several = [x, x.copy(), x.copy()]", "mpi": "several = [x, x.copy(), x.copy()]", "torch": "several = [x, x.clone(), x.clone()]"},
+        name="sv.all_reduce([x, y, z], out=[x, y, z])", times=3.5,
     ),
     Row("calls", "sv.all_reduce(x, timeout=5.0)", MPI_SUM, TORCH_SUM, times=2),
     Row("calls", "sv.all_reduce(x, async_op=True).wait()", "comm.Iallreduce(x, out).Wait(); return out", "dist.all_reduce(x, async_op=True).wait(); return x", sizes=SMALL_TO_MIDDLE, times=3),

@@ -370,7 +370,7 @@ static int set_up(SlotCall *self, Attempt *attempt) {
         if (taken < 0) return FAILED;
         attempt->has_lock = taken;
         if (taken == 0 || PyObject_Size(self->queue) || memories != self->memories || scratch_bytes != self->scratch_bytes) return UNUSUAL;
-        if (!bind_own(self, attempt)) return UNUSUAL;
+        if (!bind_own(self, attempt)) return PyErr_Occurred() ? FAILED : UNUSUAL;
     }
     attempt->begin = PyLong_FromLongLong(now_ns());
     return attempt->begin == NULL ? FAILED : DONE;
