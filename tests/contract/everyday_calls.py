@@ -5,10 +5,13 @@ Values: numbers, NumPy's scalars, short lists, structures of a few leaves; each 
 every mode and aggregation, written outside every scope, in a scope and in `run`, in turns; operands of any form; writes
 that one rank refuses, and writes of which one rank makes another.
 
+As a script, this is a rank of a job: `everyday_calls.py SEED CASES`.
+
 All ranks draw the same numbers from one seed, so that each knows what all of them bring, and what must come out needs no
 communication. Values are small whole numbers, multiples of the number of ranks where they are averaged: all is exact.
 """
 
+import sys
 from contextlib import nullcontext
 from functools import reduce as fold
 
@@ -268,3 +271,9 @@ class Everyday:
         if form == "variable":
             return sv.Variable(array, synchronization=SYNC.NONE)
         return array
+
+
+if __name__ == "__main__":
+    everyday = Everyday(int(sys.argv[1]))
+    everyday.run(int(sys.argv[2]))
+    print(f"made {everyday.number} cases", flush=True)

@@ -210,13 +210,13 @@ def make_everyday_calls(layout, size, seed, cases):
     assert everywhere(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]}) == [cases] * size
 
 
-@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("arena", 2), ("arena", 3), ("links", 2), ("hosts", 3)])
 def test_numbers_and_writes_in_every_context(layout, size):
     make_everyday_calls(layout, size, 20261122, 12)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("layout", "size"), [("arena", 2), ("arena", 3), ("arena", 4), ("python", 2), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("kernel", 3), ("kernel", 4), ("arena", 2), ("arena", 3), ("arena", 4), ("python", 2), ("links", 2), ("hosts", 3)])
 def test_many_numbers_and_writes(layout, size):
     make_everyday_calls(layout, size, size, CASES)

@@ -1,4 +1,4 @@
-"""The random calls of tests/contract/prepared_calls.py, and structures.py, on real processes, with segments as long as they are."""
+"""The random calls of tests/contract/prepared_calls.py, everyday_calls.py and structures.py on real processes, with segments as long as they are."""
 
 from pathlib import Path
 
@@ -29,6 +29,16 @@ def test_random_calls_on_processes(launch, layout, workers, cases, pairs):
     job = launch(None, workers=workers, target=[str(SCRIPT)], arguments=["7", str(cases), *pairs], **LAYOUTS[layout])
     assert job.wait(300) == 0, str(job)
     assert "cases over" in job.out
+
+
+@pytest.mark.parametrize(
+    ("workers", "cases"), [(2, 30), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 400), (3, 250), (4, 150)))]
+)
+@pytest.mark.timeout(300)
+def test_everyday_calls_on_processes(launch, workers, cases):
+    job = launch(None, workers=workers, target=[str(SCRIPT.with_name("everyday_calls.py"))], arguments=[str(workers), str(cases)], **LAYOUTS["kernel"])
+    assert job.wait(250) == 0, str(job)
+    assert job.out.count(f"made {cases} cases") == workers
 
 
 @pytest.mark.parametrize(
