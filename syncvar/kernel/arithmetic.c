@@ -203,6 +203,53 @@ static void find_four(Arithmetic *how, PyObject *ufunc, int number) {
     if (number == DOUBLE && how->width == sizeof(double)) how->four = has_avx2() ? four_doubles_by_32 : four_doubles_by_16;
 }
 
+/* -- sums of two halves -------------------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+static inline __attribute__((target("avx2,f16c"))) __m256 load_half(const char *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+
+static inline __attribute__((target("avx2,f16c"))) void store_half(char *to, __m256 made) {
+    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(made, _MM_FROUND_TO_NEAREST_INT));
+}
+
+static inline __attribute__((target("avx2,f16c"))) __m256 load_brain(const char *from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16));
+}
+
+static inline __attribute__((target("avx2,f16c"))) void store_brain(char *to, __m256 made) {
+    const __m256i bits = _mm256_castps_si256(made), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i nearest = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(nearest, nearest), 0x08);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
+}
+
+/* Add two terms of halves as float32, divide unless by 0, and round, without writing what is between; `out` may be one of them. Returns
+ * the elements that are done: it ends before a NaN, which only the plain loops keep as NumPy does. */
+#define SUM_OF_TWO(LOAD, STORE)                                                                                        \
+    (const char *const *terms, char *out, Py_ssize_t count, float divisor) {                                           \
+        const __m256 by = _mm256_set1_ps(divisor);                                                                     \
+        Py_ssize_t done = 0;                                                                                           \
+        for (; done + 8 <= count; done += 8) {                                                                         \
+            __m256 made = _mm256_add_ps(LOAD(terms[0] + 2 * done), LOAD(terms[1] + 2 * done));                         \
+            if (divisor != 0) made = _mm256_div_ps(made, by);                                                          \
+            if (_mm256_movemask_ps(_mm256_cmp_ps(made, made, _CMP_UNORD_Q))) break;                                    \
+            STORE(out + 2 * done, made);                                                                               \
+        }                                                                                                              \
+        return done;                                                                                                   \
+    }
+
+__attribute__((target("avx2,f16c"))) static Py_ssize_t two_halves SUM_OF_TWO(load_half, store_half)
+__attribute__((target("avx2,f16c"))) static Py_ssize_t two_brains SUM_OF_TWO(load_brain, store_brain)
+
+/* Find what adds two terms of halves at once, where NumPy's own addition combines them. */
+static void find_pair(Arithmetic *how, PyObject *ufunc) {
+    if (ufunc == numpy_add && how->half && how->width == sizeof(uint16_t) && has_avx2() && has_f16c())
+        how->pair = how->half == BFLOAT16 ? two_brains : two_halves;
+}
+#else
+static void find_pair(Arithmetic *how, PyObject *ufunc) { (void)how, (void)ufunc; }
+#endif
+
 /* -- combining ----------------------------------------------------------------------------------------------------- */
 
 /* Return whether the terms themselves are halves. */
@@ -229,7 +276,6 @@ static void add_four(
 static const char *fold_tree(
     const Arithmetic *how, const char *const *terms, int low, int high, char *out, char *scratch, intptr_t count, Py_ssize_t stride
 ) {
-    const Py_ssize_t wide = wide_of(how);
     if (high - low == 1) {
         if (!widens(how)) return terms[low];
         widen(how->half, terms[low], (float *)out, count);
@@ -286,7 +332,13 @@ void fold_terms(
         return;
     }
     const char *terms[RANKS_MAX];
-    for (Py_ssize_t first = 0; first < elements; first += step) {
+    Py_ssize_t begin = 0;
+    if (count == 2 && stride && how->pair != NULL && !applies) {
+        float divisor = 0;
+        if (how->divide.loop != NULL) memcpy(&divisor, how->divisor, sizeof divisor);
+        begin = how->pair(given, out, elements, divisor);
+    }
+    for (Py_ssize_t first = begin; first < elements; first += step) {
         const intptr_t some = elements - first < step ? elements - first : step;
         char *const part = out + first * width, *const made = how->half || applies ? room : part;
         for (int term = 0; term < count; term++) terms[term] = given[term] + first * how->width;
@@ -318,6 +370,7 @@ int read_arithmetic(PyObject *given, Arithmetic *how, Step *apply) {
     const Py_ssize_t wide = wide_of(how);
     if (BLOCK % wide != 0 || !find_loop(fold, number, &how->fold)) return 0;
     find_four(how, fold, number);
+    find_pair(how, fold);
     if (divide == Py_None) return 1;
     if (divisor_bytes != wide || divisor_bytes > (Py_ssize_t)sizeof how->divisor || !find_loop(divide, number, &how->divide))
         return 0;

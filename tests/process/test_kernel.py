@@ -54,6 +54,46 @@ assert sv.all_reduce(1) == 2
 """
 
 
+EVERY_HALF = """
+import ml_dtypes
+import numpy as np
+import syncvar as sv
+
+np.seterr(all="ignore")
+every = np.arange(1 << 16, dtype=np.uint16)
+rank, size = sv.rank(), sv.world_size()
+
+
+def brought(of, kind, turn):
+    draw = np.random.default_rng([of, turn])
+    values = draw.permutation(every).view(kind)
+    if turn % 2:
+        return values[np.isfinite(values.astype(np.float32))]  # nothing but sums that overflow is infinite
+    values[np.isnan(values.astype(np.float32)) & (draw.random(every.size) < 0.9)] = 1
+    return values
+
+
+for kind in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)):
+    for turn in range(6):
+        terms = [brought(one, kind, turn).astype(np.float32) for one in range(size)]
+        total = terms[0] + terms[1] if size == 2 else (terms[0] + terms[1]) + terms[2]
+        for op, wide in (("sum", total), ("mean", total / np.float32(size))):
+            wanted, x = wide.astype(kind), brought(rank, kind, turn)
+            for made in (sv.all_reduce(x, op), sv.all_reduce(x, op), sv.all_reduce(x, op, out=np.empty_like(x)), sv.all_reduce(x[:1001], op), sv.all_reduce(x, op, out=x)):
+                right, is_nan = wanted[: made.size], np.isnan(wide[: made.size])
+                same = (made.view(np.uint16) == right.view(np.uint16)) | (is_nan & np.isnan(made.astype(np.float32)))
+                assert same.all(), (kind, turn, op, np.flatnonzero(~same)[:5], made[~same][:5], right[~same][:5])
+print("every half is right", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("kernel", "workers"), [pytest.param("c", 2, marks=pytest.mark.needs_kernel), ("python", 2), pytest.param("c", 3, marks=pytest.mark.needs_kernel)])
+def test_sums_and_means_of_every_half_are_those_of_float32_rounded_once(launch, kernel, workers):
+    job = launch(EVERY_HALF, workers=workers, env={"SYNCVAR_KERNEL": kernel})
+    assert job.wait(60) == 0, str(job)
+    assert job.out.count("every half is right") == workers
+
+
 @pytest.mark.needs_kernel
 def test_a_mean_of_floats_is_not_taken_for_one_of_integers(launch):
     job = launch(MEANS, env={"SYNCVAR_KERNEL": "c"})
