@@ -5,10 +5,13 @@
 #include <immintrin.h>
 #endif
 
-#define SLOW_NS_PER_KIB 140 /* of ordinary stores: 20 to 120 where cores share a cache, 100 to 600 where they do not (measured) */
+#define SLOW_NS_PER_KIB 200 /* of ordinary stores: 20 to 140 where cores share a cache, 300 to 600 where they do not (measured) */
+#define SLOW_NS_MOST 600    /* the same, at most: what takes longer has been interrupted */
 #define PASSING_LEAST 1024  /* bytes */
-#define TIMED_EACH 8        /* of so many copies by ordinary stores one is timed */
-#define PASSING_FOR 256     /* copies, before ordinary stores are tried again: what runs the cores may move them any time */
+#define TIMED 12            /* copies are timed, one after the other: in a call some go where nobody has read, and some are interrupted */
+#define UNTIMED 200         /* copies by ordinary stores before these */
+#define PASSING_FOR 3000    /* copies past the caches, before ordinary stores are tried again: what runs the cores may move them any time */
+#define TRIED 36            /* ordinary copies before these are timed: what has gone past the caches has to be fetched from memory first */
 
 /* The C library takes string instructions for so much, which are slower here by a tenth, and by half where the cores are far from
  * each other (measured); the barrier keeps the compiler from calling it. */
@@ -78,17 +81,26 @@ void copy_in(char *target, const char *source, size_t nbytes) {
  * else in a call, and stores that pass the caches take a tenth of it, while what they have written is read more slowly. Virtual
  * machines do not tell which is so, and it changes while they run: so ordinary stores are timed. */
 void copy_out(Stores *stores, char *target, const char *source, size_t nbytes) {
-    if (nbytes < PASSING_LEAST || stores->left > 0) {
-        const int is_passing = stores->slow == SLOW_LEAST && nbytes >= PASSING_LEAST;
-        (is_passing ? copy_past : copy_bytes)(target, source, nbytes);
-        stores->left -= nbytes >= PASSING_LEAST;
+    if (nbytes < PASSING_LEAST) {
+        copy_bytes(target, source, nbytes);
+        return;
+    }
+    if (!stores->has_begun) *stores = (Stores){.has_begun = 1, .left = UNTIMED};
+    if (stores->left > 0) {
+        (stores->passes ? copy_past : copy_bytes)(target, source, nbytes);
+        stores->left--;
+        if (stores->left == 0 && stores->passes) *stores = (Stores){.has_begun = 1, .was_slow = 1, .left = TRIED};
         return;
     }
     const int64_t begin = now_ns();
     copy_bytes(target, source, nbytes);
-    const int was_slow = (now_ns() - begin) * 1024 > SLOW_NS_PER_KIB * (int64_t)nbytes;
-    stores->slow = was_slow ? stores->slow + (stores->slow < SLOW_LEAST) : 0;
-    stores->left = stores->slow == SLOW_LEAST ? PASSING_FOR : was_slow ? 0 : TIMED_EACH - 1;
+    const int64_t took = now_ns() - begin, most = SLOW_NS_MOST * (int64_t)nbytes / 1024;
+    stores->ns += took < most ? took : most;
+    stores->bytes += (int64_t)nbytes;
+    stores->timed++;
+    if (stores->timed < TIMED) return;
+    const int is_slow = stores->ns * 1024 > SLOW_NS_PER_KIB * stores->bytes, passes = is_slow && stores->was_slow;
+    *stores = (Stores){.has_begun = 1, .was_slow = is_slow, .passes = passes, .left = passes ? PASSING_FOR : is_slow ? TRIED : UNTIMED};
 }
 
 /* Take the best copy that this processor has. */

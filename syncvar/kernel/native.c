@@ -41,7 +41,7 @@ static PyObject *copy_once(PyObject *module, PyObject *arguments) {
     Py_ssize_t nbytes;
     int way;
     if (!PyArg_ParseTuple(arguments, "OOni", &target, &source, &nbytes, &way)) return NULL;
-    Stores stores = {way == 1 ? SLOW_LEAST : 0, 1};
+    Stores stores = {.has_begun = 1, .passes = way == 1, .left = 2};
     char *to = ((const Array *)target)->data, *from = ((const Array *)source)->data;
     if (way == 2)
         copy_in(to, from, (size_t)nbytes);

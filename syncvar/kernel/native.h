@@ -178,11 +178,12 @@ int is_number(PyObject *value);
 void choose_copy(void);
 extern void (*copy_bytes)(char *target, const char *source, size_t nbytes);
 
-#define SLOW_LEAST 2 /* timed copies, one after the other: a single one may have been interrupted */
-
 /* What is known of stores to memory that others read. */
 typedef struct {
-    int slow, left; /* timed copies that were slow, the last ones; copies that go as the last one, before one is timed again */
+    int has_begun, was_slow; /* where nobody has touched the pages before, copies take long by themselves: so it has to be slow twice */
+    int passes, left;        /* copies go past the caches; so many of them go as the last one */
+    int timed;               /* copies that have been timed after those */
+    int64_t ns, bytes;       /* of these */
 } Stores;
 
 int are_apart(const char *one, const char *other, size_t nbytes);
