@@ -191,7 +191,7 @@ class _Arrays:
 
     def are_many(self, start: int, length: int) -> bool:
         """Return whether elements of the vector are those of so many arrays that these are combined together."""
-        return len(pieces(self.counts, start, start + length)) > _FOLDS_MAX
+        return len(self.counts) > _FOLDS_MAX and len(self._pieces(start, length)) > _FOLDS_MAX
 
     def sum(self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None, *, makes_first: bool) -> tuple[Instruction, ...]:
         """Return what combines terms and stores the combination as elements of the targets, from one of the vector on.
@@ -230,17 +230,23 @@ class _Arrays:
 
     def _folds(self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None) -> Iterator[tuple[int, tuple[Stretch, ...], int]]:
         """Yield (array, parts of the terms, first element of the array) for each array in a stretch of the vector."""
-        for array, first, last, place in pieces(self.counts, start, start + length):
+        for array, first, last, place in self._pieces(start, length):
             parts = [term.cut(place, place + last - first) for term in terms]
             if own is not None:
                 parts[own] = Stretch(Memory(Kind.SOURCE, -1, array), first, last - first)
             yield array, tuple(parts), first
 
+    def _pieces(self, start: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return of which parts of the arrays a stretch of the vector is made, as `pieces`."""
+        if len(self.counts) > 1:
+            return pieces(self.counts, start, start + length)
+        return ((0, start, start + length, 0),) if length else ()
+
     def _pairs(self, kind: Kind, whole: Stretch, start: int) -> list[tuple[Stretch, Stretch]]:
         """Return the parts of arrays that are elements of the vector, from one on, each with its part of another memory."""
         return [
             (Stretch(Memory(kind, -1, array), first, last - first), whole.cut(place, place + last - first))
-            for array, first, last, place in pieces(self.counts, start, start + whole.length)
+            for array, first, last, place in self._pieces(start, whole.length)
         ]
 
 

@@ -62,7 +62,7 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
     assert done == [(done[0][0], layout == "full" and rank == 1) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 3), ("arena", 2), ("arena", 3), ("arena", 4), ("full", 2), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 3), pytest.param("arena", 2, marks=pytest.mark.slow), ("arena", 3), ("arena", 4), ("full", 2), ("links", 2), ("hosts", 3)])
 def test_random_calls(short_segments, layout, size):
     make_calls(layout, size, 20261122, cases=12)
 
@@ -118,7 +118,7 @@ LONG_LISTS = [(30_000, 5), (70_000, 40_000), (1, 0, 90_001)]  # elements of the 
 
 @pytest.mark.parametrize(
     ("layout", "size"),
-    [("kernel", 2), ("arena", 2), ("python", 3), ("hosts", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("arena", 3), ("full", 2), ("links", 2)))],
+    [("kernel", 2), ("python", 3), ("hosts", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("arena", 2), ("arena", 3), ("full", 2), ("links", 2)))],
 )
 def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(short_segments, layout, size):
     def fn():
@@ -210,7 +210,7 @@ def make_everyday_calls(layout, size, seed, cases):
     assert everywhere(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]}) == [cases] * size
 
 
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("arena", 2), ("arena", 3), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), pytest.param("arena", 2, marks=pytest.mark.slow), ("arena", 3), ("links", 2), ("hosts", 3)])
 def test_numbers_and_writes_in_every_context(layout, size):
     make_everyday_calls(layout, size, 20261122, 12)
 

@@ -12,7 +12,7 @@ from syncvar.engine.group import Communicator
 from syncvar.execution import reductions
 
 
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("arena", 3), ("python", 2), pytest.param("kernel", 4, marks=pytest.mark.slow),
+@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("python", 2), pytest.param("arena", 3, marks=pytest.mark.slow), pytest.param("kernel", 4, marks=pytest.mark.slow),
                                               pytest.param("python", 4, marks=pytest.mark.slow), pytest.param("full", 2, marks=pytest.mark.slow)])  # fmt: skip
 def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
     monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
