@@ -16,7 +16,6 @@ from syncvar.collectives.reducing import (
     described_reduction,
     described_together,
     form_of,
-    kept,
     outcome,
     reduction_of,
 )
@@ -161,7 +160,7 @@ def reduce_request(
         if how.is_locating and out is not None:
             raise ConfigError(f"{how.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, how.result)
-        array = kept(communicator, array) if keep else array
+        array = array.copy() if keep else array
         body = reduce_one(communicator, array, how, target, reproducible, apply, algorithm)
         return Reducing(what, digest, body, op, is_entered=array.dtype == how.result)
     structure, leaves = flatten(x)
@@ -178,7 +177,7 @@ def reduce_request(
     digest, what = described_together(structure, arrays, hows, op, name, reproducible, algorithm)
     like = x
     if keep:
-        arrays, like = [kept(communicator, array) for array in arrays], fresh(structure, x)
+        arrays, like = [array.copy() for array in arrays], fresh(structure, x)
 
     def together() -> Generator[Stage, None, Any]:
         results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm)

@@ -6,7 +6,6 @@ travel as one small vector. Everything else goes the general way, which also ref
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from syncvar.collectives.calls import Repeatable, never, plain_array
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.engine.prepared_reductions import prepare_reduction
-from syncvar.errors import ArenaFull, ConfigError
+from syncvar.errors import ConfigError
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.reductions import Vector, is_direct
 from syncvar.execution.rounds import Published
@@ -31,13 +30,12 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator, PreparedCall
 
 __all__ = [
-    "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "kept", "outcome",
+    "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "outcome",
     "prepare_form", "prepared_reduction", "reduction_of", "run_plan", "tell_that_all_came",
 ]  # fmt: skip
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 _LEAVES_MAX = 64  # as in calls.h
-_IN_COMMON_LEAST = 512 << 10  # bytes of a copy: memory that is used again in the arena comes without page faults
 _LOCATING = ("minloc", "maxloc")
 
 
@@ -120,17 +118,6 @@ def contribution(array: NDArray[Any], how: Reduction, rank: int, prescale: Any =
     if prescale is not None:
         made *= np.asarray(prescale, made.dtype)
     return made.view(how.accumulate) if how.element_shape else made
-
-
-def kept(communicator: Communicator, array: NDArray[Any]) -> NDArray[Any]:
-    """Return a copy of what a started call brings, whose caller may change it: a long one in shared memory, where the others read it."""
-    channel = communicator.channel
-    if channel is not None and array.nbytes >= _IN_COMMON_LEAST and array.dtype.isnative:
-        with contextlib.suppress(ArenaFull):
-            made = channel.arena.empty(array.shape, array.dtype)
-            made[...] = array
-            return made
-    return array.copy()
 
 
 def outcome(

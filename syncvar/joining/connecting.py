@@ -10,6 +10,7 @@ from syncvar.arena.mapping import Arena
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.context import Context
+from syncvar.joining.freed_memory import keep_freed_memory
 from syncvar.joining.secret import job_secret, keys_of
 from syncvar.logs import log_at
 from syncvar.topology import is_meant_alone, told_elsewhere, why_not_alone
@@ -115,6 +116,7 @@ def _wired(
     from syncvar.transports.control import ZeromqControl
     from syncvar.transports.zeromq import ZeromqTransport
 
+    keep_freed_memory()
     outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
     with contextlib.ExitStack() as undoing:  # where this process does not come into the job
         zeromq: zmq.Context[Any] = zmq.Context()
