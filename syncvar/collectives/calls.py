@@ -38,7 +38,7 @@ __all__ = ["Repeatable", "call_prepared", "entered", "make_call", "never", "plai
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _NUMBERS = frozenset((float, int, bool, complex))
-_NUMBERS_MAX = 64  # of a list: finding out that it holds numbers takes longer than the call, from some length on
+_NUMBERS_MAX = 1024  # of a list, as in entrances.c
 
 
 class Repeatable(Request):

@@ -19,7 +19,7 @@ from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.reductions import Vector, is_direct
 from syncvar.execution.rounds import Published
 from syncvar.ops import OPS, Reduction, finish, identity, reduction
-from syncvar.wire.structures import Leaves, Structure, describe
+from syncvar.wire.structures import LEAF, Leaves, Structure, describe
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -35,7 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-_LEAVES_MAX = 64  # as in calls.h
+_LEAVES_MAX = 1024  # as in calls.h
+_DEPTH_MAX = 16
 _LOCATING = ("minloc", "maxloc")
 
 
@@ -190,24 +191,38 @@ def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[St
 
 def form_of(x: Any) -> NDArray[Any] | Leaves | None:
     """Return the plain array of a value, or its leaves; None where the general way has to look at it."""
-    array = plain_array(x)
+    if type(x) is np.ndarray:
+        return x
+    arrays: list[NDArray[Any]] = []
+    layout = _layout(x, arrays, _DEPTH_MAX)
+    if layout is None or not arrays:
+        return None
+    return arrays[0] if layout == LEAF else Leaves.of(layout, arrays)
+
+
+def _layout(value: Any, arrays: list[NDArray[Any]], depth: int) -> tuple[Any, ...] | None:
+    """Return how plain containers hold arrays, which are added to `arrays`; None where the general way has to look."""
+    kind = type(value)
+    array = value if kind is np.ndarray else None if kind is dict else plain_array(value)
     if array is not None:
-        return array
-    kind = type(x)
+        arrays.append(array)
+        return LEAF
+    if (kind is not dict and kind is not list and kind is not tuple) or depth == 0 or len(value) + len(arrays) > _LEAVES_MAX:
+        return None
+    names, holds = None, True
     if kind is dict:
-        return _leaves(tuple(sorted(x)), x) if len(x) <= _LEAVES_MAX and set(map(type, x)) == {str} else None
-    is_sequence = (kind is list or kind is tuple) and len(x) <= _LEAVES_MAX
-    return _leaves(kind, x) if is_sequence and np.ndarray in map(type, x) else None
-
-
-def _leaves(names: Any, x: Any) -> Leaves | None:
-    arrays = []
-    for item in x if names is type(x) else map(x.__getitem__, names):
-        made = item if type(item) is np.ndarray else plain_array(item)
-        if made is None:
+        if not {str}.issuperset(map(type, value)):
             return None
-        arrays.append(made)
-    return Leaves.of(names, arrays)
+        names = tuple(sorted(value))
+    else:  # nested numbers are an array
+        holds = any(type(part) is np.ndarray or type(part) is dict for part in value)
+    parts = []
+    for part in value if names is None else map(value.__getitem__, names):
+        layout = _layout(part, arrays, depth - 1)
+        if layout is None or (layout == LEAF and not holds):
+            return None
+        parts.append(layout)
+    return kind, names, tuple(parts)
 
 
 class Reducing(Repeatable):

@@ -169,7 +169,7 @@ class Preparation(NamedTuple):
         made: PreparedCall | None = slot_call(
             self.told.fingerprint, detail, tells, layout["brought"], layout["made"], layout["puts"], layout["takes"], layout["terms"],
             (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply), layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
-            () if leaves is None else tuple([(array.shape, is_alone(array)) for array in leaves.arrays]), names=None if leaves is None else leaves.names,
+            () if leaves is None else tuple([(array.shape, is_alone(array)) for array in leaves.arrays]), layout=None if leaves is None else leaves.layout,
             channel=self.channel, queue=self.channel.queue, engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
             begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt, crowd=layout["crowd"], nothing=nothing,

@@ -21,7 +21,7 @@ typedef struct {
     Program *program;
 } Known;
 
-#define LEAVES_MAX 64
+#define LEAVES_MAX 1024 /* as in reducing.py */
 #define LEAF_NDIM_MAX 8
 
 /* One of several arrays that are one vector. */
@@ -39,7 +39,7 @@ typedef struct {
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
     PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */
-    PyObject *names; /* of several arrays: the type that holds them, or the sorted names of a dict; else None */
+    PyObject *layout; /* of several arrays: how containers hold them, see leaves.c; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* by what it is remembered */
     Form brought, made;

@@ -3,7 +3,7 @@
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
-#define NUMBERS_MAX 64 /* of a list that is made an array here */
+#define NUMBERS_MAX 1024 /* of a list that is made an array here */
 
 /* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes an array of it. */
 static int are_numbers(PyObject *value) {
@@ -170,9 +170,9 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
         SlotCall *made = (SlotCall *)call;
         const Form *form = &made->brought;
         PyObject *const communicator = (PyObject *)made->communicator;
-        PyTypeObject *const kind = PyType_Check(made->names) ? (PyTypeObject *)made->names : &PyDict_Type;
         Remembered **place = made->leaf_count == 0 ? place_of(self, communicator, op, form->dtype, form->ndim, form->shape)
-                                                   : place_of_several(self, communicator, op, kind, made->leaf_count);
+                                                   : place_of_several(self, communicator, op, (PyTypeObject *)PyTuple_GetItem(made->layout, 0),
+                                                                      PyTuple_Size(PyTuple_GetItem(made->layout, 2)));
         if (place[TOGETHER - 1] != NULL) forget(place[TOGETHER - 1]);
         memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
         *place = NULL;

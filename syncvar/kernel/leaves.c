@@ -1,15 +1,38 @@
-/* Calls that take several arrays as one vector: those of a list or a tuple in its order, of a dict in the order of its sorted names.
+/* Calls that take several arrays as one vector: those that containers hold, lists and tuples in their order, dicts in the order of their
+ * sorted names.
  *
- * Within a call what is brought, where the result goes and the result are tuples of arrays; their structure is looked at and made at
+ * Within a call what is brought, where the result goes and the result are tuples of arrays; the containers are looked at and made at
  * its beginning and end. */
 #include "calls.h"
+
+#include <stdlib.h>
+
+/* How containers hold arrays: the empty tuple of an array, else (type, sorted names of a dict or None, (how each part does, ...)). */
+static int is_leaf(PyObject *layout) { return PyTuple_Size(layout) == 0; }
+
+/* Return how many arrays a layout has; -1 where it is none. */
+static Py_ssize_t count_leaves(PyObject *layout) {
+    if (!PyTuple_Check(layout)) return -1;
+    if (is_leaf(layout)) return 1;
+    if (PyTuple_Size(layout) != 3) return -1;
+    PyObject *const kind = PyTuple_GetItem(layout, 0), *const names = PyTuple_GetItem(layout, 1), *const parts = PyTuple_GetItem(layout, 2);
+    const int is_dict = kind == (PyObject *)&PyDict_Type;
+    if (!is_dict && kind != (PyObject *)&PyList_Type && kind != (PyObject *)&PyTuple_Type) return -1;
+    if (!PyTuple_Check(parts) || (is_dict ? !PyTuple_Check(names) || PyTuple_Size(names) != PyTuple_Size(parts) : names != Py_None)) return -1;
+    Py_ssize_t count = 0;
+    for (Py_ssize_t place = 0; place < PyTuple_Size(parts); place++) {
+        const Py_ssize_t more = count_leaves(PyTuple_GetItem(parts, place));
+        if (more < 0) return -1;
+        count += more;
+    }
+    return count;
+}
 
 /* Learn which arrays they are, from ((shape, whether it is reduced alone where it lies in the arena), ...); nothing of one array. */
 int read_leaves(SlotCall *self, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
-    if (count > LEAVES_MAX || self->names == Py_None) return 0;
-    if (PyTuple_Check(self->names) && PyTuple_Size(self->names) != count) return 0;
+    if (count > LEAVES_MAX || count_leaves(self->layout) != count || is_leaf(self->layout)) return 0;
     self->leaves = new_room(&self->kept_leaves, count * (Py_ssize_t)sizeof *self->leaves);
     self->leaf_arguments = PyTuple_New(count);
     if (self->leaves == NULL || self->leaf_arguments == NULL) return 0;
@@ -38,45 +61,82 @@ static int fits_leaf(const SlotCall *self, int place, PyObject *value, int flags
     return fits_shape(self->made.dtype, leaf->ndim, leaf->shape, value, flags);
 }
 
-/* Return what holds the arrays of a value, borrowed: itself, or the list of a `Leaves`; NULL where it is none of such as these. */
-static PyObject *holder_of(const SlotCall *self, PyObject *value) {
-    PyObject *kind = (PyObject *)Py_TYPE(value);
-    if (kind == (PyObject *)&PyDict_Type) return PyTuple_Check(self->names) && PyDict_Size(value) == self->leaf_count ? value : NULL;
-    if (kind == (PyObject *)&PyList_Type) return self->names == kind && PyList_Size(value) == self->leaf_count ? value : NULL;
-    if (kind == (PyObject *)&PyTuple_Type) return self->names == kind && PyTuple_Size(value) == self->leaf_count ? value : NULL;
-    PyObject *arrays = peek(value, name_arrays);
-    if (arrays == NULL) PyErr_Clear();
-    return arrays != NULL && PyList_CheckExact(arrays) && PyList_Size(arrays) == self->leaf_count ? arrays : NULL;
-}
+static int is_array(PyObject *value) { return (PyObject *)Py_TYPE(value) == array_type; }
 
-static PyObject *item_of(const SlotCall *self, PyObject *holder, int place) {
-    if (PyList_CheckExact(holder)) return PyList_GetItem(holder, place);
-    return PyTuple_CheckExact(holder) ? PyTuple_GetItem(holder, place) : PyDict_GetItem(holder, PyTuple_GetItem(self->names, place));
-}
-
-/* Return whether a value may be such arrays, numbers among them: NumPy makes arrays of these. A list of numbers alone is one array. */
-int holds_leaves(const SlotCall *self, PyObject *value) {
-    PyObject *holder = holder_of(self, value);
-    int arrays = holder != NULL && PyDict_CheckExact(holder);
-    for (int place = 0; holder != NULL && place < self->leaf_count; place++) {
-        PyObject *item = item_of(self, holder, place);
-        if (item == NULL) return 0;
-        const int is_array = fits_leaf(self, place, item, 0);
-        if (!is_array && (self->leaves[place].ndim != 0 || !is_number(item))) return 0;
-        arrays += is_array;
+/* Take what lies where a layout has arrays, after those that have been taken; return whether a value is laid out so. A list of numbers
+ * alone is an array itself, and so no list of arrays. */
+static int take_items(PyObject *layout, PyObject *value, PyObject **items, int *taken) {
+    if (is_leaf(layout)) {
+        items[(*taken)++] = Py_NewRef(value);
+        return 1;
     }
-    return arrays > 0;
+    PyObject *const names = PyTuple_GetItem(layout, 1), *const parts = PyTuple_GetItem(layout, 2);
+    const Py_ssize_t size = PyTuple_Size(parts);
+    const int is_dict = names != Py_None, is_list = PyList_CheckExact(value);
+    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(layout, 0) || PyObject_Size(value) != size) return 0;
+    int holds = is_dict;
+    for (Py_ssize_t place = 0; place < size; place++) {
+        PyObject *const how = PyTuple_GetItem(parts, place);
+        PyObject *part = is_dict   ? PyDict_GetItem(value, PyTuple_GetItem(names, place))
+                         : is_list ? PyList_GetItem(value, place)
+                                   : PyTuple_GetItem(value, place);
+        if (part == NULL) return 0;
+        Py_INCREF(part); /* the name of another dict may run code of its class */
+        holds = holds || !is_leaf(how) || is_array(part);
+        const int is_laid_so = take_items(how, part, items, taken);
+        Py_DECREF(part);
+        if (!is_laid_so) return 0;
+    }
+    return holds;
+}
+
+/* Get what a value holds where the arrays of these calls are, whatever it is: the items of its containers, or the arrays of a `Leaves`;
+ * returns how many, 0 where it is laid out in another way. `drop_items` lets go of them. */
+static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
+    PyTypeObject *const kind = Py_TYPE(value);
+    int taken = 0, are_all = 0;
+    if (kind == &PyDict_Type || kind == &PyList_Type || kind == &PyTuple_Type) {
+        are_all = take_items(self->layout, value, items, &taken);
+    } else {
+        PyObject *arrays = peek(value, name_arrays);
+        are_all = arrays != NULL && PyList_CheckExact(arrays) && PyList_Size(arrays) == self->leaf_count;
+        while (are_all && taken < self->leaf_count) {
+            items[taken] = Py_NewRef(PyList_GetItem(arrays, taken));
+            taken++;
+        }
+    }
+    if (PyErr_Occurred()) PyErr_Clear(); /* the general way raises it again */
+    if (are_all) return taken;
+    while (taken > 0) Py_DECREF(items[--taken]);
+    return 0;
+}
+
+static void drop_items(PyObject **items, int taken) {
+    while (taken > 0) Py_DECREF(items[--taken]);
+}
+
+/* Return whether a value may be such arrays, numbers among them: NumPy makes arrays of these. */
+int holds_leaves(const SlotCall *self, PyObject *value) {
+    PyObject *items[LEAVES_MAX];
+    const int taken = get_items(self, value, items);
+    int are_all = taken > 0;
+    for (int place = 0; are_all && place < taken; place++)
+        are_all = is_array(items[place]) ? fits_leaf(self, place, items[place], 0) : self->leaves[place].ndim == 0 && is_number(items[place]);
+    drop_items(items, taken);
+    return are_all;
 }
 
 /* Return the arrays of a value as a tuple; NULL without an error where they are not such as these. */
 PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
-    PyObject *holder = holder_of(self, value), *made = holder == NULL ? NULL : PyTuple_New(self->leaf_count);
-    for (int place = 0; made != NULL && place < self->leaf_count; place++) {
-        PyObject *item = item_of(self, holder, place), *array = NULL;
-        if (item != NULL && (PyObject *)Py_TYPE(item) == array_type)
-            array = Py_NewRef(item);
-        else if (item != NULL && is_number(item) && !(flags & WRITEABLE))
-            array = PyObject_CallFunctionObjArgs(as_array, item, NULL);
+    PyObject *items[LEAVES_MAX];
+    const int taken = get_items(self, value, items);
+    PyObject *made = taken == 0 ? NULL : PyTuple_New(taken);
+    for (int place = 0; made != NULL && place < taken; place++) {
+        PyObject *array = NULL;
+        if (is_array(items[place]))
+            array = Py_NewRef(items[place]);
+        else if (is_number(items[place]) && !(flags & WRITEABLE))
+            array = PyObject_CallFunctionObjArgs(as_array, items[place], NULL);
         if (array == NULL || !fits_leaf(self, place, array, flags)) {
             Py_XDECREF(array);
             Py_CLEAR(made);
@@ -84,6 +144,7 @@ PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
             PyTuple_SetItem(made, place, array);
         }
     }
+    drop_items(items, taken);
     if (made == NULL && PyErr_Occurred()) PyErr_Clear(); /* the general way raises it again */
     return made;
 }
@@ -108,19 +169,36 @@ PyObject *make_leaves(const SlotCall *self) {
     return made;
 }
 
-/* Return the structure of arrays that the caller gets; NULL with an error. */
-PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
-    const int is_dict = PyTuple_Check(self->names);
-    if (self->names == (PyObject *)&PyTuple_Type) return Py_NewRef(arrays);
-    PyObject *made = is_dict ? PyDict_New() : PyList_New(self->leaf_count);
-    for (int place = 0; made != NULL && place < self->leaf_count; place++) {
-        PyObject *array = PyTuple_GetItem(arrays, place);
-        if (!is_dict)
-            PyList_SetItem(made, place, Py_NewRef(array));
-        else if (PyDict_SetItem(made, PyTuple_GetItem(self->names, place), array) < 0)
+/* Return containers of arrays, from one on; `place` goes on behind them. NULL with an error. */
+static PyObject *contain(PyObject *layout, PyObject *arrays, Py_ssize_t *place) {
+    if (is_leaf(layout)) {
+        PyObject *array = PyTuple_GetItem(arrays, (*place)++);
+        return array == NULL ? NULL : Py_NewRef(array);
+    }
+    PyObject *const names = PyTuple_GetItem(layout, 1), *const parts = PyTuple_GetItem(layout, 2);
+    const Py_ssize_t size = PyTuple_Size(parts);
+    const int is_list = PyTuple_GetItem(layout, 0) == (PyObject *)&PyList_Type;
+    PyObject *made = names != Py_None ? PyDict_New() : is_list ? PyList_New(size) : PyTuple_New(size);
+    for (Py_ssize_t number = 0; made != NULL && number < size; number++) {
+        PyObject *part = contain(PyTuple_GetItem(parts, number), arrays, place);
+        if (part == NULL) {
             Py_CLEAR(made);
+        } else if (names != Py_None) {
+            if (PyDict_SetItem(made, PyTuple_GetItem(names, number), part) < 0) Py_CLEAR(made);
+            Py_DECREF(part);
+        } else if (is_list) {
+            PyList_SetItem(made, number, part);
+        } else {
+            PyTuple_SetItem(made, number, part);
+        }
     }
     return made;
+}
+
+/* Return the containers of arrays that the caller gets; NULL with an error. */
+PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
+    Py_ssize_t place = 0;
+    return contain(self->layout, arrays, &place);
 }
 
 /* Find where arrays lie. */
@@ -129,19 +207,42 @@ void find_spans(const SlotCall *self, PyObject *arrays, Span *spans) {
         spans[place] = (Span){((Array *)PyTuple_GetItem(arrays, place))->data, self->leaves[place].count * self->leaf_width};
 }
 
-/* Return whether results may be written while arrays are still to be read: each is its own result, or lies apart from all of them. */
+/* A stretch of memory that is read, or written. */
+typedef struct {
+    const char *start, *stop;
+    int is_written;
+} Touched;
+
+static int by_start(const void *one, const void *other) {
+    const char *const first = ((const Touched *)one)->start, *const second = ((const Touched *)other)->start;
+    return (first > second) - (first < second);
+}
+
+/* Return whether results may be written while arrays are still to be read: each is its own result, or lies apart from all results, which
+ * lie apart from one another. */
 int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
-    Span from[LEAVES_MAX], to[LEAVES_MAX];
-    find_spans(self, brought, from);
-    find_spans(self, made, to);
-    for (int one = 0; one < self->leaf_count; one++)
-        for (int other = 0; other < self->leaf_count; other++) {
-            const Span *read = &from[other], *written = &to[one], *beside = &to[other];
-            const int is_own = one == other && read->at == written->at;
-            if (!is_own && read->at < written->at + written->nbytes && written->at < read->at + read->nbytes) return 0;
-            if (one < other && beside->at < written->at + written->nbytes && written->at < beside->at + beside->nbytes) return 0;
-        }
-    return 1;
+    Touched *const touched = PyMem_Malloc(2 * (size_t)self->leaf_count * sizeof *touched);
+    if (touched == NULL) return 0; /* Python looks whether there is memory */
+    size_t count = 0;
+    for (int place = 0; place < self->leaf_count; place++) {
+        const char *const read = ((Array *)PyTuple_GetItem(brought, place))->data, *const written = ((Array *)PyTuple_GetItem(made, place))->data;
+        const Py_ssize_t nbytes = self->leaves[place].count * self->leaf_width;
+        if (nbytes == 0) continue;
+        touched[count++] = (Touched){written, written + nbytes, 1};
+        if (read != written) touched[count++] = (Touched){read, read + nbytes, 0};
+    }
+    qsort(touched, count, sizeof *touched, by_start);
+    const char *stop = NULL, *stop_of_written = NULL; /* of those that begin before */
+    int apart = 1;
+    for (size_t number = 0; apart && number < count; number++) {
+        const Touched *one = &touched[number];
+        const char *const before = one->is_written ? stop : stop_of_written;
+        apart = before == NULL || before <= one->start;
+        if (stop == NULL || one->stop > stop) stop = one->stop;
+        if (one->is_written && (stop_of_written == NULL || one->stop > stop_of_written)) stop_of_written = one->stop;
+    }
+    PyMem_Free(touched);
+    return apart;
 }
 
 /* Return whether one of those that are reduced alone lies in the arena. */

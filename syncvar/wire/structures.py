@@ -11,12 +11,12 @@ from syncvar.errors import ConfigError
 from syncvar.wire.arrays import NUMBERS, as_array
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
 __all__ = [
-    "Leaves", "Structure", "arrays_in", "arrays_of", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass", "is_structure", "parts_of",
+    "LEAF", "Leaves", "Structure", "arrays_in", "arrays_of", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass", "is_structure", "parts_of",
     "plain_structure", "rebuilt", "restored_structure", "unflatten",
 ]  # fmt: skip
 
@@ -38,37 +38,46 @@ class Structure(NamedTuple):
 _LEAF = Structure("leaf")
 
 
+LEAF: tuple[()] = ()
+"""The layout of an array."""
+
+
 class Leaves(NamedTuple):
-    """A dict, list or tuple of arrays, in the place of an array.
+    """Plain dicts, lists and tuples of arrays, in the place of an array.
 
     Args:
-        names: Keys of a dict, sorted; or the type of the sequence.
+        layout: How they hold the arrays: (type, sorted names of a dict or None, layouts of the parts); `LEAF` of an array.
         arrays: The leaves, in the order of `flatten`.
-        shape: The names, and dtype and shape of each leaf: what makes two of them alike.
+        shape: The layout, and dtype and shape of each leaf: what makes two of them alike.
         dtype: None: there is one of each leaf.
     """
 
-    names: tuple[str, ...] | type
+    layout: tuple[Any, ...]
     arrays: list[NDArray[Any]]
     shape: Hashable
     dtype: None = None
 
     @classmethod
-    def of(cls, names: tuple[str, ...] | type, arrays: list[NDArray[Any]]) -> Leaves:
+    def of(cls, layout: tuple[Any, ...], arrays: list[NDArray[Any]]) -> Leaves:
         """Return the leaves of such a structure."""
-        return cls(names, arrays, (names, tuple([(array.dtype, array.shape) for array in arrays])))
+        return cls(layout, arrays, (layout, tuple([(array.dtype, array.shape) for array in arrays])))
 
-    def with_arrays(self, made: Sequence[NDArray[Any]]) -> Any:
+    def with_arrays(self, made: Iterable[Any]) -> Any:
         """Return the same structure of other arrays.
 
         Example:
-            >>> Leaves.of(("a", "b"), []).with_arrays([1, 2])
-            {'a': 1, 'b': 2}
+            >>> Leaves.of((dict, ("a", "b"), (LEAF, (list, None, (LEAF,)))), []).with_arrays([1, 2])
+            {'a': 1, 'b': [2]}
         """
-        names = self.names
-        if isinstance(names, tuple):
-            return dict(zip(names, made, strict=True))
-        return list(made) if names is list else tuple(made)
+        return _contained(self.layout, iter(made))
+
+
+def _contained(layout: tuple[Any, ...], made: Iterator[Any]) -> Any:
+    if layout == LEAF:
+        return next(made)
+    kind, names, parts = layout
+    items = [_contained(part, made) for part in parts]
+    return dict(zip(names, items, strict=True)) if kind is dict else kind(items)
 
 
 def is_structure(value: Any) -> bool:

@@ -12,13 +12,25 @@ import syncvar as sv
 from syncvar.collectives import communicator_of
 from syncvar.errors import ArenaFull
 
-SMALL = [(3, 1, 4), (1, 1), (0, 2), (5,) * 17, (200, 1, 30)]
-LONG = [(9_000, 5, 30_001), (40_000, 70_000), (50_000, 50_000), (1,) * 20 + (20_000,) * 3, (80_000, 3, 3, 66_000)]
-KINDS = (list, tuple, lambda leaves: {f"{place:02}": leaf for place, leaf in reversed(list(enumerate(leaves)))})
+SMALL = [(3, 1, 4), (1, 1), (0, 2), (5,) * 17, (200, 1, 30), (2,) * 161]
+LONG = [(9_000, 5, 30_001), (40_000, 70_000), (50_000, 50_000), (1,) * 20 + (20_000,) * 3, (80_000, 3, 3, 66_000), (900, 7) * 80]
+KINDS = (
+    list, tuple, lambda leaves: {f"{place:03}": leaf for place, leaf in reversed(list(enumerate(leaves)))},
+    lambda leaves: {"b": (list(leaves[1:]), {}), "a": leaves[0]}, lambda leaves: [[leaves[0]], ({"x": {"y": list(leaves[1:])}},)],
+)  # fmt: skip
 
 
 def in_order(value):
-    return [value[name] for name in sorted(value)] if isinstance(value, dict) else list(value)
+    if isinstance(value, dict):
+        value = [value[name] for name in sorted(value)]
+    return [leaf for part in value for leaf in in_order(part)] if isinstance(value, list | tuple) else [value]
+
+
+def skeleton(value):
+    """Return a structure with None in the place of each array."""
+    if isinstance(value, dict):
+        return {name: skeleton(value[name]) for name in sorted(value)}
+    return type(value)(skeleton(part) for part in value) if isinstance(value, list | tuple) else None
 
 
 def brought(rank, place, count, dtype):
@@ -52,7 +64,7 @@ def check_every_structure(seed, sizes, turns):
     for counts in sizes:
         for dtype, op in (("f4", "sum"), ("f8", "mean"), ("f2", "sum"), ("i4", "max"), ("f2", "mean")):
             for turn in range(turns):
-                kind = KINDS[chance.integers(3)]
+                kind = KINDS[chance.integers(len(KINDS))]
                 x = [laid(brought(rank, place, count, dtype), own) for place, count in enumerate(counts)]
                 last = [x[-1], x[-2]] if counts[-1] == counts[-2] else [x[-2], np.zeros_like(x[-1])]  # two that lie where the other's result goes
                 outs = [None, x, [laid(array, own) for array in x], [*x[:-2], *last]][own.integers(4)]
@@ -60,7 +72,7 @@ def check_every_structure(seed, sizes, turns):
                 before = [array.copy() for array in x]
                 made = sv.all_reduce(kind(x), op, out=None if outs is None else kind(outs), async_op=bool(is_later))
                 made = made.wait() if is_later else made
-                assert type(made) is type(kind(x))
+                assert skeleton(made) == skeleton(kind(x)) and type(made) is type(kind(x))
                 place_of_result = in_order(made) if outs is None else outs
                 for place, (count, result) in enumerate(zip(counts, in_order(made), strict=True)):
                     expected = wanted(size, place, count, dtype, op)
@@ -92,7 +104,28 @@ def check_results_where_other_arrays_lie():
         assert np.array_equal(whole[count + 1 :], before[count + 1 :]), turn
 
 
+def check_results_over_other_arrays(seed, turns):
+    """What is brought lies anywhere in one array, where results go as well; on each rank elsewhere."""
+    chance, own, size = np.random.default_rng(seed), np.random.default_rng((seed, sv.rank())), sv.world_size()
+    for turn in range(turns):
+        counts = chance.integers(0, 30_000, 2 + turn % 5) if turn % 3 else chance.integers(1, 40, 100)
+        total, whole = int(counts.sum()), np.empty(2 * int(counts.sum()) + 9, "f4")
+        starts = np.cumsum(counts) - counts
+        whole[...] = np.arange(whole.size) % 97 + sv.rank()
+        x = [whole[start : start + count] for start, count in zip(own.integers(0, total + 9, counts.size), counts, strict=True)]
+        outs = [whole[start : start + count] for start, count in zip(starts + own.integers(0, total + 9), counts, strict=True)]
+        for place, array in enumerate(x):  # some in place
+            if own.integers(3) == 0 and not any(np.may_share_memory(array, other) for other in (*outs[:place], *outs[place + 1 :])):
+                outs[place] = array
+        parts = sv.all_gather(np.concatenate(x)[None])
+        made = sv.all_reduce(x, out=outs)
+        for place, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            assert np.array_equal(made[place], parts[:, start : start + count].sum(0)), (turn, place, size)
+            assert np.array_equal(outs[place], made[place]), (turn, place)
+
+
 if __name__ == "__main__":
+    check_results_over_other_arrays(int(sys.argv[1]), 3 * int(sys.argv[2]))
     check_results_where_other_arrays_lie()
     check_every_structure(int(sys.argv[1]), SMALL + LONG, int(sys.argv[2]))
     print("all structures are right", flush=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from harness import everywhere
 from prepared_calls import fill_the_arena
-from structures import KINDS, LONG, SMALL, check_every_structure
+from structures import KINDS, LONG, SMALL, check_every_structure, check_results_over_other_arrays
 from test_prepared_equals_plain import CONFIG, LAYOUTS
 
 import syncvar as sv
@@ -27,6 +27,11 @@ def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
         return bool(held)
 
     everywhere(size, fn, timeout_s=90, **{"config": CONFIG, **LAYOUTS[layout]})
+
+
+@pytest.mark.parametrize(("layout", "size", "turns"), [("kernel", 2, 30), ("python", 3, 10), pytest.param("kernel", 4, 100, marks=pytest.mark.slow)])
+def test_results_lie_over_other_arrays(layout, size, turns):
+    everywhere(size, lambda: check_results_over_other_arrays(9, turns), timeout_s=90, **{"config": CONFIG, **LAYOUTS[layout]})
 
 
 @pytest.mark.slow
@@ -58,7 +63,7 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
                     sv.all_reduce(kind(x), "mean", out=out)
         return [type(one).__name__ for key, one in sv.collectives.communicator_of(None).prepared_calls.items() if len(key) == 4 and key[2] is None]
 
-    assert everywhere(2, fn, shared=True) == [["SlotCall"] * 3] * 2
+    assert everywhere(2, fn, shared=True) == [["SlotCall"] * len(KINDS)] * 2
     assert not calls
 
 
