@@ -180,7 +180,7 @@ def reduce_request(
         arrays, like = [array.copy() for array in arrays], fresh(structure, x)
 
     def together() -> Generator[Stage, None, Any]:
-        results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm)
+        results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm, opens=True)
         return unflatten(structure, results, like)
 
     is_entered = all(array.dtype == how.result for array, how in zip(arrays, hows, strict=True))

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.mapping import Block
-from syncvar.collectives.reducing import contribution, outcome
+from syncvar.collectives.reducing import contribution, kinds_of, outcome
 from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
-from syncvar.execution.reductions import Vector
+from syncvar.execution.reductions import Vector, are_side_by_side
 from syncvar.execution.rounds import Published
 from syncvar.ops import divided
 from syncvar.plans.link_rounds import Prepared
@@ -43,21 +43,24 @@ def reduce_together(
     algorithm: str | None = None,
     *,
     are_apart: bool = False,
+    opens: bool = False,
 ) -> Generator[Stage, None, list[Any]]:
-    """Reduce several arrays with as few transfers as there are kinds of reduction among them.
+    """Reduce several arrays with as few transfers as there are kinds of reduction among them; short ones of several kinds with one.
 
     Each result goes to its target, None for a new array; with `apply` a target becomes apply(target, result). `are_apart` says
-    that no array lies where the result of another one goes. Returns the results, in order.
+    that no array lies where the result of another one goes, `opens` that these stages are the first of their call. Returns the
+    results, in order.
     """
     if not are_apart:
         arrays = _apart(arrays, targets)
-    kinds: dict[Reduction, list[int]] = {}
-    if len(set(map(id, hows))) == 1:
-        kinds[hows[0]] = list(range(len(hows)))
-    else:
-        for index, how in enumerate(hows):
-            kinds.setdefault(how, []).append(index)
+    kinds = kinds_of(hows)
     results: list[Any] = [None] * len(arrays)
+    if opens and len(kinds) > 1 and apply is None and algorithm is None:
+        sizes = [sum([how.count(arrays[index]) for index in places]) * how.accumulate.itemsize for how, places in kinds.items()]
+        plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
+        if plan.algorithm == "direct" and are_side_by_side(sizes, communicator.size) and all(_is_shared(plan, how) for how in kinds):
+            yield from _side_by_side(plan, kinds, arrays, targets, communicator.size, results)
+            return results
     for how, places in kinds.items():
         if len(places) == 1:
             index = places[0]
@@ -102,6 +105,21 @@ def _fused(
     return made
 
 
+def _side_by_side(
+    plan: Any, kinds: dict[Reduction, list[int]], arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None], size: int, results: list[Any]
+) -> Generator[Stage, None, None]:
+    """Reduce short arrays of several kinds at once; the results come to `results`."""
+    vectors, stored = [], []
+    for how, places in kinds.items():
+        made = _results(how, [arrays[index] for index in places], [targets[index] for index in places])
+        outs = _flat(made)
+        vectors.append(Vector.of(_flat([arrays[index] for index in places]), outs, how.ufunc, how.accumulate, size if how.is_mean else 0))
+        stored += list(zip(places, made, outs, strict=True))
+    yield Stage(plan, np.empty(0, np.uint8), several=vectors)
+    for index, one, out in stored:
+        results[index] = _back(one, out)
+
+
 def _is_shared(plan: Any, how: Reduction) -> bool:
     """Return whether arrays are combined in shared memory from where they lie."""
     return isinstance(plan, Published) and plan.reduces and not how.is_packed
@@ -111,7 +129,7 @@ def _stored(
     plan: Any, arrays: list[NDArray[Any]], how: Reduction, targets: Sequence[NDArray[Any] | None], size: int, apply: np.ufunc | None
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce arrays as one vector, and store what becomes of it in their targets."""
-    results = [np.empty(array.shape, how.result) if target is None else target for array, target in zip(arrays, targets, strict=True)]
+    results = _results(how, arrays, targets)
     outs, sources = _flat(results), _flat(arrays)
     if _is_shared(plan, how):
         vector = Vector.of(sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply)
@@ -120,10 +138,18 @@ def _stored(
         work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
         yield Stage(plan, work, how.ufunc)
         store_parts(outs, divided(how, work, size), apply)
-    for one, out in zip(results, outs, strict=True):
-        if one is not out and not one.flags.c_contiguous:
-            one[...] = out.reshape(one.shape)
-    return results
+    return [_back(one, out) for one, out in zip(results, outs, strict=True)]
+
+
+def _results(how: Reduction, arrays: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
+    return [np.empty(array.shape, how.result) if target is None else target for array, target in zip(arrays, targets, strict=True)]
+
+
+def _back(one: NDArray[Any], flat: NDArray[Any]) -> NDArray[Any]:
+    """Return a result whose elements have been stored in its flat form, which is a copy where it is not contiguous."""
+    if one is not flat and not one.flags.c_contiguous:
+        one[...] = flat.reshape(one.shape)
+    return one
 
 
 def _flat(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:

@@ -13,10 +13,10 @@ import numpy as np
 from syncvar.collectives.calls import Repeatable, never, plain_array
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_reductions import prepare_reduction
+from syncvar.engine.prepared_reductions import prepare_kinds, prepare_reduction
 from syncvar.errors import ConfigError
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
-from syncvar.execution.reductions import Vector, is_direct
+from syncvar.execution.reductions import Vector, are_side_by_side, is_direct
 from syncvar.execution.rounds import Published
 from syncvar.ops import OPS, Reduction, finish, identity, reduction
 from syncvar.wire.structures import LEAF, Leaves, Structure, describe
@@ -155,6 +155,17 @@ def outcome(
     return out
 
 
+def kinds_of(hows: Sequence[Reduction]) -> dict[Reduction, list[int]]:
+    """Return which of several arrays are reduced in each way, in the order in which these come first."""
+    kinds: dict[Reduction, list[int]] = {}
+    if len(set(map(id, hows))) == 1:
+        kinds[hows[0]] = list(range(len(hows)))
+    else:
+        for index, how in enumerate(hows):
+            kinds.setdefault(how, []).append(index)
+    return kinds
+
+
 def run_plan(
     communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction, **options: Any
 ) -> Generator[Stage, None, Reduction]:
@@ -268,12 +279,16 @@ def prepare_form(
     """
     if not communicator.prepares or communicator.channel is None:
         return None
-    leaves, arrays = (form, form.arrays) if isinstance(form, Leaves) else (None, [form])
-    hows = {reduction_of(array, op) for array in arrays}
-    how = hows.pop()
-    is_known = how.name in OPS and how.name not in _LOCATING and communicator.forced(ends.collective) is None
-    if hows or not is_known or not all(array.dtype.isnative for array in arrays) or (leaves is not None and ends != EVERYWHERE):
+    leaves = form.without_memory() if isinstance(form, Leaves) else None
+    arrays = [form] if isinstance(form, np.ndarray) else form.arrays
+    kinds = kinds_of([reduction_of(array, op) for array in arrays])
+    are_known = all(how.name in OPS and how.name not in _LOCATING for how in kinds) and communicator.forced(ends.collective) is None
+    if not are_known or not all(array.dtype.isnative for array in arrays) or (leaves is not None and ends != EVERYWHERE):
         return never
+    if leaves is not None and len(kinds) > 1:
+        sizes = [sum([arrays[place].size for place in places]) * how.accumulate.itemsize for how, places in kinds.items()]
+        return prepare_kinds(communicator, kinds, leaves, digest, what) if are_side_by_side(sizes, communicator.size) else never
+    (how,) = kinds
     count = sum(array.size for array in arrays)
     if not is_direct(count * how.accumulate.itemsize, communicator.size) and ends != EVERYWHERE and form.dtype != how.accumulate:
         return never  # the general way brings what it combines

@@ -18,7 +18,7 @@ from syncvar.execution.running import DISAGREE
 from syncvar.ops import quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
 
@@ -72,6 +72,7 @@ class Stage(NamedTuple):
         vector: Of an all-reduce in shared memory: arrays that take the place of `work`, and where the result goes.
         movement: Of a call in shared memory that moves blocks side by side; it takes the place of the plan.
         brought: Of a plan over links that has rounds for it: what `work` would hold before the first round; only read.
+        several: Small vectors of several kinds in shared memory, in the place of one.
     """
 
     plan: Prepared | Published | PreparedStages
@@ -80,6 +81,7 @@ class Stage(NamedTuple):
     vector: Vector | None = None
     movement: Movement | None = None
     brought: NDArray[Any] | None = None
+    several: Sequence[Vector] = ()
 
 
 class Wait(Protocol):

@@ -26,19 +26,20 @@ from syncvar.recording.call_sites import site_of
 from syncvar.recording.entries import Told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
     from syncvar.engine.engine import Engine
     from syncvar.engine.group import Communicator, PreparedCall
+    from syncvar.ops import Reduction
     from syncvar.wire.structures import Leaves
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
 
-__all__ = ["Preparation", "as_far_as_others_come", "preparation_of"]
+__all__ = ["Kind", "Preparation", "as_far_as_others_come", "division_of", "preparation_of"]
 
 
 def preparation_of(communicator: Communicator, what: str, digest: int, nbytes: int, way: str) -> Preparation | None:
@@ -48,6 +49,22 @@ def preparation_of(communicator: Communicator, what: str, digest: int, nbytes: i
         return None
     told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
     return Preparation(communicator, channel, engine, told)
+
+
+class Kind(NamedTuple):
+    """Arrays of one kind among those that a call through small slots takes.
+
+    Args:
+        how: What becomes of their terms, as `Arithmetic.native` has it.
+        dtype: Of the arrays.
+        start: Where in a slot their vector begins.
+        places: Of the arrays among all.
+    """
+
+    how: tuple[Any, ...]
+    dtype: np.dtype[Any]
+    start: int
+    places: Sequence[int]
 
 
 class Preparation(NamedTuple):
@@ -119,7 +136,7 @@ class Preparation(NamedTuple):
     def natively(
         self, plain: PreparedCall, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
         tells: bool = False, nothing: NDArray[Any] | None = None, steps: Callable[[int, Any], Any] | None = None, leaves: Leaves | None = None,
-        **copies: Any,
+        kinds: Sequence[Kind] = (), **copies: Any,
     ) -> PreparedCall | None:
         """Return what runs a call through small slots in C, or None where Python has to.
 
@@ -136,6 +153,7 @@ class Preparation(NamedTuple):
             steps: Of (number, where the result goes): what is left of a call that has been published; None where calls cannot be begun and
                 waited for later.
             leaves: Of calls that take several arrays as one flat vector: such arrays. Within a call they are tuples of arrays.
+            kinds: Of these, where there are several kinds: then the vector is bytes.
             copies: The forms of what is brought and made; and where there are any, `puts`, `takes` and `terms`, (from, to, nbytes, rank) of
                 what goes where, `ring`, the `crowd` of a long vector, and `everyone`, False where not everybody ends with all of it; `half`
                 where arrays of halves are float32 in the slots.
@@ -166,10 +184,15 @@ class Preparation(NamedTuple):
 
         in_slots = np.dtype(np.float32) if layout["half"] else layout["made"][0]
         division = (None, b"") if divisor is None else (np.divide, divisor.tobytes())
+        how = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
+        arrays = () if leaves is None else leaves.arrays
+        kinds = kinds or [Kind(how, layout["made"][0], 0, range(len(arrays)))] if leaves is not None else ()
+        kind_of = {place: number for number, kind in enumerate(kinds) for place in kind.places}
         made: PreparedCall | None = slot_call(
-            self.told.fingerprint, detail, tells, layout["brought"], layout["made"], layout["puts"], layout["takes"], layout["terms"],
-            (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply), layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
-            () if leaves is None else tuple([(array.shape, is_alone(array)) for array in leaves.arrays]), layout=None if leaves is None else leaves.layout,
+            self.told.fingerprint, detail, tells, layout["brought"], layout["made"], layout["puts"], layout["takes"], layout["terms"], how,
+            layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
+            tuple([(kind.how, kind.dtype, kind.start, sum([arrays[place].size for place in kind.places])) for kind in kinds]),
+            tuple([(array.shape, len(arrays) > 1 and is_alone(array), kind_of[place]) for place, array in enumerate(arrays)]), layout=None if leaves is None else leaves.layout, leaves_type=None if leaves is None else type(leaves),
             channel=self.channel, queue=self.channel.queue, engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
             begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt, crowd=layout["crowd"], nothing=nothing,
@@ -181,6 +204,11 @@ class Preparation(NamedTuple):
         operation = self._operation(number, begin, iter(()), 0)
         self.channel.queue.clear()
         self.engine.interrupted(operation, error)
+
+
+def division_of(how: Reduction, size: int) -> tuple[np.ufunc | None, bytes]:
+    """Return by what a mean of so many ranks is made, as `Arithmetic.native` has it."""
+    return (np.divide, np.asarray(size, how.accumulate).tobytes()) if how.is_mean else (None, b"")
 
 
 def as_far_as_others_come(channel: Channel, steps: Iterable[int], number: int) -> int | None:

@@ -12,20 +12,29 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
-from syncvar.engine.preparation import as_far_as_others_come, preparation_of
+from syncvar.engine.preparation import Kind, as_far_as_others_come, division_of, preparation_of
 from syncvar.errors import SyncvarError
 from syncvar.execution.arithmetic import HALVES, store_parts
 from syncvar.execution.gil import crowd
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends, Places
 from syncvar.execution.moves import NOTHING
-from syncvar.execution.reductions import Vector, is_direct, reduce_published, reduce_shared, teach
+from syncvar.execution.reductions import (
+    Vector,
+    combine_small,
+    is_direct,
+    places_of,
+    reduce_published,
+    reduce_shared,
+    reduce_small,
+    teach,
+)
 from syncvar.execution.running import agreed
 from syncvar.ops import quiet_caller, reduction
 from syncvar.plans import tree_order
 from syncvar.wire.structures import Leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,7 +45,9 @@ if TYPE_CHECKING:
 
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["prepare_barrier", "prepare_reduction"]
+__all__ = ["prepare_barrier", "prepare_kinds", "prepare_reduction"]
+
+_KINDS_MAX = 8  # as in calls.h
 
 
 def prepare_reduction(
@@ -357,7 +368,7 @@ def _long(
         made = [np.empty(array.shape, kind) for array in x.arrays]
         return Vector.of(_flat(x.arrays), _flat(made), ufunc, accumulate, divisor), x.with_arrays(made)
 
-    call = _reducing(ground, arrays_of if leaves is None else several_of, fate)
+    call = _reducing(ground, reduce_shared, arrays_of if leaves is None else several_of, fate)
 
     def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
@@ -380,13 +391,76 @@ def _long(
     return native
 
 
-def _reducing(ground: Preparation, arrays_of: Callable[[Any, Any], tuple[Vector, Any] | None], fate: Fate) -> PreparedCall:
-    """Return what reduces long vectors in Python's steps; `arrays_of` returns of (x, out) the vector and what is returned."""
+def prepare_kinds(communicator: Communicator, kinds: Mapping[Reduction, Sequence[int]], leaves: Leaves, digest: int, what: str) -> PreparedCall | None:
+    """Return the prepared call of short arrays of several kinds, which are `are_side_by_side`, or None where there is none.
+
+    Args:
+        communicator: The group.
+        kinds: The places of the arrays that are reduced in each way.
+        leaves: Such arrays.
+        digest: Fingerprint of the call, as the long way makes it.
+        what: The call in words.
+    """
+    rank, size = communicator.member_rank, communicator.size
+    counts = [sum([leaves.arrays[place].size for place in places]) for places in kinds.values()]
+    starts, nbytes = places_of([count * how.accumulate.itemsize for count, how in zip(counts, kinds, strict=True)])
+    ground = preparation_of(communicator, what, digest, nbytes, "arena small")
+    if ground is None:
+        return None
+    channel, engine = ground.channel, ground.engine
+    results = {place: how.result for how, places in kinds.items() for place in places}
+
+    def vectors_of(arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]) -> list[Vector]:
+        return [
+            Vector.of(_flat([arrays[place] for place in places]), _flat([made[place] for place in places]), how.ufunc, how.accumulate, size if how.is_mean else 0)
+            for how, places in kinds.items()
+        ]
+
+    def arrays_of(x: Any, out: Any) -> tuple[list[Vector], Any] | None:
+        if out is not None or not isinstance(x, Leaves):
+            return None
+        made = [np.empty(array.shape, results[place]) for place, array in enumerate(x.arrays)]
+        return vectors_of(x.arrays, made), x.with_arrays(made)
+
+    def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
+        """Go on with a call that the C runner has published; returns the results as a tuple."""
+        yield from agreed(channel, check, target)
+        yield from combine_small(channel, vectors_of(made, made), starts, nbytes)
+        return made
+
+    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, _native: Any) -> tuple[bool, Any]:
+        check, target = ((digest if said is None else said[1]) + number * SPREAD) & MASK, channel.last
+        if as_far_as_others_come(channel, left(check, target, made), number) is not None:
+            return False, left(check, target, made)
+        engine.recorder.add((ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
+        return True, made
+
+    def adopted(number: int, made: Any) -> Generator[int, None, Any]:
+        return leaves.with_arrays((yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)))
+
+    call = _reducing(ground, reduce_small, arrays_of, Fate(EVERYWHERE, range(size)))
+    if len(kinds) > _KINDS_MAX or any(how.source != how.result.name for how in kinds):
+        return call
+    in_slot = (np.dtype(np.uint8), (nbytes,))
+    native = ground.natively(
+        call, later, brought=in_slot, made=in_slot, puts=((0, 0, nbytes, rank),), terms=tuple((0, 0, nbytes, other) for other in range(size)),
+        steps=adopted, leaves=leaves, kinds=[
+            Kind((how.accumulate.itemsize, how.accumulate, HALVES[how.result.name] if how.result != how.accumulate else 0, how.ufunc, *division_of(how, size), None), how.result, start, places)
+            for (how, places), start in zip(kinds.items(), starts, strict=True)
+        ],
+    )  # fmt: skip
+    return native or call
+
+
+def _reducing(
+    ground: Preparation, reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]], arrays_of: Callable[[Any, Any], tuple[Any, Any] | None], fate: Fate
+) -> PreparedCall:
+    """Return what reduces vectors in Python's steps; `arrays_of` returns of (x, out) what `reduce` takes and what is returned."""
     channel = ground.channel
 
-    def attempt(number: int, check: int, arrays: tuple[Vector, Any]) -> tuple[Any, Any, int, None]:
+    def attempt(number: int, check: int, arrays: tuple[Any, Any]) -> tuple[Any, Any, int, None]:
         vector, made = arrays
-        steps = reduce_shared(channel, (number, check), vector)
+        steps = reduce(channel, (number, check), vector)
         need = as_far_as_others_come(channel, steps, number)
         return (fate.filled(made), None, 0, None) if need is None else (None, _then(steps, made, fate), need, None)
 

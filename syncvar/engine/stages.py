@@ -18,7 +18,7 @@ from syncvar.engine.operation import BodyError
 from syncvar.engine.planner import PreparedStages
 from syncvar.errors import InternalError, SyncvarError
 from syncvar.execution.moves import move_shared
-from syncvar.execution.reductions import Vector, reduce_shared
+from syncvar.execution.reductions import Vector, reduce_shared, reduce_small
 from syncvar.execution.rounds import run_rounds
 from syncvar.execution.running import agreed, settled
 from syncvar.plans.link_rounds import Prepared
@@ -95,6 +95,12 @@ def _on_host(entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, i
     if not plan.reduces:
         entry.stage(plan.algorithm, stage.work.nbytes)
         yield from run_rounds(channel, opening, plan, stage.work, stage.ufunc)
+        return True
+    if stage.several:
+        if opening is None:
+            raise InternalError("vectors of several kinds are reduced in the first stage of a call only")
+        entry.stage(plan.algorithm, sum([vector.nbytes for vector in stage.several]))
+        yield from reduce_small(channel, opening, stage.several)
         return True
     vector = stage.vector
     if vector is None:

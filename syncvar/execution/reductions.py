@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.channels import SEGMENT_BYTES
+from syncvar.arena.channels import SEGMENT_BYTES, WIDE_BYTES
 from syncvar.execution.addresses import Lying
 from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_reduce import EVERYWHERE, Cells, Ends, Places, reduce_code
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from syncvar.execution.program import Code
     from syncvar.ops import Combiner
 
-__all__ = ["Placed", "Vector", "cells_of", "is_alone", "is_direct", "reduce_published", "reduce_shared", "teach"]
+__all__ = [
+    "Placed", "Vector", "are_side_by_side", "cells_of", "combine_small", "is_alone", "is_direct", "places_of", "reduce_published", "reduce_shared",
+    "reduce_small", "teach",
+]  # fmt: skip
 
 _NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
 _APART = 1  # likewise, of several arrays: long ones lie in the arena, so that each rank has to tell of each where it lies
@@ -50,6 +53,7 @@ _SUMS_ALL_MAX = 2  # ranks that sum all cells each; of more, each combines its p
 _ALONE_BYTES = 256 << 10  # of one of several arrays that is reduced by itself: below, its own phases cost more than copying it
 _WORD = np.dtype(np.uint64)
 _AT_PAGE = 1 << 62  # in a published word, as in native.h: what is brought begins at a page of the segment, which stands in the place of an offset
+_APART_BYTES = 16  # vectors of several kinds in a slot begin at multiples of it
 _ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # whose places fit into a segment
 
 
@@ -165,7 +169,7 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
         Whether everybody has read what this rank has put; the same on all ranks.
     """
     if opening is not None and is_direct(vector.nbytes, channel.size):
-        yield from _reduce_small(channel, opening, vector)
+        yield from reduce_small(channel, opening, (vector,))
         return True
     channel.reserve_segments()
     if opening is None:
@@ -316,10 +320,51 @@ def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:
     return vector.how.apply is not None or vector.targets[0].dtype != wire or is_term
 
 
-def _reduce_small(channel: Channel, opening: tuple[int, int], vector: Vector) -> Iterator[int]:
+def places_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return where small vectors of several kinds begin in a slot, and how many bytes they take together.
+
+    Example:
+        >>> places_of([8, 24, 4])
+        ((0, 16, 48), 52)
+    """
+    starts, stop = [], 0
+    for nbytes in sizes:
+        starts.append(-(-stop // _APART_BYTES) * _APART_BYTES)
+        stop = starts[-1] + nbytes
+    return tuple(starts), stop
+
+
+def are_side_by_side(sizes: Sequence[int], size: int) -> bool:
+    """Return whether vectors of several kinds are reduced at once: all that a rank brings fits into the slot that nobody tells.
+
+    Args:
+        sizes: Bytes of each vector in the slot.
+        size: Of the group.
+    """
+    together = places_of(sizes)[1]
+    return together <= WIDE_BYTES and is_direct(together, size)
+
+
+def reduce_small(channel: Channel, opening: tuple[int, int], vectors: Sequence[Vector]) -> Iterator[int]:
+    """Combine small vectors of all ranks, side by side in one slot; see `reduce_shared`, whose call they make up."""
     call, check = opening
-    how = vector.how._replace(wire=vector.how.accumulate)  # nothing is saved by halves
-    code = reduce_code(channel.rank, channel.size, vector.counts, None, Places(makes_first=_makes_first(vector, how.wire)), 1, vector.ends)
-    open_code(channel, code, how, vector[:2], channel.side ^ 1)
+    side = channel.side ^ 1
+    own, (starts, nbytes) = channel.small_offset(channel.rank, side), places_of([vector.nbytes for vector in vectors])
+    for vector, start in zip(vectors, starts, strict=True):
+        code, how = _code_of_small(channel, vector)
+        open_code(channel, code, how, vector[:2], side, (own + start,) * channel.size)
     yield from agreed(channel, check, channel.begin(call, check))
-    yield from run_code(channel, code, how, vector[:2], channel.sides(), channel.slots_now(vector.nbytes))
+    yield from combine_small(channel, vectors, starts, nbytes)
+
+
+def combine_small(channel: Channel, vectors: Sequence[Vector], starts: Sequence[int], nbytes: int) -> Iterator[int]:
+    """Combine such vectors when all ranks have put theirs."""
+    slots = channel.slots_now(nbytes)
+    for vector, start in zip(vectors, starts, strict=True):
+        code, how = _code_of_small(channel, vector)
+        yield from run_code(channel, code, how, vector[:2], channel.sides(), tuple([slot + start for slot in slots]))
+
+
+def _code_of_small(channel: Channel, vector: Vector) -> tuple[Code, Arithmetic]:
+    how = vector.how._replace(wire=vector.how.accumulate)  # nothing is saved by halves
+    return reduce_code(channel.rank, channel.size, vector.counts, None, Places(makes_first=_makes_first(vector, how.wire)), 1, vector.ends), how

@@ -70,9 +70,9 @@ def native_of(code: Code, how: Arithmetic) -> Any:
 _NOT_MADE = object()
 
 
-def open_code(channel: Channel, code: Code, how: Arithmetic, arrays: Arrays, side: int) -> None:
+def open_code(channel: Channel, code: Code, how: Arithmetic, arrays: Arrays, side: int, slots: tuple[int, ...] | None = None) -> None:
     """Make the copies that come before phase 0, into cells or the slot of this side; other arguments as of `run_code`."""
-    found = _found(channel, code, how, arrays, channel.own_side(side))
+    found = _found(channel, code, how, arrays, channel.own_side(side), slots)
     native = _native(channel, code, how, found)
     if native is not None:
         open_program(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
@@ -187,10 +187,10 @@ def _found_shared(
     found: list[Any] = [None] * len(code.sizes)
     for number, (kind, rank, place) in code.shared:
         side = sides[rank]
+        if side < 0:
+            continue
         if kind == Kind.SLOT and slots is not None:
             offset = slots[rank]
-        elif side < 0:
-            continue
         elif kind == Kind.SLOT:
             offset = channel.small_offset(rank, side)
         elif kind == Kind.CELLS:

@@ -1,4 +1,5 @@
-/* What becomes of the terms of ranks: NumPy's own inner loops combine them, so both runners give the same bytes. */
+/* What becomes of the terms of ranks: NumPy's own inner loops combine them, so both runners give the same bytes. Which of two NaN of
+ * different bits these keep depends on how many elements they are given, and on which places: lists of long arrays are cut in other ones. */
 #include "native.h"
 
 #if defined(__x86_64__)

@@ -28,8 +28,7 @@ int end_begun(PyObject *object, int64_t patience_ns) {
     if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
     SlotCall *call = self->call;
     if (patience_ns == 0 && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
-    const int flags = IN_ONE_PIECE | ALIGNED | WRITEABLE;
-    if (!(call->leaf_count ? are_leaves(call, self->made, flags) : fits(&call->made, self->made, flags))) return 0; /* any more */
+    if (!fit_still(call, &call->made, self->made, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0;
     if (!all_agree(call, self->check, patience_ns)) return 0;
     finish(call, (int)call->channel->side, NULL, self->made);
     self->state = ENDED;
@@ -62,7 +61,7 @@ PyObject *begin_slots(
     begun->begin = PyLong_FromLongLong(now_ns());
     if (work == NULL || begun->begin == NULL) goto done;
     /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
-    if (!may_begin(self)) goto done;
+    if (!may_begin(self) || !fit_still(self, &self->brought, brought, IN_ONE_PIECE | ALIGNED)) goto done;
     taken = 1;
     if (call_one(self->begun, name_append, (PyObject *)begun) < 0 ||
         call_one(self->queue, name_append, (PyObject *)begun) < 0)

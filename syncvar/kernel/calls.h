@@ -24,10 +24,20 @@ typedef struct {
 #define LEAVES_MAX 1024 /* as in reducing.py */
 #define LEAF_NDIM_MAX 8
 
-/* One of several arrays that are one vector. */
+#define KINDS_MAX 8
+
+/* Arrays of one dtype among several. */
+typedef struct {
+    Arithmetic how; /* of their terms, in the slots */
+    PyObject *dtype;
+    Py_ssize_t start, count; /* where their vector begins in a slot, and its elements */
+} Kind;
+
+/* One of several arrays that are one vector, or one of each kind. */
 typedef struct {
     int ndim, is_alone; /* is_alone: a long one, which is reduced by itself where it lies in the arena on any rank */
-    Py_ssize_t count;   /* elements */
+    int kind;
+    Py_ssize_t first, count; /* elements of its kind that come before, and its own */
     intptr_t shape[LEAF_NDIM_MAX];
 } Leaf;
 
@@ -39,7 +49,7 @@ typedef struct {
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
     PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */
-    PyObject *layout; /* of several arrays: how containers hold them, see leaves.c; else None */
+    PyObject *layout, *leaves_type; /* of several arrays: how containers hold them, see leaves.c, and the class `Leaves`; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* by what it is remembered */
     Form brought, made;
@@ -47,9 +57,10 @@ typedef struct {
     int put_count, take_count, term_count;
     Leaf *leaves; /* the arrays of which what is brought, and what is made, is the concatenation */
     int leaf_count; /* 0: it is one array */
-    Py_ssize_t leaf_width; /* of an element, in bytes */
+    Kind kinds[KINDS_MAX];
+    int kind_count;
     char *room; /* where small ones are combined */
-    PyObject *kept_leaves, *kept_room;
+    PyObject *kept_leaves, *kept_room, *kept_kinds;
     int parts; /* the caller gets a list of so many parts of the result; 0: the result */
     uint64_t digest, detail;
     int tells; /* of blocks that others take: the check without the detail, and where long ones lie */
@@ -67,7 +78,7 @@ typedef struct {
 static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) { return self->how.half ? 2 * form->nbytes : form->nbytes; }
 
 /* of leaves.c */
-int read_leaves(SlotCall *self, PyObject *given);
+int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given);
 int holds_leaves(const SlotCall *self, PyObject *value);
 PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags);
 int are_leaves(const SlotCall *self, PyObject *arrays, int flags);
@@ -77,10 +88,11 @@ void find_spans(const SlotCall *self, PyObject *arrays, Span *spans);
 int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made);
 int lies_alone(const SlotCall *self, const Span *spans);
 void put_leaves(const SlotCall *self, char *slot, PyObject *arrays);
-void store_leaves(const SlotCall *self, PyObject *arrays);
+void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays);
 
 /* of slot_calls.c */
 int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal);
+int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags);
 int are_all_put(const SlotCall *self);
 int brings_nothing(const SlotCall *self);
 PyObject *make_result(const SlotCall *self, PyObject *goal);

@@ -28,40 +28,84 @@ static Py_ssize_t count_leaves(PyObject *layout) {
     return count;
 }
 
-/* Learn which arrays they are, from ((shape, whether it is reduced alone where it lies in the arena), ...); nothing of one array. */
-int read_leaves(SlotCall *self, PyObject *given) {
+#define ALIGNED_TO 16 /* as in reductions.py */
+
+/* Return how long an element of an array is, in bytes; in a slot halves are float32. */
+static Py_ssize_t width_of(const Kind *kind) { return kind->how.half ? (Py_ssize_t)sizeof(uint16_t) : kind->how.width; }
+
+static Py_ssize_t nbytes_of(const SlotCall *self, int place) {
+    const Leaf *leaf = &self->leaves[place];
+    return leaf->count * width_of(&self->kinds[leaf->kind]);
+}
+
+/* Learn of which kinds they are, from ((what becomes of terms, dtype, where the vector begins in a slot, its elements), ...). */
+static int read_kinds(SlotCall *self, PyObject *given) {
+    const Py_ssize_t count = PyTuple_Size(given), room = in_slots(self, &self->made);
+    if (count < 1 || count > KINDS_MAX) return 0;
+    self->kept_kinds = Py_NewRef(given); /* it keeps what they use */
+    for (; self->kind_count < count; self->kind_count++) {
+        Kind *kind = &self->kinds[self->kind_count];
+        Step apply = {0};
+        PyObject *how;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given, self->kind_count), "OOnn", &how, &kind->dtype, &kind->start, &kind->count)) return 0;
+        const int is_read = read_arithmetic(how, &kind->how, &apply);
+        Py_XDECREF(kind->how.fold.owner);
+        Py_XDECREF(kind->how.divide.owner);
+        Py_XDECREF(apply.owner);
+        if (!is_read || apply.loop != NULL || (kind->how.fold.loop == NULL && !self->is_long)) return 0;
+        if (kind->start % ALIGNED_TO || kind->count < 0 || kind->count > room) return 0;
+        if (!self->is_long && !is_within(kind->start, kind->count * kind->how.width, room)) return 0;
+    }
+    return 1;
+}
+
+/* Learn which arrays they are, from ((shape, whether it is reduced alone where it lies in the arena, its kind), ...); nothing of one array. */
+int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
-    if (count > LEAVES_MAX || count_leaves(self->layout) != count || is_leaf(self->layout)) return 0;
+    if (count > LEAVES_MAX || count_leaves(self->layout) != count || is_leaf(self->layout) || !read_kinds(self, kinds)) return 0;
     self->leaves = new_room(&self->kept_leaves, count * (Py_ssize_t)sizeof *self->leaves);
     self->leaf_arguments = PyTuple_New(count);
     if (self->leaves == NULL || self->leaf_arguments == NULL) return 0;
-    Py_ssize_t start = 0;
+    Py_ssize_t found[KINDS_MAX] = {0};
     for (Py_ssize_t place = 0; place < count; place++) {
         Leaf *leaf = &self->leaves[place];
         PyObject *shape;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(given, place), "Op", &shape, &leaf->is_alone)) return 0;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given, place), "Opi", &shape, &leaf->is_alone, &leaf->kind)) return 0;
+        if (leaf->kind < 0 || leaf->kind >= self->kind_count) return 0;
         leaf->ndim = (int)read_numbers(shape, leaf->shape, LEAF_NDIM_MAX);
         if (leaf->ndim < 0) return 0;
         leaf->count = 1;
         for (int axis = 0; axis < leaf->ndim; axis++) leaf->count *= leaf->shape[axis];
-        start += leaf->count;
-        PyObject *arguments = PyTuple_Pack(2, shape, self->made.dtype);
+        leaf->first = found[leaf->kind];
+        found[leaf->kind] += leaf->count;
+        PyObject *arguments = PyTuple_Pack(2, shape, self->kinds[leaf->kind].dtype);
         if (arguments == NULL || PyTuple_SetItem(self->leaf_arguments, place, arguments) < 0) return 0;
     }
+    for (int kind = 0; kind < self->kind_count; kind++)
+        if (found[kind] != self->kinds[kind].count) return 0;
+    if (self->kind_count == 1 && self->kinds[0].count * width_of(&self->kinds[0]) != self->made.nbytes) return 0;
+    if (self->brought.nbytes != self->made.nbytes || (self->kind_count > 1 && self->is_long)) return 0;
     self->leaf_count = (int)count;
-    self->leaf_width = start ? self->made.nbytes / start : 1;
-    if (start * self->leaf_width != self->made.nbytes || self->brought.nbytes != self->made.nbytes) return 0;
-    self->room = self->is_long ? NULL : new_room(&self->kept_room, self->made.nbytes);
+    self->room = self->is_long ? NULL : new_room(&self->kept_room, in_slots(self, &self->made));
     return self->is_long || self->room != NULL;
 }
 
 static int fits_leaf(const SlotCall *self, int place, PyObject *value, int flags) {
     const Leaf *leaf = &self->leaves[place];
-    return fits_shape(self->made.dtype, leaf->ndim, leaf->shape, value, flags);
+    return fits_shape(self->kinds[leaf->kind].dtype, leaf->ndim, leaf->shape, value, flags);
 }
 
 static int is_array(PyObject *value) { return (PyObject *)Py_TYPE(value) == array_type; }
+
+/* Return whether all names of a dict are of the class str itself: to look for one then runs nobody's code. */
+static int has_plain_names(PyObject *dict) {
+    PyObject *name;
+    Py_ssize_t place = 0;
+    while (PyDict_Next(dict, &place, &name, NULL))
+        if (!PyUnicode_CheckExact(name)) return 0;
+    return 1;
+}
 
 /* Take what lies where a layout has arrays, after those that have been taken; return whether a value is laid out so. A list of numbers
  * alone is an array itself, and so no list of arrays. */
@@ -74,6 +118,7 @@ static int take_items(PyObject *layout, PyObject *value, PyObject **items, int *
     const Py_ssize_t size = PyTuple_Size(parts);
     const int is_dict = names != Py_None, is_list = PyList_CheckExact(value);
     if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(layout, 0) || PyObject_Size(value) != size) return 0;
+    if (is_dict && !has_plain_names(value)) return 0;
     int holds = is_dict;
     for (Py_ssize_t place = 0; place < size; place++) {
         PyObject *const how = PyTuple_GetItem(parts, place);
@@ -81,31 +126,27 @@ static int take_items(PyObject *layout, PyObject *value, PyObject **items, int *
                          : is_list ? PyList_GetItem(value, place)
                                    : PyTuple_GetItem(value, place);
         if (part == NULL) return 0;
-        Py_INCREF(part); /* the name of another dict may run code of its class */
         holds = holds || !is_leaf(how) || is_array(part);
-        const int is_laid_so = take_items(how, part, items, taken);
-        Py_DECREF(part);
-        if (!is_laid_so) return 0;
+        if (!take_items(how, part, items, taken)) return 0;
     }
     return holds;
 }
 
-/* Get what a value holds where the arrays of these calls are, whatever it is: the items of its containers, or the arrays of a `Leaves`;
- * returns how many, 0 where it is laid out in another way. `drop_items` lets go of them. */
+/* Get what a value holds where the arrays of these calls are: the items of its containers, or the arrays of a `Leaves`; returns how
+ * many, 0 where it is laid out in another way. Nobody's code runs meanwhile. `drop_items` lets go of them. */
 static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
-    PyTypeObject *const kind = Py_TYPE(value);
     int taken = 0, are_all = 0;
-    if (kind == &PyDict_Type || kind == &PyList_Type || kind == &PyTuple_Type) {
-        are_all = take_items(self->layout, value, items, &taken);
-    } else {
-        PyObject *arrays = peek(value, name_arrays);
+    if ((PyObject *)Py_TYPE(value) == self->leaves_type) {
+        PyObject *const arrays = PyTuple_GetItem(value, 1);
         are_all = arrays != NULL && PyList_CheckExact(arrays) && PyList_Size(arrays) == self->leaf_count;
         while (are_all && taken < self->leaf_count) {
             items[taken] = Py_NewRef(PyList_GetItem(arrays, taken));
             taken++;
         }
+    } else {
+        are_all = take_items(self->layout, value, items, &taken);
     }
-    if (PyErr_Occurred()) PyErr_Clear(); /* the general way raises it again */
+    if (PyErr_Occurred()) PyErr_Clear(); /* of a place that is not there */
     if (are_all) return taken;
     while (taken > 0) Py_DECREF(items[--taken]);
     return 0;
@@ -204,7 +245,7 @@ PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
 /* Find where arrays lie. */
 void find_spans(const SlotCall *self, PyObject *arrays, Span *spans) {
     for (int place = 0; place < self->leaf_count; place++)
-        spans[place] = (Span){((Array *)PyTuple_GetItem(arrays, place))->data, self->leaves[place].count * self->leaf_width};
+        spans[place] = (Span){((Array *)PyTuple_GetItem(arrays, place))->data, nbytes_of(self, place)};
 }
 
 /* A stretch of memory that is read, or written. */
@@ -226,7 +267,7 @@ int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
     size_t count = 0;
     for (int place = 0; place < self->leaf_count; place++) {
         const char *const read = ((Array *)PyTuple_GetItem(brought, place))->data, *const written = ((Array *)PyTuple_GetItem(made, place))->data;
-        const Py_ssize_t nbytes = self->leaves[place].count * self->leaf_width;
+        const Py_ssize_t nbytes = nbytes_of(self, place);
         if (nbytes == 0) continue;
         touched[count++] = (Touched){written, written + nbytes, 1};
         if (read != written) touched[count++] = (Touched){read, read + nbytes, 0};
@@ -255,25 +296,31 @@ int lies_alone(const SlotCall *self, const Span *spans) {
     return any;
 }
 
-/* Put arrays into a slot, one after the other. */
+/* Put arrays into a slot, those of a kind one after the other. */
 void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
     for (int place = 0; place < self->leaf_count; place++) {
-        const Py_ssize_t count = self->leaves[place].count, nbytes = count * self->leaf_width;
+        const Leaf *leaf = &self->leaves[place];
+        const Kind *kind = &self->kinds[leaf->kind];
         const char *source = ((Array *)PyTuple_GetItem(arrays, place))->data;
-        if (self->how.half)
-            widen(self->how.half, source, (float *)slot, count);
+        char *const goal = slot + kind->start + leaf->first * kind->how.width;
+        if (kind->how.half)
+            widen(kind->how.half, source, (float *)goal, leaf->count);
         else
-            copy_out(&self->channel->stores, slot, source, (size_t)nbytes);
-        slot += self->how.half ? count * (Py_ssize_t)sizeof(float) : nbytes;
+            copy_out(&self->channel->stores, goal, source, (size_t)nbytes_of(self, place));
     }
 }
 
-/* Store what has been made of them. */
-void store_leaves(const SlotCall *self, PyObject *arrays) {
-    const char *from = self->room;
+/* Combine what ranks have put into slots, and store it. */
+void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays) {
+    const char *terms[RANKS_MAX];
+    for (int number = 0; number < self->kind_count; number++) {
+        const Kind *kind = &self->kinds[number];
+        for (int term = 0; term < self->term_count; term++) terms[term] = slots[term] + kind->start;
+        fold_terms(&kind->how, NULL, terms, self->term_count, self->room + kind->start, kind->count);
+    }
     for (int place = 0; place < self->leaf_count; place++) {
-        const Py_ssize_t nbytes = self->leaves[place].count * self->leaf_width;
-        memcpy(((Array *)PyTuple_GetItem(arrays, place))->data, from, (size_t)nbytes);
-        from += nbytes;
+        const Leaf *leaf = &self->leaves[place];
+        const Kind *kind = &self->kinds[leaf->kind];
+        memcpy(((Array *)PyTuple_GetItem(arrays, place))->data, self->room + kind->start + leaf->first * width_of(kind), (size_t)nbytes_of(self, place));
     }
 }

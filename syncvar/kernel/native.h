@@ -29,7 +29,7 @@
 
 /* Names of attributes and arguments. */
 #define NAMES(X)                                                                                                       \
-    X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) X(array) X(arrays) X(async_op) X(channel) X(co_filename) \
+    X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename) \
     X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) \
     X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;

@@ -71,13 +71,18 @@ static void combine_terms(const SlotCall *self, int side, const char *brought, c
 
 /* Make the result of a call on which all ranks agree. */
 void finish(const SlotCall *self, int side, const char *brought, PyObject *made) {
-    char *const out = self->leaf_count ? self->room : data_of(made);
+    if (self->leaf_count) {
+        const char *slots[RANKS_MAX];
+        for (int term = 0; term < self->term_count; term++) slots[term] = slot_of(self, self->terms[term].rank, side);
+        combine_leaves(self, slots, made);
+        return;
+    }
+    char *const out = data_of(made);
     for (int take = 0; take < self->take_count; take++)
         memmove(
             out + self->takes[take].to, place_in(self, &self->takes[take], side, brought), self->takes[take].nbytes
         );
     if (self->term_count) combine_terms(self, side, brought, out);
-    if (self->leaf_count) store_leaves(self, made);
 }
 
 /* -- beginning and publishing -------------------------------------------------------------------------------------- */
@@ -364,7 +369,8 @@ static int set_up(SlotCall *self, Attempt *attempt) {
         if (attempt->run == NULL) return FAILED;
     }
     /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
-    if (!may_begin(self)) return UNUSUAL;
+    if (!may_begin(self) || !fit_still(self, &self->brought, attempt->brought, IN_ONE_PIECE | ALIGNED)) return UNUSUAL;
+    if (attempt->goal != Py_None && !fit_still(self, &self->made, attempt->goal, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return UNUSUAL;
     if (self->is_long) {
         const int taken = try_acquire(self->busy);
         if (taken < 0) return FAILED;

@@ -18,6 +18,11 @@ int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought,
     return *goal != NULL;
 }
 
+/* Return whether what has been accepted is still such as these calls take: who ran meanwhile may have changed it. */
+int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags) {
+    return self->leaf_count ? are_leaves(self, arrays, flags) : fits(form, arrays, flags);
+}
+
 /* Return where the result goes: the goal, or arrays that are made now. */
 PyObject *make_result(const SlotCall *self, PyObject *goal) {
     if (self->nothing != Py_None) return Py_NewRef(self->nothing);
@@ -146,15 +151,15 @@ static int check_places(const SlotCall *self) {
 }
 
 /* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts, takes, terms, what becomes of terms, ring,
- * parts, everyone, reads, leaves, *, what it holds). */
+ * parts, everyone, reads, kinds, leaves, *, what it holds). */
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *leaves;
+    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *kinds, *leaves;
     Py_ssize_t ring;
     unsigned long long digest, detail;
     int tells, parts, everyone, reads;
     if (!PyArg_ParseTuple(
-            arguments, "KKp(OO)(OO)OOOOnippO:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
-            &takes, &terms, &how, &ring, &parts, &everyone, &reads, &leaves
+            arguments, "KKp(OO)(OO)OOOOnippOO:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
+            &takes, &terms, &how, &ring, &parts, &everyone, &reads, &kinds, &leaves
         ))
         return NULL;
     SlotCall *self = new_holding(type, keywords);
@@ -178,11 +183,12 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->term_count = read_copies(terms, self->terms, RANKS_MAX);
     if (self->put_count < 0 || self->take_count < 0 || self->term_count < 0) goto failed;
     if (!read_arithmetic(how, &self->how, &self->apply)) goto wrong;
-    if ((self->term_count > 0) != (self->how.fold.loop != NULL) || (self->apply.loop != NULL && self->term_count == 0)) goto wrong;
+    if (!read_leaves(self, kinds, leaves)) goto wrong;
+    const int combines = self->how.fold.loop != NULL || self->kind_count > 1;
+    if ((self->term_count > 0) != combines || (self->apply.loop != NULL && self->term_count == 0)) goto wrong;
     if (!check_places(self)) goto failed;
-    if (!read_leaves(self, leaves)) goto wrong;
     if (self->leaf_count && !self->is_long && (!are_all_put(self) || self->term_count == 0)) goto wrong;
-    if (self->leaf_count && (self->tells || self->parts || self->nothing != Py_None || self->apply.loop != NULL)) goto wrong;
+    if (self->leaf_count && (self->tells || self->reads || self->parts || self->nothing != Py_None || self->apply.loop != NULL)) goto wrong;
     if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self))) goto wrong; /* what is brought is taken at once */
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
     if (self->make_arguments == NULL) goto failed;
@@ -199,9 +205,9 @@ static PyMemberDef slot_call_members[] = {
     HELD(SlotCall, queue), HELD(SlotCall, add), HELD(SlotCall, told),
     HELD(SlotCall, plain), HELD(SlotCall, later), HELD(SlotCall, hand_over),
     HELD(SlotCall, interrupt), HELD(SlotCall, saying), HELD(SlotCall, begun), HELD(SlotCall, work),
-    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HELD(SlotCall, layout),
+    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HELD(SlotCall, layout), HELD(SlotCall, leaves_type),
     HOLDS(SlotCall, make_arguments, "_make_arguments"), HOLDS(SlotCall, leaf_arguments, "_leaf_arguments"),
-    HOLDS(SlotCall, kept_leaves, "_leaves"), HOLDS(SlotCall, kept_room, "_room"),
+    HOLDS(SlotCall, kept_leaves, "_leaves"), HOLDS(SlotCall, kept_kinds, "_kinds"), HOLDS(SlotCall, kept_room, "_room"),
     HOLDS(SlotCall, face, "_face"), HOLDS(SlotCall, op, "_op"),
     HOLDS(SlotCall, prepared_calls, "_prepared_calls"), HOLDS(SlotCall, brought.dtype, "_brought"),
     HOLDS(SlotCall, made.dtype, "_made"), HOLDS(SlotCall, how.fold.owner, "_fold"),

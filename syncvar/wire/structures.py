@@ -7,6 +7,8 @@ from copy import copy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from syncvar.errors import ConfigError
 from syncvar.wire.arrays import NUMBERS, as_array
 
@@ -61,6 +63,16 @@ class Leaves(NamedTuple):
     def of(cls, layout: tuple[Any, ...], arrays: list[NDArray[Any]]) -> Leaves:
         """Return the leaves of such a structure."""
         return cls(layout, arrays, (layout, tuple([(array.dtype, array.shape) for array in arrays])))
+
+    def without_memory(self) -> Leaves:
+        """Return the leaves of a structure that is alike, whose arrays take no memory: what is kept of a call that may be made again.
+
+        Example:
+            >>> leaves = Leaves.of((list, None, (LEAF,)), [np.ones((2, 3))]).without_memory()
+            >>> leaves.arrays[0].shape, leaves.arrays[0].strides
+            ((2, 3), (0, 0))
+        """
+        return self._replace(arrays=[np.broadcast_to(np.empty((), array.dtype), array.shape) for array in self.arrays])
 
     def with_arrays(self, made: Iterable[Any]) -> Any:
         """Return the same structure of other arrays.

@@ -72,7 +72,7 @@ def check_every_structure(seed, sizes, turns):
                 before = [array.copy() for array in x]
                 made = sv.all_reduce(kind(x), op, out=None if outs is None else kind(outs), async_op=bool(is_later))
                 made = made.wait() if is_later else made
-                assert skeleton(made) == skeleton(kind(x)) and type(made) is type(kind(x))
+                assert skeleton(made) == skeleton(kind(x))
                 place_of_result = in_order(made) if outs is None else outs
                 for place, (count, result) in enumerate(zip(counts, in_order(made), strict=True)):
                     expected = wanted(size, place, count, dtype, op)
@@ -83,6 +83,32 @@ def check_every_structure(seed, sizes, turns):
                     if outs is None and communicator_of(None).is_shared:
                         assert x[place].tobytes() == before[place].tobytes(), told
                         assert result.base is None, told
+
+
+MIXED = [("f8", "i8"), ("f4", "f8", "i8", "f2", "i1"), ("f8", "i8") * 30, ("f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2"), ("i4", "f4", "i4")]
+
+
+def check_arrays_of_several_kinds(seed, turns):
+    """Short ones are reduced side by side, longer ones of each kind for themselves; whichever way a rank goes."""
+    chance, own = np.random.default_rng(seed), np.random.default_rng((seed, sv.rank()))
+    size, rank = sv.world_size(), sv.rank()
+    for turn in range(turns):
+        dtypes = MIXED[turn % len(MIXED)]
+        counts = chance.integers(0, [4, 90, 900, 20_000][chance.integers(4)], len(dtypes))
+        for _ in range(4):  # the same forms again: prepared calls, where a rank has no other array for its results
+            op, kind = ("sum", "max", "mean")[chance.integers(3)], KINDS[turn % len(KINDS)]
+            x = [laid(brought(rank, place, count, dtype), own) for place, (count, dtype) in enumerate(zip(counts, dtypes, strict=True))]
+            expected = []
+            for place, (count, dtype) in enumerate(zip(counts, dtypes, strict=True)):
+                to = np.dtype("f8") if op == "mean" and np.dtype(dtype).kind in "iu" else np.dtype(dtype)
+                expected.append(wanted(size, place, count, dtype, op) if op != "mean" else wanted(size, place, count, "f8", op).astype(to))
+            outs = None if own.integers(3) else [laid(array, own) for array in expected]
+            made = sv.all_reduce(kind(x), op, out=None if outs is None else kind(outs), async_op=bool(own.integers(4) == 0))
+            made = made if isinstance(made, dict | list | tuple) else made.wait()
+            assert skeleton(made) == skeleton(kind(x)), turn
+            for result, value, place_of_result in zip(in_order(made), expected, in_order(made) if outs is None else outs, strict=True):
+                assert (result.dtype, result.tobytes()) == (value.dtype, value.tobytes()), (turn, op, dtypes, counts)
+                assert place_of_result.tobytes() == value.tobytes(), (turn, op)
 
 
 def check_results_where_other_arrays_lie():
@@ -126,6 +152,7 @@ def check_results_over_other_arrays(seed, turns):
 
 if __name__ == "__main__":
     check_results_over_other_arrays(int(sys.argv[1]), 3 * int(sys.argv[2]))
+    check_arrays_of_several_kinds(int(sys.argv[1]), 10 * int(sys.argv[2]))
     check_results_where_other_arrays_lie()
     check_every_structure(int(sys.argv[1]), SMALL + LONG, int(sys.argv[2]))
     print("all structures are right", flush=True)

@@ -1,15 +1,27 @@
 """Lists, tuples and dicts of arrays in worlds of one process, see structures.py; tests/process has them in jobs."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from harness import everywhere
 from prepared_calls import fill_the_arena
-from structures import KINDS, LONG, SMALL, check_every_structure, check_results_over_other_arrays
+from structures import (
+    KINDS,
+    LONG,
+    SMALL,
+    check_arrays_of_several_kinds,
+    check_every_structure,
+    check_results_over_other_arrays,
+    in_order,
+)
 from test_prepared_equals_plain import CONFIG, LAYOUTS
 
 import syncvar as sv
 from syncvar.engine.group import Communicator
 from syncvar.execution import reductions
+from syncvar.execution.gil import crowd
 
 
 @pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("python", 2), pytest.param("arena", 3, marks=pytest.mark.slow), pytest.param("kernel", 4, marks=pytest.mark.slow),
@@ -34,6 +46,14 @@ def test_results_lie_over_other_arrays(layout, size, turns):
     everywhere(size, lambda: check_results_over_other_arrays(9, turns), timeout_s=90, **{"config": CONFIG, **LAYOUTS[layout]})
 
 
+@pytest.mark.parametrize(
+    ("layout", "size", "turns"),
+    [("kernel", 2, 40), ("python", 3, 20), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("kernel", 4, 300), ("kernel", 3, 300), ("arena", 2, 60), ("links", 3, 40), ("hosts", 4, 40)))],
+)
+def test_arrays_of_several_kinds(layout, size, turns):
+    everywhere(size, lambda: check_arrays_of_several_kinds(11, turns), timeout_s=100, **{"config": CONFIG, **LAYOUTS[layout]})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [2, 4])
@@ -42,7 +62,15 @@ def test_many_structures(monkeypatch, size, seed):
     everywhere(size, lambda: check_every_structure(100 + seed, SMALL + LONG, 12), timeout_s=110, **{"config": CONFIG, **LAYOUTS["kernel"]})
 
 
+@pytest.fixture
+def never_crowded(monkeypatch):
+    """A call that took long, since the machine is busy, is no reason to keep Python's lock, as it is in a world of threads."""
+    monkeypatch.setattr(crowd, "is_alert", False)
+    monkeypatch.setattr(crowd, "note", lambda _seconds, _nbytes: None)
+
+
 @pytest.mark.needs_kernel
+@pytest.mark.usefixtures("never_crowded")
 @pytest.mark.parametrize("counts", [(3, 4), (70_000, 2, 80_000)])
 def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts):
     calls = []
@@ -67,7 +95,89 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
     assert not calls
 
 
+@pytest.mark.parametrize("layout", ["kernel", "python", "arena"])
+@pytest.mark.parametrize("kind", [list, lambda leaves: {"a": leaves[0]}])
+def test_a_long_array_of_the_arena_that_is_alone_in_its_structure(layout, kind):
+    """It is one vector, like an array, and told as such: C had told as of several arrays, and its place was taken for another."""
+
+    def fn():
+        made = []
+        for where in ("x", "out", "both"):
+            for turn in range(4):
+                x = sv.empty(100_000) if where != "out" else np.empty(100_000)
+                x[...] = sv.rank() + turn
+                out = x if where == "both" else sv.empty(100_000) if where == "out" else None
+                result = in_order(sv.all_reduce(kind([x]), out=None if out is None else kind([out])))[0]
+                made.append(bool((result == 1 + 2 * turn).all()))
+        return made
+
+    assert everywhere(2, fn, **{"config": CONFIG, **LAYOUTS[layout]}) == [[True] * 12] * 2
+
+
+@pytest.mark.parametrize("layout", ["kernel", "python"])
+def test_no_array_of_a_call_is_kept_for_the_next(layout):
+    def fn():
+        gone = []
+        for counts in ((3, 4), (90_000, 5)):
+            for kind in (list, lambda leaves: {"b": leaves[0], "a": [leaves[1], 3]}):
+                arrays = [np.ones(count, np.float32) for count in counts]
+                gone += map(weakref.ref, arrays)
+                for _ in range(3):
+                    sv.all_reduce(kind(arrays))
+                sv.all_reduce(kind(arrays), async_op=True).wait()
+                del arrays
+        sv.barrier()
+        gc.collect()
+        return [one() is None for one in gone]
+
+    assert everywhere(2, fn, **{"config": CONFIG, **LAYOUTS[layout]}) == [[True] * 8] * 2
+
+
+def test_what_only_looks_like_a_structure_is_none():
+    """Nobody's code runs while a prepared call looks at what it is given: not the names of a dict, and not what has `arrays`."""
+    nested = []
+
+    class Name(str):
+        __slots__ = ()
+
+        def __eq__(self, other):
+            nested.append(other)
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    class Holder:
+        @property
+        def arrays(self):
+            nested.append(self)
+            return [np.empty(2), np.empty(2)]
+
+    def fn():
+        for _ in range(3):
+            sv.all_reduce([np.ones(2), np.ones(2)])
+            sv.all_reduce({"a": np.ones(2), "b": np.ones(2)})
+        made = sv.all_reduce({Name("a"): np.ones(2), "b": np.ones(2)})
+        with pytest.raises(sv.ConfigError, match="same structure"):
+            sv.all_reduce([np.ones(2), np.ones(2)], out=Holder())
+        return sorted(type(name).__name__ for name in made), [array.tolist() for array in made.values()]
+
+    assert everywhere(2, fn, **{"config": CONFIG, **LAYOUTS["kernel"]}) == [(["Name", "str"], [[2.0, 2.0]] * 2)] * 2
+    assert not any(isinstance(one, Holder) for one in nested)
+
+
 @pytest.mark.needs_kernel
+def test_numbers_of_several_kinds_are_reduced_in_c():
+    def fn():
+        for turn in range(3):
+            made = sv.all_reduce({"loss": 1.5, "n": 3, "ok": [np.ones(2, np.float16), turn]})
+        prepared = sv.collectives.communicator_of(None).prepared_calls.values()
+        return [type(one).__name__ for one in prepared], float(made["loss"]), int(made["n"]), made["ok"][0].tolist(), int(made["ok"][1])
+
+    assert everywhere(2, fn, shared=True) == [(["SlotCall"], 3.0, 6, [2.0, 2.0], 4)] * 2
+
+
+@pytest.mark.needs_kernel
+@pytest.mark.usefixtures("never_crowded")
 @pytest.mark.parametrize("where", ["both", "source", "target"])
 def test_arrays_of_the_arena_are_reduced_in_c_where_they_lie(monkeypatch, where):
     """Where cells begin on a page, and where an array lies, was told by one word: of such arrays the C runner then found no cells."""
