@@ -17,7 +17,7 @@ from syncvar.arena.mapping import Block
 from syncvar.collectives.reducing import contribution, kinds_of, outcome
 from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
-from syncvar.execution.reductions import Vector, are_side_by_side
+from syncvar.execution.reductions import Vector, are_side_by_side, flat_of
 from syncvar.execution.rounds import Published
 from syncvar.ops import divided
 from syncvar.plans.link_rounds import Prepared
@@ -112,8 +112,8 @@ def _side_by_side(
     vectors, stored = [], []
     for how, places in kinds.items():
         made = _results(how, [arrays[index] for index in places], [targets[index] for index in places])
-        outs = _flat(made)
-        vectors.append(Vector.of(_flat([arrays[index] for index in places]), outs, how.ufunc, how.accumulate, size if how.is_mean else 0))
+        outs = flat_of(made)
+        vectors.append(Vector.of(flat_of([arrays[index] for index in places]), outs, how.ufunc, how.accumulate, size if how.is_mean else 0))
         stored += list(zip(places, made, outs, strict=True))
     yield Stage(plan, np.empty(0, np.uint8), several=vectors)
     for index, one, out in stored:
@@ -130,7 +130,7 @@ def _stored(
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce arrays as one vector, and store what becomes of it in their targets."""
     results = _results(how, arrays, targets)
-    outs, sources = _flat(results), _flat(arrays)
+    outs, sources = flat_of(results), flat_of(arrays)
     if _is_shared(plan, how):
         vector = Vector.of(sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply)
         yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)
@@ -150,13 +150,6 @@ def _back(one: NDArray[Any], flat: NDArray[Any]) -> NDArray[Any]:
     if one is not flat and not one.flags.c_contiguous:
         one[...] = flat.reshape(one.shape)
     return one
-
-
-def _flat(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return flat views of arrays, and flat copies of those that are not contiguous."""
-    return [
-        array if array.ndim == 1 and array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1) for array in arrays
-    ]
 
 
 def reduce_one(

@@ -13,7 +13,8 @@ import numpy as np
 from syncvar.collectives.calls import Repeatable, never, plain_array
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_reductions import prepare_kinds, prepare_reduction
+from syncvar.engine.prepared_kinds import prepare_kinds
+from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.errors import ConfigError
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.reductions import Vector, are_side_by_side, is_direct

@@ -33,13 +33,12 @@ if TYPE_CHECKING:
     from syncvar.arena.channel import Channel
     from syncvar.engine.engine import Engine
     from syncvar.engine.group import Communicator, PreparedCall
-    from syncvar.ops import Reduction
     from syncvar.wire.structures import Leaves
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
 
-__all__ = ["Kind", "Preparation", "as_far_as_others_come", "division_of", "preparation_of"]
+__all__ = ["Kind", "Preparation", "as_far_as_others_come", "preparation_of"]
 
 
 def preparation_of(communicator: Communicator, what: str, digest: int, nbytes: int, way: str) -> Preparation | None:
@@ -204,11 +203,6 @@ class Preparation(NamedTuple):
         operation = self._operation(number, begin, iter(()), 0)
         self.channel.queue.clear()
         self.engine.interrupted(operation, error)
-
-
-def division_of(how: Reduction, size: int) -> tuple[np.ufunc | None, bytes]:
-    """Return by what a mean of so many ranks is made, as `Arithmetic.native` has it."""
-    return (np.divide, np.asarray(size, how.accumulate).tobytes()) if how.is_mean else (None, b"")
 
 
 def as_far_as_others_come(channel: Channel, steps: Iterable[int], number: int) -> int | None:

@@ -12,29 +12,20 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
-from syncvar.engine.preparation import Kind, as_far_as_others_come, division_of, preparation_of
+from syncvar.engine.preparation import as_far_as_others_come, preparation_of
 from syncvar.errors import SyncvarError
 from syncvar.execution.arithmetic import HALVES, store_parts
 from syncvar.execution.gil import crowd
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends, Places
 from syncvar.execution.moves import NOTHING
-from syncvar.execution.reductions import (
-    Vector,
-    combine_small,
-    is_direct,
-    places_of,
-    reduce_published,
-    reduce_shared,
-    reduce_small,
-    teach,
-)
+from syncvar.execution.reductions import Vector, flat_of, is_direct, reduce_published, reduce_shared, teach
 from syncvar.execution.running import agreed
 from syncvar.ops import quiet_caller, reduction
 from syncvar.plans import tree_order
 from syncvar.wire.structures import Leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator
 
     from numpy.typing import NDArray
 
@@ -45,9 +36,7 @@ if TYPE_CHECKING:
 
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["prepare_barrier", "prepare_kinds", "prepare_reduction"]
-
-_KINDS_MAX = 8  # as in calls.h
+__all__ = ["Fate", "prepare_barrier", "prepare_reduction", "reducing"]
 
 
 def prepare_reduction(
@@ -239,7 +228,7 @@ def _small(
         if result is None:
             return False, left(check, target, made)
         if leaves is not None:
-            store_parts(_flat(made), result, None)
+            store_parts(flat_of(made), result, None)
         add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
         return True, result if leaves is None else made
 
@@ -248,7 +237,7 @@ def _small(
         result = yield from rest(check, target, made if leaves is None else None)
         if leaves is None:
             return result
-        store_parts(_flat(made), result, None)
+        store_parts(flat_of(made), result, None)
         return made
 
     def adopted(number: int, made: Any) -> Generator[int, None, Any]:
@@ -308,18 +297,14 @@ def _joining(flat: PreparedCall, leaves: Leaves) -> PreparedCall:
     def call(x: Any, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
         if out is not None or not isinstance(x, Leaves):
             return None
-        made = flat(np.concatenate(_flat(x.arrays)), None, said, timeout)
+        made = flat(np.concatenate(flat_of(x.arrays)), None, said, timeout)
         if made is None:
             return None
         parts = [np.empty(array.shape, made.dtype) for array in x.arrays]
-        store_parts(_flat(parts), made, None)
+        store_parts(flat_of(parts), made, None)
         return leaves.with_arrays(parts)
 
     return call
-
-
-def _flat(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    return [np.ascontiguousarray(array).reshape(-1) for array in arrays]
 
 
 def _long(
@@ -366,15 +351,15 @@ def _long(
         if out is not None or not isinstance(x, Leaves) or not _has_segments(channel):
             return None
         made = [np.empty(array.shape, kind) for array in x.arrays]
-        return Vector.of(_flat(x.arrays), _flat(made), ufunc, accumulate, divisor), x.with_arrays(made)
+        return Vector.of(flat_of(x.arrays), flat_of(made), ufunc, accumulate, divisor), x.with_arrays(made)
 
-    call = _reducing(ground, reduce_shared, arrays_of if leaves is None else several_of, fate)
+    call = reducing(ground, reduce_shared, arrays_of if leaves is None else several_of, fate)
 
     def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
         if run is not None:
             return False, _then(run, made, fate)
-        vector = vector_of(x.reshape(-1), made.reshape(-1)) if leaves is None else Vector.of(_flat(x), _flat(made), ufunc, accumulate, divisor)
+        vector = vector_of(x.reshape(-1), made.reshape(-1)) if leaves is None else Vector.of(flat_of(x), flat_of(made), ufunc, accumulate, divisor)
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
         return False, _then(reduce_published(channel, check, vector, native), made, fate)
 
@@ -391,68 +376,7 @@ def _long(
     return native
 
 
-def prepare_kinds(communicator: Communicator, kinds: Mapping[Reduction, Sequence[int]], leaves: Leaves, digest: int, what: str) -> PreparedCall | None:
-    """Return the prepared call of short arrays of several kinds, which are `are_side_by_side`, or None where there is none.
-
-    Args:
-        communicator: The group.
-        kinds: The places of the arrays that are reduced in each way.
-        leaves: Such arrays.
-        digest: Fingerprint of the call, as the long way makes it.
-        what: The call in words.
-    """
-    rank, size = communicator.member_rank, communicator.size
-    counts = [sum([leaves.arrays[place].size for place in places]) for places in kinds.values()]
-    starts, nbytes = places_of([count * how.accumulate.itemsize for count, how in zip(counts, kinds, strict=True)])
-    ground = preparation_of(communicator, what, digest, nbytes, "arena small")
-    if ground is None:
-        return None
-    channel, engine = ground.channel, ground.engine
-    results = {place: how.result for how, places in kinds.items() for place in places}
-
-    def vectors_of(arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]) -> list[Vector]:
-        return [
-            Vector.of(_flat([arrays[place] for place in places]), _flat([made[place] for place in places]), how.ufunc, how.accumulate, size if how.is_mean else 0)
-            for how, places in kinds.items()
-        ]
-
-    def arrays_of(x: Any, out: Any) -> tuple[list[Vector], Any] | None:
-        if out is not None or not isinstance(x, Leaves):
-            return None
-        made = [np.empty(array.shape, results[place]) for place, array in enumerate(x.arrays)]
-        return vectors_of(x.arrays, made), x.with_arrays(made)
-
-    def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
-        """Go on with a call that the C runner has published; returns the results as a tuple."""
-        yield from agreed(channel, check, target)
-        yield from combine_small(channel, vectors_of(made, made), starts, nbytes)
-        return made
-
-    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, _native: Any) -> tuple[bool, Any]:
-        check, target = ((digest if said is None else said[1]) + number * SPREAD) & MASK, channel.last
-        if as_far_as_others_come(channel, left(check, target, made), number) is not None:
-            return False, left(check, target, made)
-        engine.recorder.add((ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
-        return True, made
-
-    def adopted(number: int, made: Any) -> Generator[int, None, Any]:
-        return leaves.with_arrays((yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)))
-
-    call = _reducing(ground, reduce_small, arrays_of, Fate(EVERYWHERE, range(size)))
-    if len(kinds) > _KINDS_MAX or any(how.source != how.result.name for how in kinds):
-        return call
-    in_slot = (np.dtype(np.uint8), (nbytes,))
-    native = ground.natively(
-        call, later, brought=in_slot, made=in_slot, puts=((0, 0, nbytes, rank),), terms=tuple((0, 0, nbytes, other) for other in range(size)),
-        steps=adopted, leaves=leaves, kinds=[
-            Kind((how.accumulate.itemsize, how.accumulate, HALVES[how.result.name] if how.result != how.accumulate else 0, how.ufunc, *division_of(how, size), None), how.result, start, places)
-            for (how, places), start in zip(kinds.items(), starts, strict=True)
-        ],
-    )  # fmt: skip
-    return native or call
-
-
-def _reducing(
+def reducing(
     ground: Preparation, reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]], arrays_of: Callable[[Any, Any], tuple[Any, Any] | None], fate: Fate
 ) -> PreparedCall:
     """Return what reduces vectors in Python's steps; `arrays_of` returns of (x, out) what `reduce` takes and what is returned."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
 
 __all__ = [
-    "Placed", "Vector", "are_side_by_side", "cells_of", "combine_small", "is_alone", "is_direct", "places_of", "reduce_published", "reduce_shared",
+    "Placed", "Vector", "are_side_by_side", "cells_of", "combine_small", "flat_of", "is_alone", "is_direct", "places_of", "reduce_published", "reduce_shared",
     "reduce_small", "teach",
 ]  # fmt: skip
 
@@ -121,6 +121,13 @@ class Vector(NamedTuple):
         if out is x and self.ends != EVERYWHERE:  # others read it while it is written over
             source = None
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
+
+
+def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return flat views of arrays, and flat copies of those that are not contiguous."""
+    return [
+        array if array.ndim == 1 and array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1) for array in arrays
+    ]
 
 
 class Placed(NamedTuple):
