@@ -18,7 +18,7 @@ from syncvar.engine.group import Request
 from syncvar.engine.timeouts import is_seconds
 from syncvar.execution.moves import NOTHING
 from syncvar.joining.process import entered_natively
-from syncvar.kernel import remember
+from syncvar.kernel import recall, remember
 from syncvar.loading import unexpected
 from syncvar.recording.call_sites import own_site
 
@@ -116,6 +116,8 @@ def make_call(
             ready = communicator.prepared_calls.get(key)
             if ready is None:
                 ready = _prepared(communicator, key, form, x, out, lambda x, out: make(communicator, x, out, False, *how), public, how)
+            else:
+                recall(public, ready)
             if ready is not None:
                 result = _begun(ready, form, out, timeout) if async_op else ready(form, out, None, timeout)
                 if result is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.channels import MASK, SPREAD
-from syncvar.engine.preparation import Kind, as_far_as_others_come, preparation_of
+from syncvar.engine.preparation import Kind, preparation_of
 from syncvar.engine.prepared_reductions import Fate, reducing
 from syncvar.execution.arithmetic import HALVES
 from syncvar.execution.lower_reduce import EVERYWHERE
@@ -68,9 +68,10 @@ def prepare_kinds(communicator: Communicator, kinds: Mapping[Reduction, Sequence
         yield from combine_small(channel, vectors_of(made, made), starts, nbytes)
         return made
 
-    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, _native: Any) -> tuple[bool, Any]:
+    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, native: Any) -> tuple[bool, Any]:
+        """Go on with what the C runner has published, without delay: who waits for this rank is late next."""
         check, target = ((digest if said is None else said[1]) + number * SPREAD) & MASK, channel.last
-        if as_far_as_others_come(channel, left(check, target, made), number) is not None:
+        if not channel.wait(channel.others, target) or not native.end(check, made):
             return False, left(check, target, made)
         engine.recorder.add((ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
         return True, made

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "access", "bind", "entrance",
-    "group_of", "message_end", "message_entrance", "note_change", "open_program", "program", "remember", "run", "slot_call", "told",
+    "group_of", "message_end", "message_entrance", "note_change", "open_program", "program", "recall", "remember", "run", "slot_call", "told",
     "which", "why_not_native",
 ]  # fmt: skip
 
@@ -371,3 +371,14 @@ def remember(function: Any, *what: Any) -> None:
     """
     if _native is not None and isinstance(function, (_native.Entrance, _native.MessageEntrance)):
         function.remember(*what)
+
+
+def recall(function: Any, call: Any) -> None:
+    """Let an entrance find a prepared call again that it has forgotten for others, since it can remember some hundred.
+
+    Args:
+        function: As in `remember`.
+        call: What `slot_call` has returned. Nothing is done with what was never remembered, or does not run in C.
+    """
+    if _native is not None and isinstance(function, _native.Entrance):
+        function.recall(call)

@@ -30,6 +30,7 @@ typedef struct {
 typedef struct {
     Arithmetic how; /* of their terms, in the slots */
     PyObject *dtype;
+    PyTypeObject *number; /* Python's own, of which NumPy makes arrays of this dtype; or NULL */
     Py_ssize_t start, count; /* where their vector begins in a slot, and its elements */
 } Kind;
 

@@ -161,28 +161,39 @@ static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, siz
     return result != NULL || PyErr_Occurred() ? result : call_function(&self->face, arguments, given, names);
 }
 
+/* Remember a prepared call, by what it is made of; the one of its place that was remembered first is forgotten. */
+static void keep_call(Entrance *self, SlotCall *call) {
+    const Form *form = &call->brought;
+    PyObject *const communicator = (PyObject *)call->communicator;
+    Remembered **place = call->leaf_count == 0 ? place_of(self, communicator, call->op, form->dtype, form->ndim, form->shape)
+                                               : place_of_several(self, communicator, call->op, (PyTypeObject *)PyTuple_GetItem(call->layout, 0),
+                                                                  PyTuple_Size(PyTuple_GetItem(call->layout, 2)));
+    if (place[TOGETHER - 1] != NULL) forget(place[TOGETHER - 1]);
+    memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
+    *place = NULL;
+    remember(&self->face, place, (Remembered *)call);
+}
+
 /* Remember a prepared call: remember(op, call, prepared_calls). */
 static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
-    Entrance *self = (Entrance *)object;
     PyObject *op, *call, *prepared_calls;
     if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
     if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL) {
         SlotCall *made = (SlotCall *)call;
-        const Form *form = &made->brought;
-        PyObject *const communicator = (PyObject *)made->communicator;
-        Remembered **place = made->leaf_count == 0 ? place_of(self, communicator, op, form->dtype, form->ndim, form->shape)
-                                                   : place_of_several(self, communicator, op, (PyTypeObject *)PyTuple_GetItem(made->layout, 0),
-                                                                      PyTuple_Size(PyTuple_GetItem(made->layout, 2)));
-        if (place[TOGETHER - 1] != NULL) forget(place[TOGETHER - 1]);
-        memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
-        *place = NULL;
-        remember(&self->face, place, (Remembered *)made);
         PyObject *before[] = {made->op, made->prepared_calls};
         made->op = Py_NewRef(op);
         made->prepared_calls = Py_NewRef(prepared_calls);
         Py_XDECREF(before[0]);
         Py_XDECREF(before[1]);
+        keep_call((Entrance *)object, made);
     }
+    Py_RETURN_NONE;
+}
+
+/* Remember a prepared call again that has been forgotten for others; nothing of one that was never remembered. */
+static PyObject *entrance_recall(PyObject *object, PyObject *call) {
+    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL && ((SlotCall *)call)->op != NULL)
+        keep_call((Entrance *)object, (SlotCall *)call);
     Py_RETURN_NONE;
 }
 
@@ -205,6 +216,7 @@ static PyMemberDef entrance_members[] = {
 
 static PyMethodDef entrance_methods[] = {
     {"remember", entrance_remember, METH_VARARGS, "Remember a prepared call: (op, call, prepared_calls)."},
+    {"recall", entrance_recall, METH_O, "Remember a prepared call again that has been forgotten for others."},
     FACE_METHODS,
     {NULL},
 };

@@ -38,6 +38,15 @@ static Py_ssize_t nbytes_of(const SlotCall *self, int place) {
     return leaf->count * width_of(&self->kinds[leaf->kind]);
 }
 
+/* Return which of Python's numbers NumPy makes arrays of a dtype of, or NULL. */
+static PyTypeObject *number_of(PyObject *dtype) {
+    enum { BOOL = 0, LONG = 7, DOUBLE = 12 }; /* NumPy's numbers */
+    PyObject *found = PyObject_GetAttrString(dtype, "num");
+    const long number = found == NULL ? -1 : PyLong_AsLong(found);
+    Py_XDECREF(found);
+    return number == BOOL ? &PyBool_Type : number == LONG ? &PyLong_Type : number == DOUBLE ? &PyFloat_Type : NULL;
+}
+
 /* Learn of which kinds they are, from ((what becomes of terms, dtype, where the vector begins in a slot, its elements), ...). */
 static int read_kinds(SlotCall *self, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given), room = in_slots(self, &self->made);
@@ -48,6 +57,7 @@ static int read_kinds(SlotCall *self, PyObject *given) {
         Step apply = {0};
         PyObject *how;
         if (!PyArg_ParseTuple(PyTuple_GetItem(given, self->kind_count), "OOnn", &how, &kind->dtype, &kind->start, &kind->count)) return 0;
+        kind->number = number_of(kind->dtype);
         const int is_read = read_arithmetic(how, &kind->how, &apply);
         Py_XDECREF(kind->how.fold.owner);
         Py_XDECREF(kind->how.divide.owner);
@@ -96,6 +106,11 @@ static int fits_leaf(const SlotCall *self, int place, PyObject *value, int flags
     return fits_shape(self->kinds[leaf->kind].dtype, leaf->ndim, leaf->shape, value, flags);
 }
 
+static int is_number_of(const SlotCall *self, int place, PyObject *value) {
+    const Leaf *leaf = &self->leaves[place];
+    return leaf->ndim == 0 && Py_TYPE(value) == self->kinds[leaf->kind].number;
+}
+
 static int is_array(PyObject *value) { return (PyObject *)Py_TYPE(value) == array_type; }
 
 /* Return whether all names of a dict are of the class str itself: to look for one then runs nobody's code. */
@@ -132,6 +147,10 @@ static int take_items(PyObject *layout, PyObject *value, PyObject **items, int *
     return holds;
 }
 
+static void drop_items(PyObject **items, int taken) {
+    while (taken > 0) Py_DECREF(items[--taken]);
+}
+
 /* Get what a value holds where the arrays of these calls are: the items of its containers, or the arrays of a `Leaves`; returns how
  * many, 0 where it is laid out in another way. Nobody's code runs meanwhile. `drop_items` lets go of them. */
 static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
@@ -148,12 +167,8 @@ static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
     }
     if (PyErr_Occurred()) PyErr_Clear(); /* of a place that is not there */
     if (are_all) return taken;
-    while (taken > 0) Py_DECREF(items[--taken]);
+    drop_items(items, taken);
     return 0;
-}
-
-static void drop_items(PyObject **items, int taken) {
-    while (taken > 0) Py_DECREF(items[--taken]);
 }
 
 /* Return whether a value may be such arrays, numbers among them: NumPy makes arrays of these. */
@@ -162,7 +177,7 @@ int holds_leaves(const SlotCall *self, PyObject *value) {
     const int taken = get_items(self, value, items);
     int are_all = taken > 0;
     for (int place = 0; are_all && place < taken; place++)
-        are_all = is_array(items[place]) ? fits_leaf(self, place, items[place], 0) : self->leaves[place].ndim == 0 && is_number(items[place]);
+        are_all = is_array(items[place]) ? fits_leaf(self, place, items[place], 0) : is_number_of(self, place, items[place]);
     drop_items(items, taken);
     return are_all;
 }
@@ -176,7 +191,7 @@ PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
         PyObject *array = NULL;
         if (is_array(items[place]))
             array = Py_NewRef(items[place]);
-        else if (is_number(items[place]) && !(flags & WRITEABLE))
+        else if (is_number_of(self, place, items[place]) && !(flags & WRITEABLE))
             array = PyObject_CallFunctionObjArgs(as_array, items[place], NULL);
         if (array == NULL || !fits_leaf(self, place, array, flags)) {
             Py_XDECREF(array);

@@ -115,7 +115,7 @@ typedef struct {
     PyObject_HEAD PyObject *face; /* where it is remembered, if anywhere */
 } Remembered;
 
-#define REMEMBERED 256 /* by what a call is made of; each face has its own way to find a place */
+#define REMEMBERED 1024 /* by what a call is made of; each face has its own way to find a place */
 
 /* An object that stands for a public function, and makes in C the calls for which it remembers something. */
 typedef struct {

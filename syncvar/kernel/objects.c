@@ -236,7 +236,7 @@ int is_number(PyObject *value) {
 
 /* What is not its own is the function's: its name, documentation, signature. */
 PyObject *face_getattr(PyObject *object, PyObject *name) {
-    static const char *const own[] = {"remember", "__class__", "__reduce__", "__reduce_ex__"};
+    static const char *const own[] = {"remember", "recall", "__class__", "__reduce__", "__reduce_ex__"};
     PyObject *function = ((Face *)object)->function;
     if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
     for (size_t which = 0; which < sizeof own / sizeof *own; which++)

@@ -106,6 +106,21 @@ static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
     return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
 }
 
+/* end(check, made): make the results of several small arrays, if all ranks have come, and have said the same; returns whether. */
+static PyObject *slot_call_end(PyObject *object, PyObject *arguments) {
+    SlotCall *self = (SlotCall *)object;
+    unsigned long long check;
+    PyObject *made;
+    if (!PyArg_ParseTuple(arguments, "KO!", &check, &PyTuple_Type, &made)) return NULL;
+    if (self->leaf_count == 0 || self->is_long || PyTuple_Size(made) != self->leaf_count) {
+        PyErr_SetString(PyExc_ValueError, "only calls of several small arrays are ended here");
+        return NULL;
+    }
+    if (!fit_still(self, &self->made, made, IN_ONE_PIECE | ALIGNED | WRITEABLE) || !all_agree(self, check, -1)) Py_RETURN_FALSE;
+    finish(self, (int)self->channel->side, NULL, made);
+    Py_RETURN_TRUE;
+}
+
 static int slot_call_clear(PyObject *object) {
     forget((Remembered *)object);
     return clear_held(object);
@@ -218,6 +233,7 @@ static PyMemberDef slot_call_members[] = {
 
 static PyMethodDef slot_call_methods[] = {
     {"learn", slot_call_learn, METH_VARARGS, "Learn what is done with long vectors that lie in some way."},
+    {"end", slot_call_end, METH_VARARGS, "Make the results of several small arrays, if all ranks have come: (check, made)."},
     {"begin", slot_call_begin, METH_VARARGS, "Begin a call that is waited for later: (x, out, timeout, site)."},
     {NULL},
 };

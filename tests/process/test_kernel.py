@@ -324,6 +324,48 @@ def test_calls_of_groups_and_of_many_forms_are_entered_in_c(launch):
         assert len(event["calls"]) < 40, "of 20 * 5 and 119 calls so many went Python's way, more than after slow peers"
 
 
+FORMS = """
+import sys
+import numpy as np
+import syncvar as sv
+from probe import note
+
+sv.init()
+sv.all_reduce(np.ones(1))
+module = sys.modules["syncvar.collectives.all_reduce"]
+plain, by_python = module.make_call, []
+module.make_call = lambda *given: by_python.append(given[3]) or plain(*given)
+values = [{"a": 1.0, "n": 2.0}, {"a": 1.0, "n": 3}, {"a": 1, "n": 3}]
+for turn in range(4):
+    if turn == 2:
+        by_python.clear()
+    results = [sv.all_reduce(value) for value in values]
+dtypes = [[str(result[name].dtype) for name in ("a", "n")] for result in results]
+numbers = len(by_python)
+
+by_python.clear()
+arrays, again = [np.ones(256 * number + 1) for number in range(9)], 0  # they are looked for in one place
+for _ in range(2):
+    for array in arrays:
+        sv.all_reduce(array)
+        before = len(by_python)
+        sv.all_reduce(array)
+        again += len(by_python) - before
+note("forms", dtypes=dtypes, numbers=numbers, forgotten=len(by_python) - len(arrays), again=again)
+"""
+
+
+@pytest.mark.needs_kernel
+def test_numbers_are_told_apart_by_their_types_and_forgotten_calls_are_found_again(launch):
+    job = launch(FORMS, env={"SYNCVAR_KERNEL": "c"})
+    assert job.wait(60) == 0, str(job)
+    for event in job.events("forms"):
+        assert event["dtypes"] == [["float64", "float64"], ["float64", "int64"], ["int64", "int64"]]
+        assert event["numbers"] == 0, "such dicts take turns, and each is found in C"
+        assert event["forgotten"] > 0, "so many of one place are not remembered at once"
+        assert event["again"] == 0, "the call after one in Python is found in C again"
+
+
 CHANGES = """
 import sys
 import numpy as np
