@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 LOOK_S = 0.05
 GRACE_S = 5.0
@@ -68,12 +69,15 @@ def _as_torchrun(workers: int, hosts: int, address: str) -> list[dict[str, str]]
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that are free now; workers must be told them before they start."""
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Return ports that are free, of those that the system gives to no connection by itself: workers are told them before they start."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: set[int] = set()
+    while len(found) < count:
+        port = first_given - 1 - secrets.randbelow(10_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:
