@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.mapping import Block
-from syncvar.collectives.reducing import contribution, kinds_of, outcome
+from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
 from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
 from syncvar.execution.reductions import Vector, are_side_by_side, flat_of
@@ -56,7 +56,7 @@ def reduce_together(
     kinds = kinds_of(hows)
     results: list[Any] = [None] * len(arrays)
     if opens and len(kinds) > 1 and apply is None and algorithm is None:
-        sizes = [sum([how.count(arrays[index]) for index in places]) * how.accumulate.itemsize for how, places in kinds.items()]
+        sizes = sizes_of(kinds, arrays)
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
         if plan.algorithm == "direct" and are_side_by_side(sizes, communicator.size) and all(_is_shared(plan, how) for how in kinds):
             yield from _side_by_side(plan, kinds, arrays, targets, communicator.size, results)

@@ -23,7 +23,7 @@ from syncvar.ops import OPS, Reduction, finish, identity, reduction
 from syncvar.wire.structures import LEAF, Leaves, Structure, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator, PreparedCall
 
 __all__ = [
-    "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "outcome",
-    "prepare_form", "prepared_reduction", "reduction_of", "run_plan", "tell_that_all_came",
+    "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "kinds_of",
+    "outcome", "prepare_form", "prepared_reduction", "reduction_of", "run_plan", "sizes_of", "tell_that_all_came",
 ]  # fmt: skip
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
@@ -167,6 +167,11 @@ def kinds_of(hows: Sequence[Reduction]) -> dict[Reduction, list[int]]:
     return kinds
 
 
+def sizes_of(kinds: Mapping[Reduction, Sequence[int]], arrays: Sequence[NDArray[Any]]) -> list[int]:
+    """Return how many bytes are combined in each way; `kinds` as of `kinds_of`."""
+    return [sum([how.count(arrays[place]) for place in places]) * how.accumulate.itemsize for how, places in kinds.items()]
+
+
 def run_plan(
     communicator: Communicator, collective: str, work: NDArray[Any], how: Reduction, **options: Any
 ) -> Generator[Stage, None, Reduction]:
@@ -287,8 +292,8 @@ def prepare_form(
     if not are_known or not all(array.dtype.isnative for array in arrays) or (leaves is not None and ends != EVERYWHERE):
         return never
     if leaves is not None and len(kinds) > 1:
-        sizes = [sum([arrays[place].size for place in places]) * how.accumulate.itemsize for how, places in kinds.items()]
-        return prepare_kinds(communicator, kinds, leaves, digest, what) if are_side_by_side(sizes, communicator.size) else never
+        sizes = sizes_of(kinds, arrays)
+        return prepare_kinds(communicator, kinds, sizes, leaves, digest, what) if are_side_by_side(sizes, communicator.size) else never
     (how,) = kinds
     count = sum(array.size for array in arrays)
     if not is_direct(count * how.accumulate.itemsize, communicator.size) and ends != EVERYWHERE and form.dtype != how.accumulate:

@@ -31,19 +31,21 @@ __all__ = ["prepare_kinds"]
 _KINDS_MAX = 8  # as in calls.h
 
 
-def prepare_kinds(communicator: Communicator, kinds: Mapping[Reduction, Sequence[int]], leaves: Leaves, digest: int, what: str) -> PreparedCall | None:
+def prepare_kinds(
+    communicator: Communicator, kinds: Mapping[Reduction, Sequence[int]], sizes: Sequence[int], leaves: Leaves, digest: int, what: str
+) -> PreparedCall | None:
     """Return the prepared call of short arrays of several kinds, which are `are_side_by_side`, or None where there is none.
 
     Args:
         communicator: The group.
         kinds: The places of the arrays that are reduced in each way.
+        sizes: Bytes of each kind in a slot.
         leaves: Such arrays.
         digest: Fingerprint of the call, as the long way makes it.
         what: The call in words.
     """
     rank, size = communicator.member_rank, communicator.size
-    counts = [sum([leaves.arrays[place].size for place in places]) for places in kinds.values()]
-    starts, nbytes = places_of([count * how.accumulate.itemsize for count, how in zip(counts, kinds, strict=True)])
+    starts, nbytes = places_of(sizes)
     ground = preparation_of(communicator, what, digest, nbytes, "arena small")
     if ground is None:
         return None
