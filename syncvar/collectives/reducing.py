@@ -38,6 +38,7 @@ __all__ = [
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 _LEAVES_MAX = 1024  # as in calls.h
 _DEPTH_MAX = 16
+_KINDS: dict[type[Any], str] = {dict: "dict", list: "list", tuple: "tuple"}
 _LOCATING = ("minloc", "maxloc")
 
 
@@ -211,22 +212,23 @@ def form_of(x: Any) -> NDArray[Any] | Leaves | None:
     if type(x) is np.ndarray:
         return x
     arrays: list[NDArray[Any]] = []
-    layout = _layout(x, arrays, _DEPTH_MAX)
-    if layout is None or not arrays:
+    structure = _plain_structure(x, arrays, _DEPTH_MAX)
+    if structure is None or not arrays:
         return None
-    return arrays[0] if layout == LEAF else Leaves.of(layout, arrays)
+    return arrays[0] if structure is LEAF else Leaves.of(structure, arrays)
 
 
-def _layout(value: Any, arrays: list[NDArray[Any]], depth: int) -> tuple[Any, ...] | None:
+def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Structure | None:
     """Return how plain containers hold arrays, which are added to `arrays`; None where the general way has to look."""
     kind = type(value)
     array = value if kind is np.ndarray else None if kind is dict else plain_array(value)
     if array is not None:
         arrays.append(array)
         return LEAF
-    if (kind is not dict and kind is not list and kind is not tuple) or depth == 0 or len(value) + len(arrays) > _LEAVES_MAX:
+    if kind not in _KINDS or depth == 0 or len(value) + len(arrays) > _LEAVES_MAX:
         return None
-    names, holds = None, True
+    names: tuple[str, ...] = ()
+    holds = True
     if kind is dict:
         if not {str}.issuperset(map(type, value)):
             return None
@@ -234,12 +236,12 @@ def _layout(value: Any, arrays: list[NDArray[Any]], depth: int) -> tuple[Any, ..
     else:  # nested numbers are an array
         holds = any(type(part) is np.ndarray or type(part) is dict for part in value)
     parts = []
-    for part in value if names is None else map(value.__getitem__, names):
-        layout = _layout(part, arrays, depth - 1)
-        if layout is None or (layout == LEAF and not holds):
+    for part in map(value.__getitem__, names) if kind is dict else value:
+        structure = _plain_structure(part, arrays, depth - 1)
+        if structure is None or (structure is LEAF and not holds):
             return None
-        parts.append(layout)
-    return kind, names, tuple(parts)
+        parts.append(structure)
+    return Structure(_KINDS[kind], names, tuple(parts))
 
 
 class Reducing(Repeatable):

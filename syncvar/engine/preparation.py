@@ -192,7 +192,7 @@ class Preparation(NamedTuple):
             layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
             tuple([(kind.how, kind.dtype, kind.start, sum([arrays[place].size for place in kind.places])) for kind in kinds]),
             tuple([(array.shape, len(arrays) > 1 and is_alone(array), kind_of[place]) for place, array in enumerate(arrays)]),
-            layout=None if leaves is None else leaves.layout, leaves_type=None if leaves is None else type(leaves),
+            structure=None if leaves is None else leaves.structure, leaves_type=None if leaves is None else type(leaves),
             channel=self.channel, queue=self.channel.queue, engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
             begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt, crowd=layout["crowd"], nothing=nothing,

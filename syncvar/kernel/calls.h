@@ -50,7 +50,7 @@ typedef struct {
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
     PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */
-    PyObject *layout, *leaves_type; /* of several arrays: how containers hold them, see leaves.c, and the class `Leaves`; else None */
+    PyObject *structure, *leaves_type; /* of several arrays: how containers hold them, see leaves.c, and the class `Leaves`; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* by what it is remembered */
     Form brought, made;
@@ -79,6 +79,8 @@ typedef struct {
 static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) { return self->how.half ? 2 * form->nbytes : form->nbytes; }
 
 /* of leaves.c */
+int intern_kinds(void);
+PyTypeObject *container_of(PyObject *structure);
 int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given);
 int holds_leaves(const SlotCall *self, PyObject *value);
 PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags);

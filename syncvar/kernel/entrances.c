@@ -166,8 +166,8 @@ static void keep_call(Entrance *self, SlotCall *call) {
     const Form *form = &call->brought;
     PyObject *const communicator = (PyObject *)call->communicator;
     Remembered **place = call->leaf_count == 0 ? place_of(self, communicator, call->op, form->dtype, form->ndim, form->shape)
-                                               : place_of_several(self, communicator, call->op, (PyTypeObject *)PyTuple_GetItem(call->layout, 0),
-                                                                  PyTuple_Size(PyTuple_GetItem(call->layout, 2)));
+                                               : place_of_several(self, communicator, call->op, container_of(call->structure),
+                                                                  PyTuple_Size(PyTuple_GetItem(call->structure, 2)));
     if (place[TOGETHER - 1] != NULL) forget(place[TOGETHER - 1]);
     memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
     *place = NULL;

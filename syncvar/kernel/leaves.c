@@ -7,18 +7,34 @@
 
 #include <stdlib.h>
 
-/* How containers hold arrays: the empty tuple of an array, else (type, sorted names of a dict or None, (how each part does, ...)). */
-static int is_leaf(PyObject *layout) { return PyTuple_Size(layout) == 0; }
+/* How containers hold arrays is said by a `Structure`: (kind, sorted names of a dict, (how each part does, ...)). The kinds are interned. */
+static PyObject *of_array, *of_dict, *of_list, *of_tuple;
 
-/* Return how many arrays a layout has; -1 where it is none. */
-static Py_ssize_t count_leaves(PyObject *layout) {
-    if (!PyTuple_Check(layout)) return -1;
-    if (is_leaf(layout)) return 1;
-    if (PyTuple_Size(layout) != 3) return -1;
-    PyObject *const kind = PyTuple_GetItem(layout, 0), *const names = PyTuple_GetItem(layout, 1), *const parts = PyTuple_GetItem(layout, 2);
-    const int is_dict = kind == (PyObject *)&PyDict_Type;
-    if (!is_dict && kind != (PyObject *)&PyList_Type && kind != (PyObject *)&PyTuple_Type) return -1;
-    if (!PyTuple_Check(parts) || (is_dict ? !PyTuple_Check(names) || PyTuple_Size(names) != PyTuple_Size(parts) : names != Py_None)) return -1;
+/* Make what kinds are compared with; -1 with an error. */
+int intern_kinds(void) {
+    of_array = PyUnicode_InternFromString("leaf");
+    of_dict = PyUnicode_InternFromString("dict");
+    of_list = PyUnicode_InternFromString("list");
+    of_tuple = PyUnicode_InternFromString("tuple");
+    return of_array && of_dict && of_list && of_tuple ? 0 : -1;
+}
+
+static int is_leaf(PyObject *structure) { return PyTuple_GetItem(structure, 0) == of_array; }
+
+/* Return of which class a container is, NULL of an array or none. */
+PyTypeObject *container_of(PyObject *structure) {
+    PyObject *const kind = PyTuple_GetItem(structure, 0);
+    return kind == of_dict ? &PyDict_Type : kind == of_list ? &PyList_Type : kind == of_tuple ? &PyTuple_Type : NULL;
+}
+
+/* Return how many arrays a structure has; -1 where it is none. */
+static Py_ssize_t count_leaves(PyObject *structure) {
+    if (!PyTuple_Check(structure) || PyTuple_Size(structure) != 3) return -1;
+    if (is_leaf(structure)) return 1;
+    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts = PyTuple_GetItem(structure, 2);
+    PyTypeObject *const kind = container_of(structure);
+    if (kind == NULL || !PyTuple_Check(parts) || !PyTuple_Check(names)) return -1;
+    if (PyTuple_Size(names) != (kind == &PyDict_Type ? PyTuple_Size(parts) : 0)) return -1;
     Py_ssize_t count = 0;
     for (Py_ssize_t place = 0; place < PyTuple_Size(parts); place++) {
         const Py_ssize_t more = count_leaves(PyTuple_GetItem(parts, place));
@@ -73,7 +89,7 @@ static int read_kinds(SlotCall *self, PyObject *given) {
 int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
-    if (count > LEAVES_MAX || count_leaves(self->layout) != count || is_leaf(self->layout) || !read_kinds(self, kinds)) return 0;
+    if (count > LEAVES_MAX || count_leaves(self->structure) != count || is_leaf(self->structure) || !read_kinds(self, kinds)) return 0;
     self->leaves = new_room(&self->kept_leaves, count * (Py_ssize_t)sizeof *self->leaves);
     self->leaf_arguments = PyTuple_New(count);
     if (self->leaves == NULL || self->leaf_arguments == NULL) return 0;
@@ -122,17 +138,17 @@ static int has_plain_names(PyObject *dict) {
     return 1;
 }
 
-/* Take what lies where a layout has arrays, after those that have been taken; return whether a value is laid out so. A list of numbers
+/* Take what lies where a structure has arrays, after those that have been taken; return whether a value is of that structure. A list of numbers
  * alone is an array itself, and so no list of arrays. */
-static int take_items(PyObject *layout, PyObject *value, PyObject **items, int *taken) {
-    if (is_leaf(layout)) {
+static int take_items(PyObject *structure, PyObject *value, PyObject **items, int *taken) {
+    if (is_leaf(structure)) {
         items[(*taken)++] = Py_NewRef(value);
         return 1;
     }
-    PyObject *const names = PyTuple_GetItem(layout, 1), *const parts = PyTuple_GetItem(layout, 2);
+    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts = PyTuple_GetItem(structure, 2);
     const Py_ssize_t size = PyTuple_Size(parts);
-    const int is_dict = names != Py_None, is_list = PyList_CheckExact(value);
-    if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(layout, 0) || PyObject_Size(value) != size) return 0;
+    const int is_dict = PyDict_CheckExact(value), is_list = PyList_CheckExact(value);
+    if (Py_TYPE(value) != container_of(structure) || PyObject_Size(value) != size) return 0;
     if (is_dict && !has_plain_names(value)) return 0;
     int holds = is_dict;
     for (Py_ssize_t place = 0; place < size; place++) {
@@ -152,7 +168,7 @@ static void drop_items(PyObject **items, int taken) {
 }
 
 /* Get what a value holds where the arrays of these calls are: the items of its containers, or the arrays of a `Leaves`; returns how
- * many, 0 where it is laid out in another way. Nobody's code runs meanwhile. `drop_items` lets go of them. */
+ * many, 0 where it is of another structure. Nobody's code runs meanwhile. `drop_items` lets go of them. */
 static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
     int taken = 0, are_all = 0;
     if ((PyObject *)Py_TYPE(value) == self->leaves_type) {
@@ -163,7 +179,7 @@ static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
             taken++;
         }
     } else {
-        are_all = take_items(self->layout, value, items, &taken);
+        are_all = take_items(self->structure, value, items, &taken);
     }
     if (PyErr_Occurred()) PyErr_Clear(); /* of a place that is not there */
     if (are_all) return taken;
@@ -226,20 +242,21 @@ PyObject *make_leaves(const SlotCall *self) {
 }
 
 /* Return containers of arrays, from one on; `place` goes on behind them. NULL with an error. */
-static PyObject *contain(PyObject *layout, PyObject *arrays, Py_ssize_t *place) {
-    if (is_leaf(layout)) {
+static PyObject *contain(PyObject *structure, PyObject *arrays, Py_ssize_t *place) {
+    if (is_leaf(structure)) {
         PyObject *array = PyTuple_GetItem(arrays, (*place)++);
         return array == NULL ? NULL : Py_NewRef(array);
     }
-    PyObject *const names = PyTuple_GetItem(layout, 1), *const parts = PyTuple_GetItem(layout, 2);
+    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts = PyTuple_GetItem(structure, 2);
     const Py_ssize_t size = PyTuple_Size(parts);
-    const int is_list = PyTuple_GetItem(layout, 0) == (PyObject *)&PyList_Type;
-    PyObject *made = names != Py_None ? PyDict_New() : is_list ? PyList_New(size) : PyTuple_New(size);
+    PyTypeObject *const kind = container_of(structure);
+    const int is_dict = kind == &PyDict_Type, is_list = kind == &PyList_Type;
+    PyObject *made = is_dict ? PyDict_New() : is_list ? PyList_New(size) : PyTuple_New(size);
     for (Py_ssize_t number = 0; made != NULL && number < size; number++) {
         PyObject *part = contain(PyTuple_GetItem(parts, number), arrays, place);
         if (part == NULL) {
             Py_CLEAR(made);
-        } else if (names != Py_None) {
+        } else if (is_dict) {
             if (PyDict_SetItem(made, PyTuple_GetItem(names, number), part) < 0) Py_CLEAR(made);
             Py_DECREF(part);
         } else if (is_list) {
@@ -254,7 +271,7 @@ static PyObject *contain(PyObject *layout, PyObject *arrays, Py_ssize_t *place) 
 /* Return the containers of arrays that the caller gets; NULL with an error. */
 PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
     Py_ssize_t place = 0;
-    return contain(self->layout, arrays, &place);
+    return contain(self->structure, arrays, &place);
 }
 
 /* Find where arrays lie. */

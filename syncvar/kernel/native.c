@@ -1,5 +1,5 @@
 /* The module: what it tells of itself, and its types. */
-#include "native.h"
+#include "calls.h"
 
 #define FORM 19 /* of what Python and this module tell each other; as in __init__.py */
 
@@ -72,7 +72,7 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
 
 static int prepare_module(PyObject *module) {
     choose_copy();
-    if (find_numpy() < 0 || intern_names() < 0 || PyModule_AddIntConstant(module, "FORM", FORM) < 0) return -1;
+    if (find_numpy() < 0 || intern_names() < 0 || intern_kinds() < 0 || PyModule_AddIntConstant(module, "FORM", FORM) < 0) return -1;
 #define ADDED_TYPE(PREFIX) if (add_type(module, &PREFIX##_spec, &PREFIX##_type) < 0) return -1;
     TYPES(ADDED_TYPE)
     return 0;

@@ -220,7 +220,7 @@ static PyMemberDef slot_call_members[] = {
     HELD(SlotCall, queue), HELD(SlotCall, add), HELD(SlotCall, told),
     HELD(SlotCall, plain), HELD(SlotCall, later), HELD(SlotCall, hand_over),
     HELD(SlotCall, interrupt), HELD(SlotCall, saying), HELD(SlotCall, begun), HELD(SlotCall, work),
-    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HELD(SlotCall, layout), HELD(SlotCall, leaves_type),
+    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HELD(SlotCall, structure), HELD(SlotCall, leaves_type),
     HOLDS(SlotCall, make_arguments, "_make_arguments"), HOLDS(SlotCall, leaf_arguments, "_leaf_arguments"),
     HOLDS(SlotCall, kept_leaves, "_leaves"), HOLDS(SlotCall, kept_kinds, "_kinds"), HOLDS(SlotCall, kept_room, "_room"),
     HOLDS(SlotCall, face, "_face"), HOLDS(SlotCall, op, "_op"),

@@ -37,59 +37,43 @@ class Structure(NamedTuple):
     children: tuple[Structure, ...] = ()
 
 
-_LEAF = Structure("leaf")
-
-
-LEAF: tuple[()] = ()
-"""The layout of an array."""
+LEAF = Structure("leaf")
+"""The structure of an array alone."""
 
 
 class Leaves(NamedTuple):
     """Plain dicts, lists and tuples of arrays, in the place of an array.
 
     Args:
-        layout: How they hold the arrays: (type, sorted names of a dict or None, layouts of the parts); `LEAF` of an array.
+        structure: How they hold the arrays.
         arrays: The leaves, in the order of `flatten`.
-        shape: The layout, and dtype and shape of each leaf: what makes two of them alike.
+        shape: The structure, and dtype and shape of each leaf: what makes two of them alike.
         dtype: None: there is one of each leaf.
     """
 
-    layout: tuple[Any, ...]
+    structure: Structure
     arrays: list[NDArray[Any]]
     shape: Hashable
     dtype: None = None
 
     @classmethod
-    def of(cls, layout: tuple[Any, ...], arrays: list[NDArray[Any]]) -> Leaves:
+    def of(cls, structure: Structure, arrays: list[NDArray[Any]]) -> Leaves:
         """Return the leaves of such a structure."""
-        return cls(layout, arrays, (layout, tuple([(array.dtype, array.shape) for array in arrays])))
+        return cls(structure, arrays, (structure, tuple([(array.dtype, array.shape) for array in arrays])))
 
     def without_memory(self) -> Leaves:
         """Return the leaves of a structure that is alike, whose arrays take no memory: what is kept of a call that may be made again.
 
         Example:
-            >>> leaves = Leaves.of((list, None, (LEAF,)), [np.ones((2, 3))]).without_memory()
+            >>> leaves = Leaves.of(flatten([np.ones((2, 3))])[0], [np.ones((2, 3))]).without_memory()
             >>> leaves.arrays[0].shape, leaves.arrays[0].strides
             ((2, 3), (0, 0))
         """
         return self._replace(arrays=[np.broadcast_to(np.empty((), array.dtype), array.shape) for array in self.arrays])
 
     def with_arrays(self, made: Iterable[Any]) -> Any:
-        """Return the same structure of other arrays.
-
-        Example:
-            >>> Leaves.of((dict, ("a", "b"), (LEAF, (list, None, (LEAF,)))), []).with_arrays([1, 2])
-            {'a': 1, 'b': [2]}
-        """
-        return _contained(self.layout, iter(made))
-
-
-def _contained(layout: tuple[Any, ...], made: Iterator[Any]) -> Any:
-    if layout == LEAF:
-        return next(made)
-    kind, names, parts = layout
-    items = [_contained(part, made) for part in parts]
-    return dict(zip(names, items, strict=True)) if kind is dict else kind(items)
+        """Return the same structure of other arrays."""
+        return unflatten(self.structure, made)
 
 
 def is_structure(value: Any) -> bool:
@@ -201,7 +185,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
             kind, keys = "dataclass", (type(value).__qualname__, *_field_names(value))
         return Structure(kind, keys, tuple(_flatten(item, leaves) for item in parts_of(value)))
     leaves.append(value)
-    return _LEAF
+    return LEAF
 
 
 def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[Any]]:
@@ -283,7 +267,7 @@ def holds_dataclass(structure: Structure) -> bool:
     return structure.kind == "dataclass" or any(map(holds_dataclass, structure.children))
 
 
-def unflatten(structure: Structure, leaves: list[Any], like: Any = None) -> Any:
+def unflatten(structure: Structure, leaves: Iterable[Any], like: Any = None) -> Any:
     """Put leaves back into a structure; the keys of dicts are sorted, and so in one order on all ranks.
 
     Args:
