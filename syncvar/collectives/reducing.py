@@ -209,13 +209,12 @@ def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[St
 
 def form_of(x: Any) -> NDArray[Any] | Leaves | None:
     """Return the plain array of a value, or its leaves; None where the general way has to look at it."""
-    if type(x) is np.ndarray:
-        return x
+    array = plain_array(x)
+    if array is not None:
+        return array
     arrays: list[NDArray[Any]] = []
     structure = _plain_structure(x, arrays, _DEPTH_MAX)
-    if structure is None or not arrays:
-        return None
-    return arrays[0] if structure is LEAF else Leaves.of(structure, arrays)
+    return None if structure is None or not arrays else Leaves.of(structure, arrays)
 
 
 def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Structure | None:

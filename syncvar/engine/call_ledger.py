@@ -41,14 +41,21 @@ class Passing(Counting, Protocol):
 
 
 class CallBlock:
-    """A block of calls that this rank ended after call `last`; it grows by the blocks after it in which no call is made."""
+    """A block of calls that this rank ended after call `last`; it grows by the blocks after it in which no call is made.
 
-    __slots__ = ("epoch_end", "last", "members")
+    Args:
+        members: The group.
+        last: The last call that was made in it here.
+        epoch_end: Its last number.
+    """
+
+    __slots__ = ("epoch_end", "is_gone", "last", "members")
 
     def __init__(self, members: tuple[int, ...], last: int, epoch_end: int) -> None:
         self.members = members
         self.last = last
         self.epoch_end = epoch_end
+        self.is_gone = False  # it has been told, or refused, and grows no more
 
 
 class Overtaken(NamedTuple):
@@ -185,7 +192,8 @@ class CallLedger:
 
     def blocks(self, group: int) -> deque[CallBlock]:
         """Return the blocks of a group's calls that have ended; who ends one adds it, without the lock."""
-        return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX))
+        found = self._passed.get(group)
+        return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX)) if found is None else found
 
     def passed_over(self, groups: Iterable[Passing], reason: str, rank: int) -> list[Passing]:
         """Look at the blocks that have just been ended, where there are verdicts or calls over links.
@@ -215,7 +223,10 @@ class CallLedger:
         known = [old for old in overlapping if old["call"] <= last + 1]
         if not known:
             # Who left the block later than this rank may still be in one of the calls between.
-            blocks.append(CallBlock(block.members, last, min([epoch_end, *(old["call"] - 1 for old in overlapping)])))
+            block.epoch_end = min([epoch_end, *(old["call"] - 1 for old in overlapping)])
+            blocks.append(block)
+        else:
+            block.is_gone = True
         if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
             return False
         following = epoch_end + 1
@@ -292,5 +303,6 @@ class CallLedger:
 
 
 def _remove(blocks: deque[CallBlock], block: CallBlock) -> None:
+    block.is_gone = True
     with contextlib.suppress(ValueError):  # newer ones have come meanwhile, so that it is gone already
         blocks.remove(block)

@@ -23,7 +23,6 @@ from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
@@ -72,6 +71,11 @@ class Request:
         self.message = message
 
 
+def _end_of(number: int) -> int:
+    """Return where the block of calls ends before which so many calls were made that they reached beyond their block."""
+    return -(-number // _EPOCH_CALLS) * _EPOCH_CALLS - 1
+
+
 def begin_epochs(communicators: Sequence[Communicator]) -> None:
     """Begin a new block of call numbers in groups of one process, at the start of `strategy.run` and when it returns.
 
@@ -81,19 +85,19 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
     """
     engine, is_shared = None, True
     for one in communicators:
+        following, end = one.next_call, one._block_end  # noqa: SLF001  (its other half)
+        if following > end:
+            end = _end_of(following)
+        one.next_call, one._block_end = end + 1, end + _EPOCH_CALLS  # noqa: SLF001
         engine = one.engine
-        last = one.next_call - 1
-        end = one.skip()
         if engine is None:
             continue
-        blocks = one.blocks
-        if blocks is None:
-            blocks = one.blocks = engine.book.blocks(one.identity)
-        block = next(reversed(blocks), None)  # in one step: another thread may take it away
-        if block is not None and block.epoch_end == last:
-            block.epoch_end = end
+        block = one.ended
+        if block is not None and block.epoch_end == following - 1 and not block.is_gone:
+            block.epoch_end = end  # no call has been made since; another thread may take the block away, or cut it
         else:
-            blocks.append(CallBlock(one.members, last, end))
+            block = one.ended = CallBlock(one.members, following - 1, end)
+            engine.book.blocks(one.identity).append(block)
         is_shared = is_shared and one.channel is not None
     if engine is not None and not (is_shared and engine.is_quiet):
         engine.passed_over(communicators)
@@ -162,7 +166,7 @@ class Communicator(CommunicatorState):
         self.outlet: Outlet = NoOutlet() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
         self._block_end = _EPOCH_CALLS - 1  # last number of the block of calls that it is in
-        self.blocks: deque[CallBlock] | None = None  # that have ended, once one has
+        self.ended: CallBlock | None = None  # the block that has ended last
         self.busy = threading.Lock()
         self.channel = channel
         self.hosts = hosts
@@ -409,18 +413,10 @@ class Communicator(CommunicatorState):
             if self.size > 1:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
                 self.engine.left_run(self.identity, self.members, self.next_call - 1, self._block_end, reason)
-        self.skip()
+        end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)
+        self.next_call, self._block_end = end + 1, end + _EPOCH_CALLS
         if self.engine is not None:
             self.engine.book.announce(self.identity, self.next_call)
-
-    def skip(self) -> int:
-        """Go on to the next block of call numbers; return the last number before it."""
-        end = self._block_end
-        if self.next_call > end:  # so many calls were made in one block
-            end = -(-self.next_call // _EPOCH_CALLS) * _EPOCH_CALLS - 1
-        self.next_call = end + 1
-        self._block_end = end + _EPOCH_CALLS
-        return end
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)

@@ -78,6 +78,11 @@ class Strategy(Taught):
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.roster: Roster | None = None
+        world = self.context.world
+        # the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks
+        is_beside = communicator is not world and communicator.members == world.members
+        self._aligned: tuple[Communicator, ...] = (communicator, world) if is_beside else (communicator,)
+        self._replica = Place(self, _REPLICA)
         if self.has_copies and communicator.rank is not None and communicator.size > 1:
             self.roster = Roster(self)
             _known(self.context).add(self)
@@ -198,7 +203,7 @@ class Strategy(Taught):
             roster.runs += 1  # also of a run that fails: the replicas' numbers stay the same
         given = [own_part(one) for one in args] if args else ()
         named = {name: own_part(one) for name, one in kwargs.items()} if kwargs else {}
-        aligned = self._aligned()
+        aligned = self._aligned
         refused: SyncvarError | None = None
         if queue is not None:
             try:
@@ -206,17 +211,17 @@ class Strategy(Taught):
             except SyncvarError as error:
                 refused = error
             queue.begin()
-            aligned.append(queue.calls)
+            aligned = (*aligned, queue.calls)
         begin_epochs(aligned)
         depth = len(stack)
-        stack.append(Place(self, _REPLICA))
+        stack.append(self._replica)
         try:
             if refused is not None:  # a block of calls has begun: the replicas' numbers stay the same
                 raise refused
             if roster is not None:
                 roster.begin_run(self._check_every)
             result = fn(*given, **named)
-            if self.queue is not None:
+            if self.queue is not None:  # perhaps only since
                 self._send_queued()
             if roster is not None:
                 roster.end_run(self._check_every)
@@ -253,7 +258,8 @@ class Strategy(Taught):
             >>> sv.MirroredStrategy().reduce("MEAN", [1.0, 3.0], axis=0)
             array(2.)
         """
-        self._require("reduce")
+        if self.places.stack or self.context.is_closed or self._communicator.rank is None:
+            self._require("reduce")
         return reduce_values(
             self._communicator, reduce_op, value, axis, self.timeout, reproducible=self.reproducible
         )
@@ -393,12 +399,6 @@ class Strategy(Taught):
                 self._send_queued()
             else:
                 queue.start()
-
-    def _aligned(self) -> list[Communicator]:
-        """Return the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks."""
-        world = self.context.world
-        mine = self._communicator
-        return [mine, world] if mine is not world and mine.members == world.members else [mine]
 
 
 def _known(context: Joined) -> weakref.WeakSet[Strategy]:

@@ -25,8 +25,8 @@ from syncvar.strategies.base import Strategy
 from syncvar.strategies.server_variables import Reads, ServerVariable
 from syncvar.variables.casting import operand_array
 from syncvar.variables.names import Names
-from syncvar.variables.places import current_place, stacks_here, take_places_along
-from syncvar.variables.policy import Operation, VariableSynchronization
+from syncvar.variables.places import Place, current_place, stacks_here, take_places_along
+from syncvar.variables.policy import Context, Operation, VariableSynchronization
 from syncvar.variables.rows import checked_rows
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
     from syncvar.env import RankEnvironment
     from syncvar.joining.context import Context as Joined
     from syncvar.servers import Session
@@ -188,6 +187,7 @@ class ParameterServerStrategy(Strategy):
         self.timeout = None if timeout is None else checked_timeout(timeout)
         self.strict, self.check_cross_writes, self.reproducible, self.is_default = False, False, True, False
         self._check_every = 0
+        self._aligned, self._replica = (), Place(self, Context.REPLICA)  # `run` is no meeting: each worker goes at its own pace
         self.queue = self.roster = None
         self.here = _servers_here()
         self.places = stacks_here()
@@ -484,9 +484,6 @@ class ParameterServerStrategy(Strategy):
 
     def require_member(self) -> None:
         """Do nothing: every worker is a member."""
-
-    def _aligned(self) -> list[Communicator]:
-        return []  # `run` is no meeting: each worker goes at its own pace
 
     def _send_queued(self) -> None:
         """Do nothing: no write of these variables waits in a queue."""

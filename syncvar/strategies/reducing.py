@@ -95,7 +95,7 @@ def reduce_values(
         reproducible: Sum by the tree.
     """
 
-    def check() -> Request:
+    def request_of(_value: Any = None, _out: Any = None) -> Any:
         op = as_member(ReduceOp, reduce_op, "reduce_op")
         axes = _checked_axes(axis)
         part = local_part(value)
@@ -130,10 +130,10 @@ def reduce_values(
     form = form_of(value) if axis is None and communicator.channel is not None and isinstance(reduce_op, str) else None
     if form is not None:
         key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
-        result = call_prepared(communicator, key, form, None, timeout, lambda _x, _out: cast("Reducing", check()))
+        result = call_prepared(communicator, key, form, None, timeout, request_of)
         if result is not None:
             return result
-    return communicator.perform("strategy.reduce", check, timeout)
+    return communicator.perform("strategy.reduce", request_of, timeout)
 
 
 def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str) -> Any:
