@@ -16,6 +16,8 @@
 #define LONG_BYTES 8388608 /* no longer message goes by parts: the caches are too small for it, and its receiver may as well read it alone */
 #define PLACES 8           /* of long messages that are open */
 
+static uint64_t nbytes_of(const Sort *sort) { return (uint64_t)sort->form.nbytes; }
+
 static uint64_t in_lines(uint64_t nbytes) { return (nbytes + LINE - 1) / LINE * LINE; }
 
 /* Where the bytes of an entry begin. */
@@ -26,7 +28,7 @@ static uint64_t data_at(int ndim, uint64_t nbytes) {
 
 /* Return how long the entry of a whole message is. */
 static uint64_t length_whole(const Sort *sort) {
-    return in_lines(data_at(sort->form.ndim, (uint64_t)sort->form.nbytes) + (uint64_t)sort->form.nbytes);
+    return in_lines(data_at(sort->form.ndim, nbytes_of(sort)) + nbytes_of(sort));
 }
 
 /* Return how long an entry is that tells of a long message: where it lies, there and in the arena, and its number follow the shape. */
@@ -84,18 +86,18 @@ static void end_entry(End *self, uint64_t filled) {
 }
 
 static void put(End *self, const Sort *sort, uint64_t call, const char *data, uint64_t gap) {
-    const uint64_t at = data_at(sort->form.ndim, sort->form.nbytes), length = length_whole(sort);
-    uint64_t *entry = begin_entry(self, length, gap, sort->what | WHOLE, call, sort->form.nbytes);
+    const uint64_t at = data_at(sort->form.ndim, nbytes_of(sort)), length = length_whole(sort);
+    uint64_t *entry = begin_entry(self, length, gap, sort->what | WHOLE, call, nbytes_of(sort));
     const uint64_t filled = self->words[FILLED];
     char *start = (char *)entry + at;
     for (int axis = 0; axis < sort->form.ndim; axis++) entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
     uint64_t done = 0;
-    while (sort->form.nbytes - done > PIECE) {
+    while (nbytes_of(sort) - done > PIECE) {
         copy_out(&self->stores, start + done, data + done, PIECE);
         done += PIECE;
         store(self->words + FILLED, filled + (at + done) / LINE * LINE);
     }
-    copy_out(&self->stores, start + done, data + done, sort->form.nbytes - done);
+    copy_out(&self->stores, start + done, data + done, nbytes_of(sort) - done);
     end_entry(self, filled + length);
 }
 
@@ -168,7 +170,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     const uint64_t length = length_told(sort), before = number - PLACES;
     if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 && words[GIVEN_UP + before % PLACES] != before)
         Py_RETURN_FALSE;
-    if (self->patience.looks == 0 || sort->form.nbytes > LONG_BYTES || PyList_Size(self->shared) || !has_room(self, length, &gap)) Py_RETURN_FALSE;
+    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) || !has_room(self, length, &gap)) Py_RETURN_FALSE;
     Count *count = self->count;
     const long long call = count->number;
     if (!hold(self)) Py_RETURN_FALSE;
@@ -178,7 +180,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     count->next_call = count->number = call + 1;
     words[NUMBER] = number;
     store(words + ATTENDED, number);
-    uint64_t *entry = begin_entry(self, length, gap, sort->what | TOLD, (uint64_t)call, sort->form.nbytes);
+    uint64_t *entry = begin_entry(self, length, gap, sort->what | TOLD, (uint64_t)call, nbytes_of(sort));
     for (int axis = 0; axis < sort->form.ndim; axis++) entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
     entry[SHAPE + sort->form.ndim] = (uint64_t)(uintptr_t)data;
     entry[SHAPE + sort->form.ndim + 1] = offset;
@@ -187,10 +189,10 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     uint64_t answer, gone = 0;
     Py_BEGIN_ALLOW_THREADS
     answer = wait_long(self, words + ANSWERS + number % PLACES, (number << 1) - 1);
-    if (answer == (number << 1) - 1) gone = pour(self, (uint64_t)call, data, sort->form.nbytes);
+    if (answer == (number << 1) - 1) gone = pour(self, (uint64_t)call, data, nbytes_of(sort));
     Py_END_ALLOW_THREADS
     store(words + ATTENDED, 0);
-    if (answer < number << 1 && gone < sort->form.nbytes) {
+    if (answer < number << 1 && gone < nbytes_of(sort)) {
         PyObject *made = go_on(self, x, call, begin, number, gone);
         Py_XDECREF(made);
         return made == NULL ? NULL : Py_NewRef(Py_True);
@@ -207,7 +209,7 @@ PyObject *send_now(PyObject *object, PyObject *x) {
     for (int which = 0; which < SORTS && sort == NULL; which++)
         if (is_of(&self->sorts[which], x, IN_ONE_PIECE | ALIGNED)) sort = &self->sorts[which];
     if (sort == NULL || !may_begin(self)) Py_RETURN_FALSE;
-    if (sort->form.nbytes > self->eager_bytes) return send_long(self, sort, x);
+    if (nbytes_of(sort) > self->eager_bytes) return send_long(self, sort, x);
 
     const uint64_t length = length_whole(sort);
     uint64_t gap;
@@ -230,12 +232,12 @@ static uint64_t wait_for(End *self, uint64_t need) {
 
 /* Copy the bytes of an entry as they come; return whether all have. */
 static int take(End *self, uint64_t used, const Sort *sort, char *target) {
-    const uint64_t at = data_at(sort->form.ndim, sort->form.nbytes), length = length_whole(sort);
+    const uint64_t at = data_at(sort->form.ndim, nbytes_of(sort)), length = length_whole(sort);
     const char *start = self->ring + used % self->ring_bytes + at;
     uint64_t done = 0;
     while (1) {
         const uint64_t there = seen(self->words + FILLED) - used;
-        uint64_t ready = there >= length ? sort->form.nbytes : there > at ? there - at : 0;
+        uint64_t ready = there >= length ? nbytes_of(sort) : there > at ? there - at : 0;
         copy_bytes(target + done, start + done, ready - done);
         done = ready;
         if (there >= length) return 1;
@@ -271,16 +273,16 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
     const uint64_t used = words[USED], *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
     const uint64_t number = entry[SHAPE + sort->form.ndim + 2];
     Count *count = self->count;
-    if (self->patience.looks == 0 || sort->form.nbytes > LONG_BYTES || number == 0 || seen(words + ATTENDED) != number) Py_RETURN_NONE;
+    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || number == 0 || seen(words + ATTENDED) != number) Py_RETURN_NONE;
     if (!hold(self)) Py_RETURN_NONE;
     count->number = call + 1;
     store(words + USED, used + entry[LENGTH]);
     uint64_t done;
     Py_BEGIN_ALLOW_THREADS
     store(words + ANSWERS + number % PLACES, (number << 1) - 1);
-    done = take_parts(self, (uint64_t)call, ((Array *)made)->data, sort->form.nbytes);
+    done = take_parts(self, (uint64_t)call, ((Array *)made)->data, nbytes_of(sort));
     Py_END_ALLOW_THREADS
-    if (done < sort->form.nbytes) return go_on(self, made, call, begin, number, done);
+    if (done < nbytes_of(sort)) return go_on(self, made, call, begin, number, done);
     count->next_call = call + 1;
     let_go(self);
     return note(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
