@@ -198,7 +198,7 @@ static PyObject *message_entrance_call(PyObject *object, PyObject *const *argume
     }
     if (made != Py_None && made != Py_False) return made;
     Py_DECREF(made);
-    return call_function(&self->face, arguments, given, names);
+    return call_function(self->face.function, arguments, given, names);
 }
 
 /* remember(end, peer, tag): messages of the world with this peer and tag come and go here. */

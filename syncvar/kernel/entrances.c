@@ -158,7 +158,7 @@ static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, siz
     Entrance *self = (Entrance *)object;
     const Py_ssize_t given = GIVEN(flagged);
     PyObject *result = run_remembered(self, arguments, given, names);
-    return result != NULL || PyErr_Occurred() ? result : call_function(&self->face, arguments, given, names);
+    return result != NULL || PyErr_Occurred() ? result : call_function(self->face.function, arguments, given, names);
 }
 
 /* Remember a prepared call, by what it is made of; the one of its place that was remembered first is forgotten. */

@@ -129,7 +129,7 @@ typedef struct {
 PyObject *face_call(PyObject *object, PyObject *arguments, PyObject *keywords);
 void remember(Face *face, Remembered **place, Remembered *object);
 void forget(Remembered *object);
-PyObject *call_function(const Face *face, PyObject *const *arguments, Py_ssize_t given, PyObject *names);
+PyObject *call_function(PyObject *function, PyObject *const *arguments, Py_ssize_t given, PyObject *names);
 
 PyObject *face_getattr(PyObject *object, PyObject *name);
 PyObject *face_repr(PyObject *object);

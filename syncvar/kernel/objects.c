@@ -263,15 +263,15 @@ void forget(Remembered *object) {
 /* Call the function as it was called itself; nobody does who knows of `vectorcall`. */
 PyObject *face_call(PyObject *object, PyObject *arguments, PyObject *keywords) { return PyObject_Call(((Face *)object)->function, arguments, keywords); }
 
-/* Call the function with arguments of which those after the first `given` have names. */
-PyObject *call_function(const Face *face, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
+/* Call a function with arguments of which those after the first `given` have names. */
+PyObject *call_function(PyObject *function, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
     const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
     PyObject *plain = PyTuple_New(given), *keywords = named ? PyDict_New() : NULL, *result = NULL;
     for (Py_ssize_t place = 0; plain != NULL && place < given; place++) PyTuple_SetItem(plain, place, Py_NewRef(arguments[place]));
     int done = plain != NULL && (named == 0 || keywords != NULL);
     for (Py_ssize_t place = 0; done && place < named; place++)
         done = PyDict_SetItem(keywords, PyTuple_GetItem(names, place), arguments[given + place]) == 0;
-    if (done) result = PyObject_Call(face->function, plain, keywords);
+    if (done) result = PyObject_Call(function, plain, keywords);
     Py_XDECREF(plain);
     Py_XDECREF(keywords);
     return result;

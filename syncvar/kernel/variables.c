@@ -61,7 +61,8 @@ static int find_place(Stacks *stacks, PyObject **owner, PyObject **context) {
 
 /* A prepared access of a variable; each kind calls otherwise. */
 typedef struct {
-    PyObject_HEAD PyObject *plain, *owner; /* what makes every unusual access; the strategy */
+    PyObject_HEAD Vectorcall vectorcall;
+    PyObject *plain, *owner; /* what makes every unusual access; the strategy */
     Stacks stacks;                         /* None of a read of which it is known already that it is one of all replicas */
     Copied *storage;
     Tally *tally;
@@ -74,18 +75,29 @@ typedef struct {
 typedef Access Write, Look, Read;
 
 /* Leave an access to Python, which will say what is wrong if anything is. */
-static PyObject *leave(const Access *self, PyObject *arguments, PyObject *keywords) {
+static PyObject *leave(const Access *self, PyObject *const *arguments, size_t flagged, PyObject *names) {
     PyErr_Clear();
-    return PyObject_Call(self->plain, arguments, keywords);
+    return call_function(self->plain, arguments, GIVEN(flagged), names);
+}
+
+/* The same of an access that is called without `vectorcall`, which nobody does. */
+static PyObject *access_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    return PyObject_Call(((Access *)object)->plain, arguments, keywords);
+}
+
+/* Return the one argument of an access, NULL where it is called with others. */
+static PyObject *only_one(PyObject *const *arguments, size_t flagged, PyObject *names) {
+    return GIVEN(flagged) == 1 && names == NULL ? arguments[0] : NULL;
 }
 
 /* Write(dtype, shape, is_default, is_increment, *, what it holds); Look and Read likewise. */
-static PyObject *access_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject *arguments, PyObject *keywords) {
     PyObject *dtype, *shape;
     int is_default, is_increment;
     if (!PyArg_ParseTuple(arguments, "OOpp", &dtype, &shape, &is_default, &is_increment)) return NULL;
     Access *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
+    self->vectorcall = vectorcall;
     self->is_default = is_default;
     self->is_increment = is_increment;
     self->laid.moves = -1;
@@ -104,12 +116,17 @@ static PyObject *access_new(PyTypeObject *type, PyObject *arguments, PyObject *k
 static PyMemberDef access_members[] = {
     HELD(Access, plain), HELD(Access, owner), HOLDS(Access, stacks.places, "places"), HOLDS(Access, stacks.stack, "_stack"),
     HELD(Access, storage), HELD(Access, tally), HELD(Access, call), HELD(Access, communicator), HELD(Access, channel),
-    HELD(Access, replica), HELD(Access, watch), HOLDS(Access, form.dtype, "_dtype"), {NULL},
+    HELD(Access, replica), HELD(Access, watch), HOLDS(Access, form.dtype, "_dtype"),
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Access, vectorcall), READONLY, NULL}, {NULL},
 };
 
 #define ACCESS(NAME, PREFIX, TOLD)                                                                                     \
+    static PyObject *PREFIX##_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {                       \
+        return access_new(type, PREFIX##_call, arguments, keywords);                                                   \
+    }                                                                                                                  \
     TYPE(                                                                                                              \
-        NAME, PREFIX, access_members, Py_TPFLAGS_HAVE_GC, TOLD, {Py_tp_new, access_new}, {Py_tp_call, PREFIX##_call}, HOLDING \
+        NAME, PREFIX, access_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, TOLD, {Py_tp_new, PREFIX##_new},            \
+        {Py_tp_call, access_call}, HOLDING                                                                             \
     )
 
 /* -- writes -------------------------------------------------------------------------------------------------------- */
@@ -131,12 +148,12 @@ static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyOb
     return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);
 }
 
-static PyObject *write_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
     Write *self = (Write *)object;
     const Watch *watch = (Watch *)self->watch;
     int is_outside = 0, done = UNDONE;
-    PyObject *x = PyTuple_Size(arguments) == 1 ? PyTuple_GetItem(arguments, 0) : NULL, *timeout = NULL;
-    if (x == NULL || keywords != NULL || !fits(&self->form, x, 0)) goto plain;
+    PyObject *x = only_one(arguments, flagged, names), *timeout = NULL;
+    if (x == NULL || !fits(&self->form, x, 0)) goto plain;
     if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel) goto plain;
     const int is_counted = self->watch != Py_None && !watch->is_free;
     if (is_counted && self->tally->steps >= watch->until) goto plain;
@@ -163,7 +180,7 @@ static PyObject *write_call(PyObject *object, PyObject *arguments, PyObject *key
     return PyLong_FromLong(done);
 plain:
     Py_XDECREF(timeout);
-    return leave(self, arguments, keywords);
+    return leave(self, arguments, flagged, names);
 }
 
 ACCESS(Write, write, "A prepared write of a variable: write(x) says what has been done.")
@@ -172,10 +189,9 @@ ACCESS(Write, write, "A prepared write of a variable: write(x) says what has bee
 
 /* Look: a view that is there already is valid until the next write, a new one for ever. Whoever writes says so before it looks
  * whether a new one is there; so that is made first. */
-static PyObject *look_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
     Look *self = (Look *)object;
-    PyObject *storage = (PyObject *)self->storage, *owner, *context, *view = NULL,
-             *copy = PyTuple_Size(arguments) == 1 && keywords == NULL ? PyTuple_GetItem(arguments, 0) : NULL;
+    PyObject *storage = (PyObject *)self->storage, *owner, *context, *view = NULL, *copy = only_one(arguments, flagged, names);
     int usual = (copy == Py_True || copy == Py_False) && find_place(&self->stacks, &owner, &context) &&
                 (owner == NULL || owner == self->owner || self->is_default);
     if (usual && copy == Py_False) {
@@ -186,7 +202,7 @@ static PyObject *look_call(PyObject *object, PyObject *arguments, PyObject *keyw
         Py_XDECREF(shown);
         if (is_changing(self->storage)) Py_CLEAR(view);
     }
-    if (view == NULL) return leave(self, arguments, keywords);
+    if (view == NULL) return leave(self, arguments, flagged, names);
     self->tally->turns += self->tally->added != self->tally->turned;
     self->tally->turned = self->tally->added;
     self->tally->reads++;
@@ -205,7 +221,7 @@ static int is_read_of_all(Read *self) {
 }
 
 /* Read: the result is sealed, as a view of an array that is not writeable. */
-static PyObject *read_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
     Read *self = (Read *)object;
     PyObject *storage = (PyObject *)self->storage, *held[3] = {NULL}, *made = NULL; /* array, ground, timeout */
     int usual = is_read_of_all(self) && peek(self->communicator, name_channel) == self->channel &&
@@ -218,7 +234,7 @@ static PyObject *read_call(PyObject *object, PyObject *arguments, PyObject *keyw
     }
     if (usual) made = run_slots(self->call, held[0], Py_None, Py_None, held[2]);
     for (int which = 0; which < 3; which++) Py_XDECREF(held[which]);
-    if (!usual) return leave(self, arguments, keywords);
+    if (!usual) return leave(self, arguments, flagged, names);
     if (made == NULL || made == Py_None) return made;
     self->tally->collectives++;
     self->tally->reads += self->stacks.places != Py_None;
