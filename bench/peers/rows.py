@@ -147,6 +147,11 @@ ROWS = (
         "t, n = torch.tensor([1.0]), torch.tensor([3]); dist.all_reduce(t); dist.all_reduce(n); return dict(loss=t[0], n=n[0])",
         "got['loss'] == world and got['n'] == 3 * world",
     ),
+    Row(
+        "calls", 'sv.all_reduce({"gradient": x, "loss": 1.0})', "comm.Allreduce(x, out); return dict(gradient=out, loss=comm.allreduce(1.0))",
+        "t = torch.tensor([1.0]); dist.all_reduce(x); dist.all_reduce(t); return dict(gradient=x, loss=t[0])",
+        "(flat(got['gradient']) == total).all() and got['loss'] == world", SMALL_TO_MIDDLE,
+    ),
     Row("calls", "sv.all_reduce(x, timeout=5.0)", MPI_SUM, TORCH_SUM, times=2),
     Row("calls", "sv.all_reduce(x, async_op=True).wait()", "comm.Iallreduce(x, out).Wait(); return out", "dist.all_reduce(x, async_op=True).wait(); return x", sizes=SMALL_TO_MIDDLE, times=3),
     Row(

@@ -17,7 +17,7 @@ from syncvar.arena.mapping import Block
 from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
 from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
-from syncvar.execution.reductions import Vector, are_side_by_side, flat_of
+from syncvar.execution.reductions import Vector, are_side_by_side, flat_of, long_among
 from syncvar.execution.rounds import Published
 from syncvar.ops import divided
 from syncvar.plans.link_rounds import Prepared
@@ -58,8 +58,10 @@ def reduce_together(
     if opens and len(kinds) > 1 and apply is None and algorithm is None:
         sizes = sizes_of(kinds, arrays)
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
-        if plan.algorithm == "direct" and are_side_by_side(sizes, communicator.size) and all(_is_shared(plan, how) for how in kinds):
-            yield from _side_by_side(plan, kinds, arrays, targets, communicator.size, results)
+        are_short = are_side_by_side(sizes, communicator.size)
+        longest = None if are_short else long_among(sizes, communicator.size)
+        if (are_short or longest is not None) and all(_is_shared(plan, how) for how in kinds):
+            yield from _side_by_side(plan, kinds, longest, arrays, targets, communicator.size, results)
             return results
     for how, places in kinds.items():
         if len(places) == 1:
@@ -106,16 +108,17 @@ def _fused(
 
 
 def _side_by_side(
-    plan: Any, kinds: dict[Reduction, list[int]], arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None], size: int, results: list[Any]
+    plan: Any, kinds: dict[Reduction, list[int]], longest: int | None, arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None], size: int,
+    results: list[Any],
 ) -> Generator[Stage, None, None]:
-    """Reduce short arrays of several kinds at once; the results come to `results`."""
+    """Reduce short arrays of several kinds at once, with the long ones of the kind in the place `longest`; the results come to `results`."""
     vectors, stored = [], []
     for how, places in kinds.items():
         made = _results(how, [arrays[index] for index in places], [targets[index] for index in places])
         outs = flat_of(made)
         vectors.append(Vector.of(flat_of([arrays[index] for index in places]), outs, how.ufunc, how.accumulate, size if how.is_mean else 0))
         stored += list(zip(places, made, outs, strict=True))
-    yield Stage(plan, np.empty(0, np.uint8), several=vectors)
+    yield Stage(plan, np.empty(0, np.uint8), vector=None if longest is None else vectors.pop(longest), several=vectors)
     for index, one, out in stored:
         results[index] = _back(one, out)
 

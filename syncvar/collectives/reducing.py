@@ -17,7 +17,7 @@ from syncvar.engine.prepared_kinds import prepare_kinds
 from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.errors import ConfigError
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
-from syncvar.execution.reductions import Vector, are_side_by_side, is_direct
+from syncvar.execution.reductions import Vector, are_side_by_side, is_direct, long_among
 from syncvar.execution.rounds import Published
 from syncvar.ops import OPS, Reduction, finish, identity, reduction
 from syncvar.wire.structures import LEAF, Leaves, Structure, describe
@@ -292,15 +292,17 @@ def prepare_form(
     are_known = all(how.name in OPS and how.name not in _LOCATING for how in kinds) and communicator.forced(ends.collective) is None
     if not are_known or not all(array.dtype.isnative for array in arrays) or (leaves is not None and ends != EVERYWHERE):
         return never
-    if leaves is not None and len(kinds) > 1:
-        sizes = sizes_of(kinds, arrays)
-        return prepare_kinds(communicator, kinds, sizes, leaves, digest, what) if are_side_by_side(sizes, communicator.size) else never
+    sizes = sizes_of(kinds, arrays)
+    is_small = is_direct(sum(sizes), communicator.size)
+    if leaves is not None and (len(kinds) > 1 or not is_small):
+        are_short = are_side_by_side(sizes, communicator.size)
+        longest = None if are_short else long_among(sizes, communicator.size)
+        return prepare_kinds(communicator, kinds, longest, leaves, digest, what) if are_short or longest is not None else never
     (how,) = kinds
-    count = sum(array.size for array in arrays)
-    if not is_direct(count * how.accumulate.itemsize, communicator.size) and ends != EVERYWHERE and form.dtype != how.accumulate:
+    if not is_small and ends != EVERYWHERE and form.dtype != how.accumulate:
         return never  # the general way brings what it combines
     neutral = identity(how) if ends.collective == "exscan" else None
-    shape = arrays[0].shape if leaves is None else (count,)
+    shape = arrays[0].shape if leaves is None else (sum([array.size for array in arrays]),)
     return prepare_reduction(communicator, how, shape, digest, what, apply, ends, neutral, leaves)
 
 

@@ -72,7 +72,7 @@ class Stage(NamedTuple):
         vector: Of an all-reduce in shared memory: arrays that take the place of `work`, and where the result goes.
         movement: Of a call in shared memory that moves blocks side by side; it takes the place of the plan.
         brought: Of a plan over links that has rounds for it: what `work` would hold before the first round; only read.
-        several: Small vectors of several kinds in shared memory, in the place of one.
+        several: Small vectors of several kinds in shared memory, beside `vector` or in its place.
     """
 
     plan: Prepared | Published | PreparedStages

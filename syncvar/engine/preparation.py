@@ -152,7 +152,7 @@ class Preparation(NamedTuple):
             steps: Of (number, where the result goes): what is left of a call that has been published; None where calls cannot be begun and
                 waited for later.
             leaves: Of calls that take several arrays as one flat vector: such arrays. Within a call they are tuples of arrays.
-            kinds: Of these, where there are several kinds: then the vector is bytes.
+            kinds: Of these: then the vector is bytes, or of the long arrays of the first kind. Else all are of one kind.
             copies: The forms of what is brought and made; and where there are any, `puts`, `takes` and `terms`, (from, to, nbytes, rank) of
                 what goes where, `ring`, the `crowd` of a long vector, and `everyone`, False where not everybody ends with all of it; `half`
                 where arrays of halves are float32 in the slots.
@@ -191,7 +191,7 @@ class Preparation(NamedTuple):
             self.told.fingerprint, detail, tells, layout["brought"], layout["made"], layout["puts"], layout["takes"], layout["terms"], how,
             layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
             tuple([(kind.how, kind.dtype, kind.start, sum([arrays[place].size for place in kind.places])) for kind in kinds]),
-            tuple([(array.shape, len(arrays) > 1 and is_alone(array), kind_of[place]) for place, array in enumerate(arrays)]),
+            tuple([(array.shape, len(kinds[kind_of[place]].places) > 1 and is_alone(array), kind_of[place]) for place, array in enumerate(arrays)]),
             structure=None if leaves is None else leaves.structure, leaves_type=None if leaves is None else type(leaves),
             channel=self.channel, queue=self.channel.queue, engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
             plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,

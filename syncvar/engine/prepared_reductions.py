@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["Fate", "prepare_barrier", "prepare_reduction", "reducing"]
+__all__ = ["Fate", "has_segments", "prepare_barrier", "prepare_reduction", "reducing", "then"]
 
 
 def prepare_reduction(
@@ -61,7 +61,7 @@ def prepare_reduction(
         apply: `out`, which must then be given, becomes apply(out, result).
         ends: Which ranks end with what. Who ends with nothing gets an array without elements.
         neutral: What a rank ends with that nothing is combined for, in a call that gives everybody a result.
-        leaves: Of calls that take several arrays as one flat vector: such arrays.
+        leaves: Of calls that take several short arrays as one flat vector: such arrays.
 
     Returns:
         A function of (x, out): x a native array of this dtype and shape, or `Leaves` such as these, out None or anything. It returns the result,
@@ -70,14 +70,14 @@ def prepare_reduction(
         timeout in seconds, None for the job's default; `is_seconds` must hold of it.
     """
     nbytes = prod(shape) * how.accumulate.itemsize
-    make, way = (_small, "arena small") if is_direct(nbytes, communicator.size) else (_long, "arena")
-    ground = preparation_of(communicator, what, digest, nbytes, way)
+    is_small = is_direct(nbytes, communicator.size)
+    ground = preparation_of(communicator, what, digest, nbytes, "arena small" if is_small else "arena")
     if ground is None:
         return None
     fate = Fate(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
     if ends.collective == "reduce" and not fate.terms:
         fate = fate._replace(nothing=NOTHING)
-    return make(ground, how, shape, apply, fate, leaves)
+    return _small(ground, how, shape, apply, fate, leaves) if is_small else _long(ground, how, shape, apply, fate)
 
 
 def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
@@ -307,9 +307,7 @@ def _joining(flat: PreparedCall, leaves: Leaves) -> PreparedCall:
     return call
 
 
-def _long(
-    ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate, leaves: Leaves | None
-) -> PreparedCall:
+def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate) -> PreparedCall:
     _, channel, _, told = ground
     ends, terms, nothing, _ = fate
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
@@ -322,7 +320,7 @@ def _long(
         return Vector.of([flat], [flat_out if nothing is None else nowhere], ufunc, accumulate, divisor, apply, ends)
 
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[Vector, NDArray[Any]] | None:
-        if not _has_segments(channel):
+        if not has_segments(channel):
             return None
         if nothing is not None:
             return vector_of(np.ascontiguousarray(x).reshape(-1), nowhere), nothing
@@ -347,29 +345,21 @@ def _long(
                 flat = flat.copy()
         return vector_of(flat, flat_out), made
 
-    def several_of(x: Any, out: Any) -> tuple[Vector, Any] | None:
-        if out is not None or not isinstance(x, Leaves) or not _has_segments(channel):
-            return None
-        made = [np.empty(array.shape, kind) for array in x.arrays]
-        return Vector.of(flat_of(x.arrays), flat_of(made), ufunc, accumulate, divisor), x.with_arrays(made)
-
-    call = reducing(ground, reduce_shared, arrays_of if leaves is None else several_of, fate)
+    call = reducing(ground, reduce_shared, arrays_of, fate)
 
     def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
         if run is not None:
-            return False, _then(run, made, fate)
-        vector = vector_of(x.reshape(-1), made.reshape(-1)) if leaves is None else Vector.of(flat_of(x), flat_of(made), ufunc, accumulate, divisor)
+            return False, then(run, made, fate)
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-        return False, _then(reduce_published(channel, check, vector, native), made, fate)
+        return False, then(reduce_published(channel, check, vector_of(x.reshape(-1), made.reshape(-1)), native), made, fate)
 
     like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
-    counts = (prod(shape),) if leaves is None else tuple([array.size for array in leaves.arrays])
-    vector = Vector.of([like[:count] for count in counts], [like[:count] for count in counts] if nothing is None else [nowhere], ufunc, accumulate, divisor, apply, ends)
+    vector = vector_of(like, like)
     if how.source != kind.name or (nothing is None and not terms) or not channel.are_native or not vector.suits_native:
         return call
     made = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
-    native = ground.natively(call, later, brought=(kind, shape), made=made, crowd=crowd, everyone=ends == EVERYWHERE, nothing=nothing, leaves=leaves)
+    native = ground.natively(call, later, brought=(kind, shape), made=made, crowd=crowd, everyone=ends == EVERYWHERE, nothing=nothing)
     if native is None:
         return call
     teach(channel, vector, Places(), native)
@@ -386,12 +376,12 @@ def reducing(
         vector, made = arrays
         steps = reduce(channel, (number, check), vector)
         need = as_far_as_others_come(channel, steps, number)
-        return (fate.filled(made), None, 0, None) if need is None else (None, _then(steps, made, fate), need, None)
+        return (fate.filled(made), None, 0, None) if need is None else (None, then(steps, made, fate), need, None)
 
     return ground.plainly(arrays_of, attempt, notes=True)
 
 
-def _has_segments(channel: Channel) -> bool:
+def has_segments(channel: Channel) -> bool:
     """Return whether there is room for the cells of long vectors, or will be; the general way tells the others why there is none."""
     try:
         channel.reserve_segments()
@@ -400,6 +390,7 @@ def _has_segments(channel: Channel) -> bool:
     return True
 
 
-def _then(steps: Any, made: Any, fate: Fate) -> Generator[int, None, Any]:
+def then(steps: Any, made: Any, fate: Fate) -> Generator[int, None, Any]:
+    """Go on with the steps of a call, and return its result."""
     yield from steps
     return fate.filled(made)

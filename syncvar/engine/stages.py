@@ -96,19 +96,19 @@ def _on_host(entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, i
         entry.stage(plan.algorithm, stage.work.nbytes)
         yield from run_rounds(channel, opening, plan, stage.work, stage.ufunc)
         return True
-    if stage.several:
-        if opening is None:
-            raise InternalError("vectors of several kinds are reduced in the first stage of a call only")
-        entry.stage(plan.algorithm, sum([vector.nbytes for vector in stage.several]))
-        yield from reduce_small(channel, opening, stage.several)
+    vector, several = stage.vector, stage.several
+    if several and opening is None:
+        raise InternalError("vectors of several kinds are reduced in the first stage of a call only")
+    if vector is None and opening is not None and several:
+        entry.stage(plan.algorithm, sum([one.nbytes for one in several]))
+        yield from reduce_small(channel, opening, several)
         return True
-    vector = stage.vector
     if vector is None:
         if stage.ufunc is None:
             raise InternalError("a reduction was given no op")
         vector = Vector.of([stage.work], [stage.work], stage.ufunc, stage.work.dtype, ends=plan.ends)
-    entry.stage(plan.algorithm, vector.nbytes)
-    return (yield from reduce_shared(channel, opening, vector))
+    entry.stage(plan.algorithm, vector.nbytes + sum([one.nbytes for one in several]))
+    return (yield from reduce_shared(channel, opening, vector, several))
 
 
 def _over_hosts(

@@ -11,8 +11,9 @@ Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing he
   segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
   read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.
 
-Several arrays are one vector, the concatenation of them. Where long ones lie in the arena, the ranks tell each other where, and
-reduce them one after another; the others are put together.
+Several arrays of one kind are one vector, the concatenation of them. Where long ones lie in the arena, the ranks tell each other where,
+and reduce them one after another; the others are put together. Short vectors of several kinds lie side by side in the slots, also beside
+one long vector, with which they ride.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
 
 __all__ = [
-    "Placed", "Vector", "are_side_by_side", "cells_of", "combine_small", "flat_of", "is_alone", "is_direct", "places_of", "reduce_published", "reduce_shared",
-    "reduce_small", "teach",
+    "Placed", "Vector", "are_side_by_side", "cells_of", "combine_small", "flat_of", "is_alone", "is_direct", "long_among", "places_of", "reduce_published",
+    "reduce_shared", "reduce_small", "teach",
 ]  # fmt: skip
 
 _NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
@@ -161,13 +162,14 @@ def _are_known(places: Sequence[int]) -> bool:
     return _NOWHERE not in places
 
 
-def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector) -> Generator[int, None, bool]:
+def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector, riders: Sequence[Vector] = ()) -> Generator[int, None, bool]:
     """Combine a vector of all ranks.
 
     Args:
         channel: This rank's.
         opening: (call, check) where this is the first stage of a call; None for a later one.
         vector: What is combined.
+        riders: Small vectors of other kinds, which are combined in the same call: they lie in the slots. For the first stage only.
 
     Yields:
         What the others have to reach.
@@ -175,7 +177,7 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
     Returns:
         Whether everybody has read what this rank has put; the same on all ranks.
     """
-    if opening is not None and is_direct(vector.nbytes, channel.size):
+    if opening is not None and not riders and is_direct(vector.nbytes, channel.size):
         yield from reduce_small(channel, opening, (vector,))
         return True
     channel.reserve_segments()
@@ -186,7 +188,9 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
     source, target = vector.told(channel, side)
     if source >> 1 == _NOWHERE:
         _bring_first(channel, vector, side)
+    _put_small(channel, riders)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
+    yield from combine_small(channel, riders)
     return (yield from _reduce_told(channel, vector))
 
 
@@ -247,9 +251,10 @@ def _reduce_alone(channel: Channel, several: Vector) -> Generator[int, None, tup
     return tuple([one ^ 1 for one in sides])
 
 
-def reduce_published(channel: Channel, check: int, vector: Vector, native: Any) -> Iterator[int]:
+def reduce_published(channel: Channel, check: int, vector: Vector, native: Any, riders: Sequence[Vector] = ()) -> Iterator[int]:
     """Go on with a call that the C runner has published; teach it what is done with vectors that lie as these do."""
     yield from agreed(channel, check, channel.last)
+    yield from combine_small(channel, riders)
     yield from _reduce_told(channel, vector, native)
 
 
@@ -352,21 +357,40 @@ def are_side_by_side(sizes: Sequence[int], size: int) -> bool:
     return together <= WIDE_BYTES and is_direct(together, size)
 
 
+def long_among(sizes: Sequence[int], size: int) -> int | None:
+    """Return which of several vectors of different kinds is reduced as a long one, while all others go through slots in the same call.
+
+    Args:
+        sizes: Bytes of each vector, which together are too long to be side by side.
+        size: Of the group.
+
+    Returns:
+        Its place; None where the others are too long as well, so that one vector is reduced after the other.
+    """
+    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    return longest if is_direct(places_of([*sizes[:longest], *sizes[longest + 1 :]])[1], size) else None
+
+
 def reduce_small(channel: Channel, opening: tuple[int, int], vectors: Sequence[Vector]) -> Iterator[int]:
     """Combine small vectors of all ranks, side by side in one slot; see `reduce_shared`, whose call they make up."""
     call, check = opening
+    _put_small(channel, vectors)
+    yield from agreed(channel, check, channel.begin(call, check))
+    yield from combine_small(channel, vectors)
+
+
+def _put_small(channel: Channel, vectors: Sequence[Vector]) -> None:
+    """Put small vectors into the slot that this rank publishes next."""
     side = channel.side ^ 1
-    own, (starts, nbytes) = channel.small_offset(channel.rank, side), places_of([vector.nbytes for vector in vectors])
+    own, (starts, _) = channel.small_offset(channel.rank, side), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, how = _code_of_small(channel, vector)
         open_code(channel, code, how, vector[:2], side, (own + start,) * channel.size)
-    yield from agreed(channel, check, channel.begin(call, check))
-    yield from combine_small(channel, vectors, starts, nbytes)
 
 
-def combine_small(channel: Channel, vectors: Sequence[Vector], starts: Sequence[int], nbytes: int) -> Iterator[int]:
+def combine_small(channel: Channel, vectors: Sequence[Vector]) -> Iterator[int]:
     """Combine such vectors when all ranks have put theirs."""
-    slots = channel.slots_now(nbytes)
+    slots, (starts, _) = channel.slots_now(0), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, how = _code_of_small(channel, vector)
         yield from run_code(channel, code, how, vector[:2], channel.sides(), tuple([slot + start for slot in slots]))

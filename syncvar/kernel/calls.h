@@ -59,7 +59,8 @@ typedef struct {
     Leaf *leaves; /* the arrays of which what is brought, and what is made, is the concatenation */
     int leaf_count; /* 0: it is one array */
     Kind kinds[KINDS_MAX];
-    int kind_count;
+    int kind_count, rider; /* the first kind that lies in slots: 1 of a long call, whose long arrays are of kind 0 */
+    int span_count; /* arrays of a long call that are its vector */
     char *room; /* where small ones are combined */
     PyObject *kept_leaves, *kept_room, *kept_kinds;
     int parts; /* the caller gets a list of so many parts of the result; 0: the result */

@@ -65,8 +65,9 @@ static PyTypeObject *number_of(PyObject *dtype) {
 
 /* Learn of which kinds they are, from ((what becomes of terms, dtype, where the vector begins in a slot, its elements), ...). */
 static int read_kinds(SlotCall *self, PyObject *given) {
-    const Py_ssize_t count = PyTuple_Size(given), room = in_slots(self, &self->made);
+    const Py_ssize_t count = PyTuple_Size(given), slot = self->is_long ? self->channel->side_bytes : in_slots(self, &self->made);
     if (count < 1 || count > KINDS_MAX) return 0;
+    self->rider = self->is_long;
     self->kept_kinds = Py_NewRef(given); /* it keeps what they use */
     for (; self->kind_count < count; self->kind_count++) {
         Kind *kind = &self->kinds[self->kind_count];
@@ -78,9 +79,10 @@ static int read_kinds(SlotCall *self, PyObject *given) {
         Py_XDECREF(kind->how.fold.owner);
         Py_XDECREF(kind->how.divide.owner);
         Py_XDECREF(apply.owner);
-        if (!is_read || apply.loop != NULL || (kind->how.fold.loop == NULL && !self->is_long)) return 0;
-        if (kind->start % ALIGNED_TO || kind->count < 0 || kind->count > room) return 0;
-        if (!self->is_long && !is_within(kind->start, kind->count * kind->how.width, room)) return 0;
+        if (!is_read || apply.loop != NULL) return 0;
+        if (self->kind_count < self->rider) continue; /* its arithmetic is a program's */
+        if (kind->how.fold.loop == NULL || kind->start % ALIGNED_TO || kind->count < 0 || kind->count > slot) return 0;
+        if (!is_within(kind->start, kind->count * kind->how.width, slot)) return 0;
     }
     return 1;
 }
@@ -103,6 +105,7 @@ int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
         if (leaf->ndim < 0) return 0;
         leaf->count = 1;
         for (int axis = 0; axis < leaf->ndim; axis++) leaf->count *= leaf->shape[axis];
+        self->span_count += leaf->kind < self->rider;
         leaf->first = found[leaf->kind];
         found[leaf->kind] += leaf->count;
         PyObject *arguments = PyTuple_Pack(2, shape, self->kinds[leaf->kind].dtype);
@@ -110,11 +113,12 @@ int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     }
     for (int kind = 0; kind < self->kind_count; kind++)
         if (found[kind] != self->kinds[kind].count) return 0;
-    if (self->kind_count == 1 && self->kinds[0].count * width_of(&self->kinds[0]) != self->made.nbytes) return 0;
-    if (self->brought.nbytes != self->made.nbytes || (self->kind_count > 1 && self->is_long)) return 0;
+    if ((self->kind_count == 1 || self->is_long) && self->kinds[0].count * width_of(&self->kinds[0]) != self->made.nbytes) return 0;
+    if (self->brought.nbytes != self->made.nbytes) return 0;
     self->leaf_count = (int)count;
-    self->room = self->is_long ? NULL : new_room(&self->kept_room, in_slots(self, &self->made));
-    return self->is_long || self->room != NULL;
+    const Kind *last = &self->kinds[self->kind_count - 1];
+    if (self->kind_count > self->rider) self->room = new_room(&self->kept_room, last->start + last->count * last->how.width);
+    return self->kind_count == self->rider || self->room != NULL;
 }
 
 static int fits_leaf(const SlotCall *self, int place, PyObject *value, int flags) {
@@ -274,10 +278,10 @@ PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
     return contain(self->structure, arrays, &place);
 }
 
-/* Find where arrays lie. */
+/* Find where the arrays of a long call's vector lie. */
 void find_spans(const SlotCall *self, PyObject *arrays, Span *spans) {
     for (int place = 0; place < self->leaf_count; place++)
-        spans[place] = (Span){((Array *)PyTuple_GetItem(arrays, place))->data, nbytes_of(self, place)};
+        if (self->leaves[place].kind < self->rider) *spans++ = (Span){((Array *)PyTuple_GetItem(arrays, place))->data, nbytes_of(self, place)};
 }
 
 /* A stretch of memory that is read, or written. */
@@ -323,16 +327,21 @@ int lies_alone(const SlotCall *self, const Span *spans) {
     const ChannelState *channel = self->channel;
     const char *start = channel->memory.buf;
     int any = 0;
-    for (int place = 0; place < self->leaf_count; place++)
-        any = any || (self->leaves[place].is_alone && spans[place].at >= start && spans[place].at < start + channel->memory.len);
+    for (int place = 0; place < self->leaf_count; place++) {
+        if (self->leaves[place].kind >= self->rider) continue;
+        any = any || (self->leaves[place].is_alone && spans->at >= start && spans->at < start + channel->memory.len);
+        spans++;
+    }
     return any;
 }
 
-/* Put arrays into a slot, those of a kind one after the other. */
+/* Put arrays into a slot, those of a kind one after the other; of a long call those that are no part of its vector. Tuples are looked at
+ * and nothing else of Python's, so that this needs no lock. */
 void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
         const Kind *kind = &self->kinds[leaf->kind];
+        if (leaf->kind < self->rider) continue;
         const char *source = ((Array *)PyTuple_GetItem(arrays, place))->data;
         char *const goal = slot + kind->start + leaf->first * kind->how.width;
         if (kind->how.half)
@@ -342,17 +351,18 @@ void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
     }
 }
 
-/* Combine what ranks have put into slots, and store it. */
+/* Combine what ranks have put into slots, all in their order, and store it. */
 void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays) {
     const char *terms[RANKS_MAX];
-    for (int number = 0; number < self->kind_count; number++) {
+    for (int number = self->rider; number < self->kind_count; number++) {
         const Kind *kind = &self->kinds[number];
-        for (int term = 0; term < self->term_count; term++) terms[term] = slots[term] + kind->start;
-        fold_terms(&kind->how, NULL, terms, self->term_count, self->room + kind->start, kind->count);
+        for (int rank = 0; rank < self->channel->size; rank++) terms[rank] = slots[rank] + kind->start;
+        fold_terms(&kind->how, NULL, terms, self->channel->size, self->room + kind->start, kind->count);
     }
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
         const Kind *kind = &self->kinds[leaf->kind];
+        if (leaf->kind < self->rider) continue;
         memcpy(((Array *)PyTuple_GetItem(arrays, place))->data, self->room + kind->start + leaf->first * width_of(kind), (size_t)nbytes_of(self, place));
     }
 }

@@ -73,7 +73,7 @@ static void combine_terms(const SlotCall *self, int side, const char *brought, c
 void finish(const SlotCall *self, int side, const char *brought, PyObject *made) {
     if (self->leaf_count) {
         const char *slots[RANKS_MAX];
-        for (int term = 0; term < self->term_count; term++) slots[term] = slot_of(self, self->terms[term].rank, side);
+        for (int rank = 0; rank < self->channel->size; rank++) slots[rank] = slot_of(self, rank, side);
         combine_leaves(self, slots, made);
         return;
     }
@@ -255,7 +255,7 @@ static int is_readable(PyObject *array) {
 static int run_long(const SlotCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     Run *run = attempt->run;
-    const int arrays = self->leaf_count ? self->leaf_count : 1;
+    const int arrays = self->leaf_count ? self->span_count : 1;
     const Span *const brought = attempt->spans, *const made = brought + arrays;
     uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
     const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
@@ -265,11 +265,13 @@ static int run_long(const SlotCall *self, const Attempt *attempt, long long call
         advance_run(run, run->program->opening);
         channel->tail = (long long)(source & 1);
     }
+    if (self->kind_count > self->rider) put_own(self, (int)channel->side, attempt->brought);
     if (self->tells)
         publish_call(self, call, check, plain, source << 3 | offer);
     else
         publish_call(self, call, check, source, self->leaf_count ? 0 : offset_of(channel, made->at));
     if (!all_agree(self, check, PATIENCE_NS)) return UNKNOWN;
+    if (self->kind_count > self->rider) finish(self, (int)channel->side, NULL, attempt->made);
     const Known *known = self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
     if (known == NULL) return UNKNOWN;
     run->program = known->program; /* the call keeps it */
@@ -323,7 +325,7 @@ static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
 /* Find the memories of a long call that this rank begins now. */
 static int bind_own(const SlotCall *self, Attempt *attempt) {
     const ChannelState *channel = self->channel;
-    const int arrays = self->leaf_count ? self->leaf_count : 1;
+    const int arrays = self->leaf_count ? self->span_count : 1;
     attempt->spans = self->leaf_count ? new_room(&attempt->kept_spans, 2 * arrays * (Py_ssize_t)sizeof(Span)) : attempt->one;
     if (attempt->spans == NULL) return 0;
     Span *const brought = attempt->spans, *const made = brought + arrays;

@@ -199,7 +199,7 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     if (self->put_count < 0 || self->take_count < 0 || self->term_count < 0) goto failed;
     if (!read_arithmetic(how, &self->how, &self->apply)) goto wrong;
     if (!read_leaves(self, kinds, leaves)) goto wrong;
-    const int combines = self->how.fold.loop != NULL || self->kind_count > 1;
+    const int combines = self->how.fold.loop != NULL || (self->kind_count > 1 && !self->is_long);
     if ((self->term_count > 0) != combines || (self->apply.loop != NULL && self->term_count == 0)) goto wrong;
     if (!check_places(self)) goto failed;
     if (self->leaf_count && !self->is_long && (!are_all_put(self) || self->term_count == 0)) goto wrong;

@@ -89,12 +89,16 @@ MIXED = [("f8", "i8"), ("f4", "f8", "i8", "f2", "i1"), ("f8", "i8") * 30, ("f4",
 
 
 def check_arrays_of_several_kinds(seed, turns):
-    """Short ones are reduced side by side, longer ones of each kind for themselves; whichever way a rank goes."""
+    """Short ones are reduced side by side, also beside long ones of one kind; else each kind for itself. Whichever way a rank goes."""
     chance, own = np.random.default_rng(seed), np.random.default_rng((seed, sv.rank()))
     size, rank = sv.world_size(), sv.rank()
     for turn in range(turns):
         dtypes = MIXED[turn % len(MIXED)]
         counts = chance.integers(0, [4, 90, 900, 20_000][chance.integers(4)], len(dtypes))
+        if turn % 2:
+            counts = counts % (1_800 // len(dtypes) + 2)
+            for place in np.flatnonzero(np.array(dtypes) == dtypes[chance.integers(len(dtypes))])[: chance.integers(1, 4)]:
+                counts[place] = chance.integers(3_000, 70_000)
         for _ in range(4):  # the same forms again: prepared calls, where a rank has no other array for its results
             op, kind = ("sum", "max", "mean")[chance.integers(3)], KINDS[turn % len(KINDS)]
             x = [laid(brought(rank, place, count, dtype), own) for place, (count, dtype) in enumerate(zip(counts, dtypes, strict=True))]

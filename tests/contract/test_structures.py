@@ -50,7 +50,8 @@ def test_results_lie_over_other_arrays(layout, size, turns):
     ("layout", "size", "turns"),
     [("kernel", 2, 40), ("python", 3, 20), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("kernel", 4, 300), ("kernel", 3, 300), ("arena", 2, 60), ("links", 3, 40), ("hosts", 4, 40)))],
 )
-def test_arrays_of_several_kinds(layout, size, turns):
+def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
+    monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
     everywhere(size, lambda: check_arrays_of_several_kinds(11, turns), timeout_s=100, **{"config": CONFIG, **LAYOUTS[layout]})
 
 
@@ -71,11 +72,11 @@ def never_crowded(monkeypatch):
 
 @pytest.mark.needs_kernel
 @pytest.mark.usefixtures("never_crowded")
-@pytest.mark.parametrize("counts", [(3, 4), (70_000, 2, 80_000)])
+@pytest.mark.parametrize("counts", [(3, 4), (70_000, 2, 80_000), (2, 70_000, 3, 4, 20_000)])
 def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts):
     calls = []
     plain = reductions.reduce_shared
-    monkeypatch.setattr("syncvar.engine.prepared_reductions.reduce_shared", lambda *given: calls.append(given) or plain(*given))
+    monkeypatch.setattr("syncvar.engine.prepared_kinds.reduce_shared", lambda *given: calls.append(given) or plain(*given))
     general = Communicator.perform
     monkeypatch.setattr(Communicator, "perform", lambda *given, **options: calls.append(given[1]) or general(*given, **options))
 
@@ -84,7 +85,7 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
         sv.barrier()
         calls.clear()
         sv.barrier()
-        x = [np.ones(count, np.float32) for count in counts]
+        x = [np.ones(count, np.float64 if len(counts) > 3 and count < 9 else np.float32) for count in counts]
         for kind in KINDS:
             for out in (None, kind(x)):
                 for _ in range(3):
