@@ -376,7 +376,7 @@ def reduce_small(channel: Channel, opening: tuple[int, int], vectors: Sequence[V
     call, check = opening
     _put_small(channel, vectors)
     yield from agreed(channel, check, channel.begin(call, check))
-    yield from combine_small(channel, vectors)
+    yield from combine_small(channel, vectors, places_of([vector.nbytes for vector in vectors])[1])
 
 
 def _put_small(channel: Channel, vectors: Sequence[Vector]) -> None:
@@ -388,9 +388,15 @@ def _put_small(channel: Channel, vectors: Sequence[Vector]) -> None:
         open_code(channel, code, how, vector[:2], side, (own + start,) * channel.size)
 
 
-def combine_small(channel: Channel, vectors: Sequence[Vector]) -> Iterator[int]:
-    """Combine such vectors when all ranks have put theirs."""
-    slots, (starts, _) = channel.slots_now(0), places_of([vector.nbytes for vector in vectors])
+def combine_small(channel: Channel, vectors: Sequence[Vector], nbytes: int = 0) -> Iterator[int]:
+    """Combine such vectors when all ranks have put theirs.
+
+    Args:
+        channel: This rank's.
+        vectors: What is combined.
+        nbytes: Of all, where each rank puts wide ones in a slot that it tells; 0 where they lie in the slot that nobody tells.
+    """
+    slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, how = _code_of_small(channel, vector)
         yield from run_code(channel, code, how, vector[:2], channel.sides(), tuple([slot + start for slot in slots]))
