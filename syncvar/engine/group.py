@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator", "Hosts", "Request", "Uneven", "Work", "begin_epochs", "fingerprint"]
 
-_PREPARED_MAX = 512
+_PREPARED_MAX = 2048
 _EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from syncvar.errors import InternalError
+from syncvar.execution.arithmetic import combine_two
 from syncvar.plans import Copy, Reduce
 from syncvar.plans.link_rounds import INCOMING_LEFT, OVERWRITE
 from syncvar.wire import Kind, pack_header
@@ -254,4 +255,4 @@ class Links:
     def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
         if self._ufunc is None:
             raise InternalError(f"{self._entry.told.what}: the plan reduces but no op was given")
-        self._ufunc(left, right, out=target)
+        combine_two(self._ufunc, left, right, target)

@@ -284,8 +284,12 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
         return [(terms[0], None, None)]
     steps: list[tuple[Any, Any, Any]] = []
     held: list[Any] = list(terms)
-    for left, right in tree_order(0, len(terms)):
+    order = list(tree_order(0, len(terms)))
+    is_apart = prod(shape) == 1 and dtype.kind == "c"  # NumPy rounds the product of one complex number otherwise where it is made in place
+    for left, right in order:
         room = None if left == 0 else held[left] if held[left] is not terms[left] else np.empty(shape, dtype)
+        if is_apart and (left, right) != order[-1]:
+            room = np.empty(shape, dtype)
         steps.append((held[left], held[right], room))
         held[left] = room
     return steps

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
 
 __all__ = [
-    "HALVES", "Arithmetic", "are_scalable", "combine", "combine_widened", "folder", "round_scaled", "store", "store_parts", "storer", "widen", "widen_scaled",
+    "HALVES", "Arithmetic", "are_scalable", "combine", "combine_two", "combine_widened", "folder", "round_scaled", "store", "store_parts", "storer", "widen", "widen_scaled",
 ]  # fmt: skip
 
 HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
@@ -111,11 +111,27 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *
     values = list(terms)
     for left, right in _order(len(terms)):
         target = out if left == 0 else values[left] if values[left] is not terms[left] else np.empty_like(out)
-        if hold:
+        if hold and target.size > 1:
             ufunc_holding(ufunc, values[left], values[right], target)
         else:
-            ufunc(values[left], values[right], out=target)
+            combine_two(ufunc, values[left], values[right], target)
         values[left] = target
+
+
+def combine_two(ufunc: Combiner, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> None:
+    """Combine two arrays into `out`, which may be one of them: the same bits then, which NumPy does not see to for the product of one complex number.
+
+    Example:
+        >>> x, y = np.array([1.1 + 1.3j]), np.array([1.7 + 1.9j])
+        >>> product = x * y
+        >>> combine_two(np.multiply, x, y, x)
+        >>> bool(x == product)
+        True
+    """
+    if out.size == 1 and out.dtype.kind == "c" and ufunc is np.multiply:
+        out[...] = ufunc(left, right)
+    else:
+        ufunc(left, right, out=out)
 
 
 def combine_widened(

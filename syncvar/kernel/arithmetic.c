@@ -326,7 +326,8 @@ void fold_terms(
     _Alignas(64) char scratch[(LEVELS + 1) * BLOCK], held[BLOCK]; /* held: what the result holds, where that are halves */
     char *const room = scratch + LEVELS * BLOCK;
     const Py_ssize_t wide = wide_of(how), step = BLOCK / wide, width = how->half ? (Py_ssize_t)sizeof(uint16_t) : wide;
-    const Py_ssize_t stride = elements == 1 ? 0 : wide; /* as NumPy calls its loops, which keep another one of two NaNs then */
+    /* As NumPy calls its loops, which keep another one of two NaNs then, and round products of complex numbers otherwise. */
+    const Py_ssize_t stride = elements == 1 && !how->is_complex ? 0 : wide;
     const int applies = apply != NULL && apply->loop != NULL;
     if (count == 2 && stride && !how->half && how->divide.loop == NULL && !applies) {
         combine(&how->fold, given[0], given[1], wide, out, elements, wide);
@@ -369,6 +370,7 @@ int read_arithmetic(PyObject *given, Arithmetic *how, Step *apply) {
     if (applied != Py_None && !find_loop(applied, number, apply)) return 0;
     if (fold == Py_None) return divide == Py_None;
     const Py_ssize_t wide = wide_of(how);
+    how->is_complex = number == 14 || number == 15; /* NumPy's numbers of complex64 and complex128 */
     if (BLOCK % wide != 0 || !find_loop(fold, number, &how->fold)) return 0;
     find_four(how, fold, number);
     find_pair(how, fold);

@@ -225,6 +225,7 @@ typedef struct {
     char divisor[16];
     Py_ssize_t width; /* of an element of a term, in bytes */
     int half;         /* the kind of halves, which are combined as float32 and rounded once; terms may be float32 already */
+    int is_complex;
     Py_ssize_t (*four)(const char *const *terms, char *out, Py_ssize_t nbytes); /* combines four by the tree at once, or NULL */
     Py_ssize_t (*pair)(const char *const *terms, char *out, Py_ssize_t count, float divisor); /* two of halves, and rounds, or NULL */
 } Arithmetic;

@@ -21,6 +21,7 @@ __all__ = ["checked_dtype", "digest_of", "initial_array", "number_array", "opera
 
 _SHORT_BYTES = 4096  # of longer arrays the digests of blocks are digested, which are made ten times as fast
 _PYTHON_NUMBERS = (bool, int, float, complex)
+_PLAIN_NUMBERS = frozenset(_PYTHON_NUMBERS)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
 
 
@@ -142,7 +143,8 @@ def plain_array(value: Any, what: str) -> NDArray[Any]:
 
 def _is_weak(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(_is_weak(part) for part in value)
+        kinds = set(map(type, value))  # few, where the parts are many
+        return kinds <= _PLAIN_NUMBERS or all(_is_weak(part) for part in value)
     return isinstance(value, _PYTHON_NUMBERS) and not isinstance(value, np.generic)
 
 

@@ -86,7 +86,7 @@ def is_structure(value: Any) -> bool:
         return True
     if isinstance(value, list | tuple):
         try:
-            return hasattr(value, "_fields") or any(is_structure(item) or not _is_numbers(item) for item in value)
+            return hasattr(value, "_fields") or not _are_numbers(value)
         except RecursionError:
             raise ConfigError(_ENDLESS) from None
     return is_dataclass(value)
@@ -101,10 +101,12 @@ def is_dataclass(value: Any) -> bool:
     return hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "__array__") and not hasattr(kind, "__dlpack__")
 
 
-def _is_numbers(item: Any) -> bool:
-    if isinstance(item, list | tuple):
-        return not hasattr(item, "_fields") and all(_is_numbers(part) for part in item)
-    return isinstance(item, NUMBERS)
+def _are_numbers(items: Iterable[Any]) -> bool:
+    """Return whether the parts of a list are numbers, or lists of numbers."""
+    kinds = set(map(type, items))  # few, where the parts are many
+    if not any(issubclass(kind, list | tuple) for kind in kinds):
+        return all(issubclass(kind, NUMBERS) for kind in kinds)
+    return all(_are_numbers(item) and not hasattr(item, "_fields") if isinstance(item, list | tuple) else isinstance(item, NUMBERS) for item in items)
 
 
 def parts_of(value: Any) -> list[Any]:

@@ -202,3 +202,21 @@ def test_arrays_of_the_arena_are_reduced_in_c_where_they_lie(monkeypatch, where)
 
     assert everywhere(2, fn, shared=True) == [True, True]
     assert not calls
+
+
+@pytest.mark.parametrize("layout", ["kernel", "python"])
+@pytest.mark.parametrize("count", [1_500, 3_000, 16_000, 40_000])
+def test_one_rank_goes_the_general_way_while_the_others_are_prepared(layout, count):
+    """Up to 64 KiB a prepared rank puts what it brings into a slot that it tells: the general way has to look there."""
+
+    def fn():
+        made = []
+        for turn in range(9):
+            x = np.full(count, 2.0**turn + sv.rank(), np.float32)
+            x = x.astype(">f4") if turn % 3 == sv.rank() else x
+            given = [x, {"a": x}, x][turn // 3]
+            result = sv.all_reduce(given, async_op=True).wait() if turn > 5 else sv.all_reduce(given)  # noqa: PLR2004
+            made.append(np.array_equal(in_order(result)[0], np.full(count, 2 * 2.0**turn + 1)))
+        return made
+
+    assert everywhere(2, fn, **{"config": CONFIG, **LAYOUTS[layout]}) == [[True] * 9] * 2

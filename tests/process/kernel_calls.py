@@ -27,13 +27,16 @@ def ops(dtype):
     return found
 
 
-def values(draw, dtype, shape):
-    """Return random bits, and for floating point odd values among them.
+def values(draw, dtype, shape, *, are_ordinary=False):
+    """Return random bits, and for floating point odd values among them; or ordinary numbers, whose products and sums are rounded.
 
     Two ranks bring NaN of all kinds, where their arrays are not longer than a block of 8 KiB. Else there is one kind: which of two NumPy's loops
     keep depends on whether they are in the last, odd elements and on whether the result lies where an operand does. The two runners cut long arrays
     into other pieces, and keep what some of several ranks have brought in other places.
     """
+    if are_ordinary and np.dtype(dtype).kind in "fVc":
+        made = draw.normal(size=shape)
+        return (made + 1j * draw.normal(size=shape) if np.dtype(dtype).kind == "c" else made).astype(dtype)
     made = np.frombuffer(draw.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape).copy()
     if dtype is np.bool_:
         return (made.view(np.uint8) & 1).astype(bool)
@@ -63,9 +66,10 @@ def main():
         for count in SIZES[sys.argv[2]]:
             shape = (count,) if count % 2 else (2, count // 2)
             for op in ops(dtype):
-                for _ in range(2):  # the long way, which prepares; then prepared
-                    x = values(draw, dtype, shape)
+                for turn in range(10 if count == 1 else 3):  # the long way, which prepares; then prepared
+                    x = values(draw, dtype, shape, are_ordinary=turn > 1)
                     take(sv.all_reduce(x, op))
+                x = values(draw, dtype, shape)
                 take(sv.all_reduce(x, op=op, timeout=30.0))
                 made = sv.all_reduce(x, op)
                 out = np.zeros_like(made)
