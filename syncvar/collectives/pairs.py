@@ -69,6 +69,7 @@ def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
         stream, engine = line.stream, line.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
             del streams[key]
+            line.retire()
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 

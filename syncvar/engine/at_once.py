@@ -89,6 +89,12 @@ class Line:
         self._request = request
         self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
 
+    def retire(self) -> None:
+        """Be used no more: messages of the pair and tag are counted by another line from now on."""
+        native, self.native, self.is_remembered = self.native, None, False
+        if native is not None:
+            native.forget()
+
     def send(
         self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]], request: Callable[[], Request], timeout: float | None,
         *, waits: bool,

@@ -268,7 +268,7 @@ class Communicator(CommunicatorState):
             UsageError: One has left the block; on all that work.
         """
         if self.uneven is not None:
-            self._require_free(what)
+            self.require_free(what)
             self.uneven.require_all(what, instead)
 
     def roll(self, what: str, timeout: float | None) -> None:
@@ -282,7 +282,7 @@ class Communicator(CommunicatorState):
             UsageError: No call can follow here. The others are told of nothing, and wait for the next.
         """
         if self.uneven is not None:
-            self._require_free(what)
+            self.require_free(what)
             self.uneven.roll(what, timeout)  # from here on this is the group of those who still work
 
     def become(self, other: Communicator) -> None:
@@ -316,7 +316,7 @@ class Communicator(CommunicatorState):
             after_queued: Queued writes go first; False for the call that sends them.
         """
         self.roll(name, timeout)
-        self._require_free(name)
+        self.require_free(name)
         engine = self.engine
         with self.busy:  # nothing can come between taking it and the promise to release it
             call = self.next_call
@@ -355,7 +355,7 @@ class Communicator(CommunicatorState):
                 engine.run(operation, allowed)
             return Work(None, operation)
 
-    def _require_free(self, name: str) -> None:
+    def require_free(self, name: str) -> None:
         """Raise an error, before anything is numbered or sent, where no call can be made."""
         self.member_rank  # noqa: B018  (raises for non-members)
         if self._destroyed is not None:

@@ -103,7 +103,7 @@ class Preparation(NamedTuple):
         queue, busy, digest, add, clock = channel.queue, communicator.busy, told.fingerprint, engine.recorder.add, monotonic_ns
 
         def call(x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
-            if queue or busy.locked() or not (engine.is_quiet and channel.is_settled):
+            if queue or busy.locked() or not (engine.is_quiet and channel.is_settled) or (engine.driver and engine.driver == get_ident()):
                 return None
             try:
                 arrays = arrays_of(x, out)

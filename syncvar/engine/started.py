@@ -23,6 +23,7 @@ __all__ = ["StartedCalls"]
 
 _LOAN_LOOK_S = 0.0005
 _FOREVER = float("inf")
+_FOLLOWING_LOOK_S = 0.25
 
 
 class StartedCalls:
@@ -99,6 +100,10 @@ class StartedCalls:
     def look_at_shared(self) -> None:
         """Advance the calls in shared memory."""
         for operation in list(self._core.under_way):
+            channel = operation.channel
+            first = operation if channel is None else next(iter(channel.queue), operation)
+            if first is not operation and operation.state == State.RUNNING and not operation.mismatch:
+                continue  # it is not its turn; there may be thousands of such
             before = operation.need
             operation.advance()
             if operation.is_over:
@@ -129,6 +134,7 @@ class StartedCalls:
 
     def expire(self, now: float, due: float) -> float:
         """Give up those whose deadline has passed, and report those that wait long; return when the next is due, or `due`."""
+        groups: set[int] = set()
         for operation in list(self._core.active.values()):
             if operation.state == State.DRAINING:
                 operation.advance()
@@ -140,9 +146,12 @@ class StartedCalls:
             if now >= operation.deadline:
                 self._miss_deadline(operation, now)
                 return now
-            if now >= operation.report_at:
+            is_first = operation.group not in groups
+            groups.add(operation.group)
+            if now >= operation.report_at and (is_first or operation.thread):
                 self._report(operation, now)
-            due = min(due, operation.deadline, operation.report_at)
+            # Of calls that nobody waits for the first of a group is reported: the others cannot end before it, and may be thousands.
+            due = min(due, operation.deadline, operation.report_at if operation.report_at > now else now + _FOLLOWING_LOOK_S)
         return due
 
     def _miss_deadline(self, operation: Operation, now: float) -> None:

@@ -105,9 +105,11 @@ class AdmissionState:
 
     Attributes:
         is_quiet: Nothing is known that would refuse a call, and no writes are queued.
+        driver: The thread that drives in order to wait for its own call; 0 where none does.
     """
 
-    __slots__ = ("is_quiet",)
+    __slots__ = ("driver", "is_quiet")
+    driver: int
     is_quiet: bool
 
 
@@ -128,7 +130,7 @@ class Copied:
     Attributes:
         changes: That this process makes by itself now.
         is_being_written: A call of all replicas writes it in place.
-        moves: How often it has gone to other memory.
+        moves: Twice how often it has gone to other memory; odd while it goes.
     """
 
     __slots__ = ("changes", "is_being_written", "moves")

@@ -66,6 +66,13 @@ static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     return PyList_SetItem(self->kept_sorts, place, held) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* forget(): be found no more by `send` and `recv`: what is known of the pair and tag begins anew. */
+static PyObject *end_forget(PyObject *object, PyObject *unused) {
+    (void)unused;
+    forget((Remembered *)object);
+    Py_RETURN_NONE;
+}
+
 static int end_clear(PyObject *object) {
     End *self = (End *)object;
     forget((Remembered *)self);
@@ -127,6 +134,7 @@ static PyMethodDef end_methods[] = {
     {"send", send_now, METH_O, "send(x): True when the message is in the box, False when nothing has been done"},
     {"receive", receive_now, METH_O, "receive(out): the message, or None when nothing has been done"},
     {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, told)"},
+    {"forget", end_forget, METH_NOARGS, "forget(): send and recv find it no more"},
     {NULL},
 };
 

@@ -80,7 +80,8 @@ int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
 
 /* Records: numbers that Python has as attributes. __init__.py says what they mean. */
 typedef struct {
-    PyObject_HEAD char is_quiet;
+    PyObject_HEAD long long driver;
+    char is_quiet;
 } AdmissionState; /* the beginning of the engine */
 
 typedef struct {

@@ -111,7 +111,12 @@ int is_unlocked(PyObject *lock) {
 int is_quiet(PyObject *engine) { return PyObject_TypeCheck(engine, admission_state_type) && ((AdmissionState *)engine)->is_quiet; }
 
 /* Return whether a call may begin, and nobody else is at what a lock guards. */
-int is_free(PyObject *engine, PyObject *lock) { return is_quiet(engine) && is_unlocked(lock); }
+/* Return whether a call may be made now that the lock belongs to: also not in a signal's handler while this very thread drives the engine. */
+int is_free(PyObject *engine, PyObject *lock) {
+    if (!is_quiet(engine) || !is_unlocked(lock)) return 0;
+    const long long driver = ((AdmissionState *)engine)->driver;
+    return driver == 0 || driver != (long long)PyThread_get_thread_ident();
+}
 
 /* Take a lock if nobody has it: 1; 0 where somebody has; -1 with an error. */
 int try_acquire(PyObject *lock) {
@@ -155,7 +160,7 @@ int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
 
 RECORD(
     AdmissionState, admission_state, "Whether nothing is known that would refuse a call, or go before it.",
-    FLAG(AdmissionState, is_quiet)
+    FLAG(AdmissionState, is_quiet), NUMBER(AdmissionState, driver)
 )
 RECORD(CommunicatorState, communicator_state, "The number of a group's next call.", NUMBER(CommunicatorState, next_call))
 RECORD(

@@ -18,7 +18,8 @@ static int look_at_copy(Laid *laid, Copied *storage) {
     laid->beneath = peek((PyObject *)storage, name__beneath);
     laid->references = references == NULL ? -1 : PyLong_AsLongLong(references);
     Py_XDECREF(references);
-    const int good = laid->array != NULL && laid->ground != NULL && laid->beneath != NULL && laid->references >= 0;
+    const int is_moving = storage->moves % 2 != 0; /* another thread is just about it */
+    const int good = !is_moving && laid->array != NULL && laid->ground != NULL && laid->beneath != NULL && laid->references >= 0;
     laid->moves = good ? storage->moves : -1;
     return good;
 }
@@ -157,9 +158,10 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
     if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel) goto plain;
     const int is_counted = self->watch != Py_None && !watch->is_free;
     if (is_counted && self->tally->steps >= watch->until) goto plain;
+    if (self->storage->is_being_written || self->storage->moves % 2) goto plain; /* by another thread, which may let go of what is kept in mind */
     if (self->laid.moves != self->storage->moves && !look_at_copy(&self->laid, self->storage)) goto plain;
     timeout = PyObject_GetAttr(self->owner, name_timeout);
-    if (timeout == NULL || is_exposed(&self->laid) || self->storage->is_being_written) goto plain;
+    if (timeout == NULL || is_exposed(&self->laid)) goto plain;
     PyObject *array = Py_NewRef(self->laid.array);
     self->tally->steps += is_counted;
     self->storage->is_being_written = 1;

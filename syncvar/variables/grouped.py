@@ -125,7 +125,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
                 reproducible=owner.reproducible, are_apart=are_apart,
             )  # fmt: skip
 
-        with being_written(storages), written_once(owner, storages):
+        with being_written(owner.communicator, name, storages), written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
         for variable in variables:
             variable._count_write()  # noqa: SLF001

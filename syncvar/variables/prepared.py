@@ -104,15 +104,12 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
                 return UNDONE
         if communicator.channel is not channel:  # its calls go otherwise: in a block of sv.uneven, or never again
             return UNDONE
-        if storage.is_being_written:  # by another thread, whose mark it is
-            return UNDONE
         is_counted = not (is_seen or roster is None or roster.is_free)
-        if is_counted:
-            step = tally.steps + 1
-            if step > roster.until:  # type: ignore[union-attr]
-                return UNDONE
-            tally.steps = step  # also of a write that fails: on some replicas it may fail before it is made
-        storage.is_being_written = True
+        if is_counted and tally.steps >= roster.until:  # type: ignore[union-attr]
+            return UNDONE
+        if not storage.mark():  # it is another thread's
+            return UNDONE
+        tally.steps += is_counted  # also of a write that fails: on some replicas it may fail before it is made
         try:
             is_made = call(x, storage.writable(), None, owner.timeout) is not None
         finally:

@@ -7,6 +7,7 @@ its reader; then the result is spread over the copies, and at times they are lai
 
 from __future__ import annotations
 
+import threading
 import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.reducing import reduction_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.prepared_reductions import prepare_reduction
+from syncvar.errors import UsageError
 from syncvar.kernel import group_of, which
 from syncvar.variables.policy import Context
 
@@ -75,14 +77,15 @@ class PlainGroup:
 
     def lay(self) -> None:
         """Take note that the copies lie side by side."""
-        self._moves = [storage.moves for storage in self._storages]
+        self._moves = [-1 if storage.moves % 2 else storage.moves for storage in self._storages]
 
     def begin(self) -> bool:
         """Mark the copies as being written; False, and no mark, where they do not lie side by side or a view of one is alive."""
-        if any(storage.is_being_written for storage in self._storages):  # by another thread, whose mark it is
-            return False
-        for storage in self._storages:
-            storage.is_being_written = True
+        for number, storage in enumerate(self._storages):
+            if not storage.mark():  # it is another thread's
+                for one in self._storages[:number]:
+                    one.is_being_written = False
+                return False
         for storage, moves in zip(self._storages, self._moves, strict=True):
             if storage.moves != moves or storage.is_exposed:
                 self.end(False)
@@ -127,6 +130,7 @@ class SideBySide:
             group = group_of(references, self._storages, self._tallies, self._parts)
         self._group: Any = group or PlainGroup(references, self._storages, self._tallies, self._parts)
         self._failures = 0
+        self._turn = threading.Lock()  # of the thread whose values lie in `_staging`
         communicator = owner.communicator
         self._communicator, self._channel = communicator, communicator.channel
         names = tuple([one.name for one in variables])
@@ -173,21 +177,26 @@ class SideBySide:
         is_counted = roster is not None and not roster.is_free
         if is_counted and tally.steps >= roster.until:  # type: ignore[union-attr]
             return False
-        if not self._group.load(pairs):
+        if not self._turn.acquire(blocking=False):
             return False
-        tally.steps += is_counted
-        is_made, is_begun = False, self._group.begin()
-        target = self._flat if is_begun else self._gathered()
         try:
-            is_made = call(self._staging, target, None, owner.timeout) is not None
+            if not self._group.load(pairs):
+                return False
+            tally.steps += is_counted
+            is_made, is_begun = False, self._group.begin()
+            target = self._flat if is_begun else self._gathered()
+            try:
+                is_made = call(self._staging, target, None, owner.timeout) is not None
+            finally:
+                if is_begun:
+                    self._group.end(is_made)
+            if not is_made:
+                tally.steps -= is_counted
+            elif not is_begun:
+                self._spread()
+            return is_made
         finally:
-            if is_begun:
-                self._group.end(is_made)
-        if not is_made:
-            tally.steps -= is_counted
-        elif not is_begun:
-            self._spread()
-        return is_made
+            self._turn.release()
 
     def perform(self, name: str, operand: Callable[[int], NDArray[Any]]) -> None:
         """Make the write by the same call, checked; `operand` returns the value for the variable of a number, or raises."""
@@ -201,8 +210,14 @@ class SideBySide:
             )
             return Request(self._what, self._digest, request.body)
 
-        owner.communicator.perform(name, check, owner.timeout)
-        self._spread()
+        if not self._turn.acquire(blocking=False):
+            owner.communicator.require_free(name)  # says what else goes on
+            raise UsageError(f"{name}: another thread is writing these variables, by a call of all replicas; take turns (threading.Lock)")
+        try:
+            owner.communicator.perform(name, check, owner.timeout)
+            self._spread()
+        finally:
+            self._turn.release()
 
     def _gathered(self) -> NDArray[Any]:
         """Return an array that holds all copies, where they have to be known."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.errors import ArenaFull
+from syncvar.errors import ArenaFull, UsageError
 from syncvar.kernel import Copied
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
 
 __all__ = ["Storage", "being_written", "say_arena_is_full"]
@@ -48,12 +49,26 @@ def say_arena_is_full(context: Context, error: ArenaFull) -> None:
 
 
 @contextlib.contextmanager
-def being_written(storages: Sequence[Storage]) -> Iterator[None]:
-    """Mark storages as written in place by a call that other replicas take part in: readers get copies."""
-    marked = [storage for storage in storages if not storage.is_being_written]  # not by another thread, whose mark it is
-    for storage in marked:
-        storage.is_being_written = True
+def being_written(communicator: Communicator, name: str, storages: Sequence[Storage]) -> Iterator[None]:
+    """Mark storages as written in place by a call that other replicas take part in: readers get copies.
+
+    Args:
+        communicator: The replicas' group.
+        name: The call.
+        storages: Of the variables that it writes.
+
+    Raises:
+        UsageError: Another thread, or what a signal's handler has interrupted, writes one of them; nothing has been done.
+    """
+    marked: list[Storage] = []
     try:
+        for storage in storages:
+            if not storage.mark():
+                communicator.require_free(name)  # says what else goes on
+                raise UsageError(
+                    f"{name}: another thread is writing a variable of these, by a call of all replicas; take turns (threading.Lock)"
+                )
+            marked.append(storage)
         yield
     finally:
         for storage in marked:
@@ -96,6 +111,13 @@ class Storage(Copied):
         self._lock = threading.RLock()
         self.changes = 0  # that this process makes by itself, under the lock
 
+    def mark(self) -> bool:
+        """Mark the copy as written in place by a call of all replicas; False where it is already, by somebody else."""
+        with self._lock:
+            is_mine = not self.is_being_written
+            self.is_being_written = True
+        return is_mine
+
     def __enter__(self) -> None:
         self._lock.acquire()
         self.changes += 1
@@ -123,13 +145,16 @@ class Storage(Copied):
         if value is not None:
             array[...] = value
         view, shown = _view_of(array), _view_of(array)
-        self.moves += 1
-        self._ground = np.asarray(shown.base)  # the very array, which all that are handed out refer to
-        self._beneath: Any = self._ground.base  # somebody may hold that alone
-        self._references = _count(self._ground) + _count(self._beneath)  # before a reader can add its own
-        self._shown = shown
-        self.array: NDArray[Any] = array
-        self.view = view
+        self.moves += 1  # an odd number: nobody may keep in mind what is seen of it now
+        try:
+            self._ground = np.asarray(shown.base)  # the very array, which all that are handed out refer to
+            self._beneath: Any = self._ground.base  # somebody may hold that alone
+            self._references = _count(self._ground) + _count(self._beneath)  # before a reader can add its own
+            self._shown = shown
+            self.array: NDArray[Any] = array
+            self.view = view
+        finally:
+            self.moves += 1
 
     def _resident(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
         arena = self._context.arena

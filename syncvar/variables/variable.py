@@ -766,7 +766,7 @@ class Variable(Taught, ArrayProtocol):
         elif not is_in_place:
             together = self._travel(action, what, mine, request)
         else:
-            with storage if self._replicas == 1 else being_written((storage,)):
+            with storage if self._replicas == 1 else being_written(self._owner.communicator, what, (storage,)):
                 together = self._travel(action, what, mine, request)
         store(together)
         self._tally.writes += 1

@@ -184,18 +184,20 @@ def stalls(reports: list[Report], now: float, after_s: float) -> list[Stall]:
     calls: dict[tuple[int, int], list[Report]] = {}
     for report in reports:
         calls.setdefault((report.group, report.call), []).append(report)
+    groups = {group for group, _ in calls}
+    furthest: dict[tuple[int, int], int] = {}  # by rank and group: the last call that it has entered
+    first: dict[int, Report] = {}
+    for report in reports:
+        first.setdefault(report.rank, report)
+        for group in groups & report.entered.keys():
+            furthest[report.rank, group] = max(report.entered[group], furthest.get((report.rank, group), -1))
     result = []
     for key, here in sorted(calls.items()):
         waited_s = now - min(report.since for report in here)
         if waited_s < after_s:
             continue
-        present = {report.rank for report in reports if report.entered.get(key[0], -1) >= key[1]}
-        late = [rank for rank in here[0].members if rank not in present]
-        others = []
-        for rank in late:
-            elsewhere = [report for report in reports if report.rank == rank]
-            if elsewhere:
-                others.append(f"rank {rank} waits in {elsewhere[0].describe()}")
+        late = [rank for rank in here[0].members if furthest.get((rank, key[0]), -1) < key[1]]
+        others = [f"rank {rank} waits in {first[rank].describe()}" for rank in late if rank in first]
         verb = "waits" if len(here) == 1 else "wait"
         whom = f"{rank_list(late)}, not there yet" if late else "data; all ranks are there"
         sentence = (
