@@ -82,7 +82,8 @@ def send(
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(dest) is int is type(tag):
         line = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
-        if line is not None and line.native is not None and communicator.uneven is None and line.native.send(x):
+        native = None if line is None else line.native  # another thread may retire the line
+        if line is not None and native is not None and communicator.uneven is None and native.send(x):
             _remember(send, line, communicator, dest, tag)
             return None
     if is_foreign(x):
@@ -189,8 +190,9 @@ def recv(
     communicator = communicator_of(group)
     if not async_op and timeout is None and type(source) is int is type(tag):
         line = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
-        if line is not None and line.native is not None and communicator.uneven is None:
-            made = line.native.receive(out)
+        native = None if line is None else line.native  # another thread may retire the line
+        if line is not None and native is not None and communicator.uneven is None:
+            made = native.receive(out)
             if made is not None:
                 _remember(recv, line, communicator, source, tag)
                 return made

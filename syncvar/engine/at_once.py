@@ -93,7 +93,7 @@ class Line:
         """Be used no more: messages of the pair and tag are counted by another line from now on."""
         native, self.native, self.is_remembered = self.native, None, False
         if native is not None:
-            native.forget()
+            native.retire()
 
     def send(
         self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]], request: Callable[[], Request], timeout: float | None,

@@ -66,9 +66,10 @@ static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     return PyList_SetItem(self->kept_sorts, place, held) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* forget(): be found no more by `send` and `recv`: what is known of the pair and tag begins anew. */
-static PyObject *end_forget(PyObject *object, PyObject *unused) {
+/* retire(): send and receive no more, and be found no more: what is known of the pair and tag begins anew. */
+static PyObject *end_retire(PyObject *object, PyObject *unused) {
     (void)unused;
+    ((End *)object)->is_retired = 1;
     forget((Remembered *)object);
     Py_RETURN_NONE;
 }
@@ -134,7 +135,7 @@ static PyMethodDef end_methods[] = {
     {"send", send_now, METH_O, "send(x): True when the message is in the box, False when nothing has been done"},
     {"receive", receive_now, METH_O, "receive(out): the message, or None when nothing has been done"},
     {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, told)"},
-    {"forget", end_forget, METH_NOARGS, "forget(): send and recv find it no more"},
+    {"retire", end_retire, METH_NOARGS, "retire(): send and receive no more"},
     {NULL},
 };
 
@@ -215,7 +216,7 @@ static PyObject *message_entrance_remember(PyObject *object, PyObject *arguments
     PyObject *end;
     long long peer, tag;
     if (!PyArg_ParseTuple(arguments, "OLL", &end, &peer, &tag)) return NULL;
-    if (Py_TYPE(end) == end_type && ((End *)end)->face == NULL) {
+    if (Py_TYPE(end) == end_type && ((End *)end)->face == NULL && !((End *)end)->is_retired) {
         ((End *)end)->peer = peer;
         ((End *)end)->tag = tag;
         remember(&self->face, place_of(self, peer, tag), (Remembered *)end);

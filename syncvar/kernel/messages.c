@@ -35,7 +35,7 @@ static uint64_t length_whole(const Sort *sort) {
 static uint64_t length_told(const Sort *sort) { return in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3)); }
 
 /* Return whether a message may go or come now: no refusal is known, nobody else is at it. */
-static int may_begin(const End *self) { return is_free(self->engine, self->busy) && is_unlocked(self->box); }
+static int may_begin(const End *self) { return !self->is_retired && is_free(self->engine, self->busy) && is_unlocked(self->box); }
 
 static int is_of(const Sort *sort, PyObject *value, int flags) {
     return sort->told != NULL && fits(&sort->form, value, flags);

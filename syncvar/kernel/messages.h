@@ -32,6 +32,7 @@ typedef struct {
     PyObject *engine, *context, *add, *go_on, *kept, *shared;
     PyObject *busy, *box; /* locks of the pair and tag, and of this end of the box */
     long long peer, tag;  /* by which it is remembered */
+    int is_retired;       /* another end counts the messages of the pair and tag now */
     PyObject *kept_sorts; /* what `sorts` refers to */
     Py_buffer memory;
     int has_memory;
