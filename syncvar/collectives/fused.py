@@ -17,7 +17,7 @@ from syncvar.arena.mapping import Block
 from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
 from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
-from syncvar.execution.reductions import Vector, are_side_by_side, flat_of, long_among
+from syncvar.execution.reductions import Vector, flat_of, in_one_exchange
 from syncvar.execution.rounds import Published
 from syncvar.ops import divided
 from syncvar.plans.link_rounds import Prepared
@@ -58,9 +58,8 @@ def reduce_together(
     if opens and len(kinds) > 1 and apply is None and algorithm is None:
         sizes = sizes_of(kinds, arrays)
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
-        are_short = are_side_by_side(sizes, communicator.size)
-        longest = None if are_short else long_among(sizes, communicator.size)
-        if (are_short or longest is not None) and all(_is_shared(plan, how) for how in kinds):
+        are_at_once, longest = in_one_exchange(sizes, communicator.size)
+        if are_at_once and all(_is_shared(plan, how) for how in kinds):
             yield from _side_by_side(plan, kinds, longest, arrays, targets, communicator.size, results)
             return results
     for how, places in kinds.items():

@@ -17,7 +17,7 @@ from syncvar.engine.prepared_kinds import prepare_kinds
 from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.errors import ConfigError
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
-from syncvar.execution.reductions import Vector, are_side_by_side, is_direct, long_among
+from syncvar.execution.reductions import Vector, in_one_exchange, is_direct
 from syncvar.execution.rounds import Published
 from syncvar.ops import OPS, Reduction, finish, identity, reduction
 from syncvar.wire.structures import LEAF, Leaves, Structure, describe
@@ -295,9 +295,8 @@ def prepare_form(
     sizes = sizes_of(kinds, arrays)
     is_small = is_direct(sum(sizes), communicator.size)
     if leaves is not None and (len(kinds) > 1 or not is_small):
-        are_short = are_side_by_side(sizes, communicator.size)
-        longest = None if are_short else long_among(sizes, communicator.size)
-        return prepare_kinds(communicator, kinds, longest, leaves, digest, what) if are_short or longest is not None else never
+        are_at_once, longest = in_one_exchange(sizes, communicator.size)
+        return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, what) if are_at_once else never
     (how,) = kinds
     if not is_small and ends != EVERYWHERE and form.dtype != how.accumulate:
         return never  # the general way brings what it combines

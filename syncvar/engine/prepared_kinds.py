@@ -44,23 +44,21 @@ _KINDS_MAX = 8  # as in calls.h
 
 
 def prepare_kinds(
-    communicator: Communicator, kinds: Mapping[Reduction, Sequence[int]], longest: int | None, leaves: Leaves, digest: int, what: str
+    communicator: Communicator, kinds: Mapping[Reduction, Sequence[int]], sizes: Sequence[int], longest: int | None, leaves: Leaves, digest: int, what: str
 ) -> PreparedCall | None:
     """Return the prepared call of arrays of several kinds, or of long ones of one kind, or None where there is none.
 
     Args:
         communicator: The group.
         kinds: The places of the arrays that are reduced in each way.
-        longest: Which kind has long arrays; None where all are short, and `are_side_by_side`.
+        sizes: Bytes of each kind in a slot.
+        longest: Which kind has long arrays; None where all are short, and lie side by side.
         leaves: Such arrays.
         digest: Fingerprint of the call, as the long way makes it.
         what: The call in words.
     """
-    hows = list(kinds)
-    if longest is not None:  # it comes first
-        hows.insert(0, hows.pop(longest))
-    ordered = [(how, kinds[how]) for how in hows]
-    sizes = [sum([how.count(leaves.arrays[place]) for place in places]) * how.accumulate.itemsize for how, places in ordered]
+    order = sorted(range(len(sizes)), key=lambda number: number != longest)  # it comes first
+    ordered, sizes = [list(kinds.items())[number] for number in order], [sizes[number] for number in order]
     ground = preparation_of(communicator, what, digest, sum(sizes), "arena small" if longest is None else "arena")
     return None if ground is None else (_short if longest is None else _long)(ground, _Kinds(ordered, sizes, leaves, communicator.size))
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
 
 __all__ = [
-    "Placed", "Vector", "are_side_by_side", "cells_of", "combine_small", "flat_of", "is_alone", "is_direct", "long_among", "places_of", "reduce_published",
+    "Placed", "Vector", "cells_of", "combine_small", "flat_of", "in_one_exchange", "is_alone", "is_direct", "places_of", "reduce_published",
     "reduce_shared", "reduce_small", "teach",
 ]  # fmt: skip
 
@@ -346,7 +346,7 @@ def places_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(starts), stop
 
 
-def are_side_by_side(sizes: Sequence[int], size: int) -> bool:
+def _are_side_by_side(sizes: Sequence[int], size: int) -> bool:
     """Return whether vectors of several kinds are reduced at once: all that a rank brings fits into the slot that nobody tells.
 
     Args:
@@ -357,18 +357,22 @@ def are_side_by_side(sizes: Sequence[int], size: int) -> bool:
     return together <= WIDE_BYTES and is_direct(together, size)
 
 
-def long_among(sizes: Sequence[int], size: int) -> int | None:
-    """Return which of several vectors of different kinds is reduced as a long one, while all others go through slots in the same call.
+def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
+    """Return whether vectors of different kinds are reduced at once, and which of them as a long one, while the others go through slots.
 
     Args:
-        sizes: Bytes of each vector, which together are too long to be side by side.
+        sizes: Bytes of each vector in a slot.
         size: Of the group.
 
     Returns:
-        Its place; None where the others are too long as well, so that one vector is reduced after the other.
+        (True, None) where all are side by side; (True, place of the long one); (False, None) where several are too long, so that one
+        vector is reduced after the other.
     """
+    if _are_side_by_side(sizes, size):
+        return True, None
     longest = max(range(len(sizes)), key=sizes.__getitem__)
-    return longest if is_direct(places_of([*sizes[:longest], *sizes[longest + 1 :]])[1], size) else None
+    are_short = is_direct(places_of([*sizes[:longest], *sizes[longest + 1 :]])[1], size)
+    return (True, longest) if are_short else (False, None)
 
 
 def reduce_small(channel: Channel, opening: tuple[int, int], vectors: Sequence[Vector]) -> Iterator[int]:

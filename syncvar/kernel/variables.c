@@ -158,7 +158,7 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
     if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel) goto plain;
     const int is_counted = self->watch != Py_None && !watch->is_free;
     if (is_counted && self->tally->steps >= watch->until) goto plain;
-    if (self->storage->is_being_written || self->storage->moves % 2) goto plain; /* by another thread, which may let go of what is kept in mind */
+    if (self->storage->is_being_written) goto plain; /* by another thread, which may let go of what is kept in mind */
     if (self->laid.moves != self->storage->moves && !look_at_copy(&self->laid, self->storage)) goto plain;
     timeout = PyObject_GetAttr(self->owner, name_timeout);
     if (timeout == NULL || is_exposed(&self->laid)) goto plain;

@@ -18,9 +18,9 @@ from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.reducing import reduction_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.prepared_reductions import prepare_reduction
-from syncvar.errors import UsageError
 from syncvar.kernel import group_of, which
 from syncvar.variables.policy import Context
+from syncvar.variables.storage import refuse_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,8 +211,7 @@ class SideBySide:
             return Request(self._what, self._digest, request.body)
 
         if not self._turn.acquire(blocking=False):
-            owner.communicator.require_free(name)  # says what else goes on
-            raise UsageError(f"{name}: another thread is writing these variables, by a call of all replicas; take turns (threading.Lock)")
+            refuse_overlap(owner.communicator, name)
         try:
             owner.communicator.perform(name, check, owner.timeout)
             self._spread()

@@ -21,7 +21,7 @@ import logging
 import math
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
 
-__all__ = ["Storage", "being_written", "say_arena_is_full"]
+__all__ = ["Storage", "being_written", "refuse_overlap", "say_arena_is_full"]
 
 _log = logging.getLogger("syncvar")
 
@@ -46,6 +46,12 @@ def say_arena_is_full(context: Context, error: ArenaFull) -> None:
     if not context.extras.get("said_arena_is_full"):
         context.extras["said_arena_is_full"] = True
         _log.warning("variables of this rank take private memory from now on, their writes are copied: %s", str(error))
+
+
+def refuse_overlap(communicator: Communicator, name: str) -> Never:
+    """Raise UsageError: somebody else in this process writes the same variables, by a call of all replicas."""
+    communicator.require_free(name)  # says what else goes on
+    raise UsageError(f"{name}: another thread is writing a variable of these, by a call of all replicas; take turns (threading.Lock)")
 
 
 @contextlib.contextmanager
@@ -64,10 +70,7 @@ def being_written(communicator: Communicator, name: str, storages: Sequence[Stor
     try:
         for storage in storages:
             if not storage.mark():
-                communicator.require_free(name)  # says what else goes on
-                raise UsageError(
-                    f"{name}: another thread is writing a variable of these, by a call of all replicas; take turns (threading.Lock)"
-                )
+                refuse_overlap(communicator, name)
             marked.append(storage)
         yield
     finally:
@@ -114,9 +117,10 @@ class Storage(Copied):
     def mark(self) -> bool:
         """Mark the copy as written in place by a call of all replicas; False where it is already, by somebody else."""
         with self._lock:
-            is_mine = not self.is_being_written
+            if self.is_being_written:  # and whose mark it is may take it off at any moment
+                return False
             self.is_being_written = True
-        return is_mine
+        return True
 
     def __enter__(self) -> None:
         self._lock.acquire()
