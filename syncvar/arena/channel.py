@@ -88,6 +88,14 @@ class Channel(ChannelState):
         self._segments = [0] * self.size
         self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
 
+    @property
+    def first(self) -> Any:
+        """The oldest started call, or None. Other threads start calls and let go of them meanwhile: one look, and no iteration."""
+        try:
+            return self.queue[0]
+        except IndexError:
+            return None
+
     # -- finding the others ---------------------------------------------------------------------------------------
 
     def open(self) -> tuple[int, ...]:

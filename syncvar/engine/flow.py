@@ -120,7 +120,7 @@ class Flow:
 
     def go_on(self, group: int) -> None:
         """Send what may go now that an operation of a group has ended: another one may be the oldest."""
-        for (peer, other), credit in self._credits.items():
+        for (peer, other), credit in list(self._credits.items()):  # a send that fails clears them
             if other == group and credit.queue:
                 self._go_on(peer, credit)
 

@@ -189,8 +189,8 @@ class Operation:
     def awaiting(self) -> tuple[int, ...]:
         """Ranks that this one is waiting for."""
         channel, wait = self.channel, self._wait
-        if channel is not None and channel.queue:
-            first: Operation = channel.queue[0]
+        first: Operation | None = None if channel is None else channel.first
+        if channel is not None and first is not None:
             if first is not self and self in channel.queue:
                 return first.awaiting
             if not channel.is_open:
@@ -233,7 +233,7 @@ class Operation:
     @property
     def _is_first(self) -> bool:
         channel = self.channel
-        return channel is None or bool(channel.queue and channel.queue[0] is self and channel.is_open)
+        return channel is None or (channel.first is self and channel.is_open)
 
     # -- going on -------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class Operation:
     def _is_its_turn(self) -> bool:
         """Return whether no other call has the channel, which all ranks have opened."""
         channel = self.channel
-        return channel is None or (channel.queue[0] is self and (channel.is_open or not channel.open()))
+        return channel is None or (channel.first is self and (channel.is_open or not channel.open()))
 
     def _is_reached(self) -> bool:
         wait, channel = self._wait, self.channel

@@ -101,8 +101,8 @@ class StartedCalls:
         """Advance the calls in shared memory."""
         for operation in list(self._core.under_way):
             channel = operation.channel
-            first = operation if channel is None else next(iter(channel.queue), operation)
-            if first is not operation and operation.state == State.RUNNING and not operation.mismatch:
+            first = None if channel is None else channel.first
+            if first is not None and first is not operation and operation.state == State.RUNNING and not operation.mismatch:
                 continue  # it is not its turn; there may be thousands of such
             before = operation.need
             operation.advance()

@@ -162,3 +162,23 @@ def test_thousands_of_calls_that_nobody_waits_for_end(launch):
     job = launch(DROPPED, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"})
     assert job.wait(90) == 0, str(job)
     assert [event["sum"] for event in job.events("over")] == [2.0, 2.0]
+
+
+STARTED_MEANWHILE = """
+import sys, time
+import numpy as np
+import syncvar as sv
+
+sys.setswitchinterval(1e-6)
+for _ in range(40):
+    if sv.rank():
+        time.sleep(0.02)
+    works = [sv.all_reduce(np.full(3 + number % 50, float(number)), async_op=True) for number in range(200)]
+    assert [float(work.wait()[0]) for work in works] == [2.0 * number for number in range(200)]
+"""
+
+
+@pytest.mark.parametrize("kernel", ["auto", "python"])
+def test_calls_started_while_the_progress_thread_looks_at_the_earlier_ones(launch, kernel):
+    job = launch(STARTED_MEANWHILE, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    assert job.wait(120) == 0, str(job)
