@@ -113,11 +113,7 @@ def make_call(
         form = x if form_of is None else form_of(communicator, x, out, how)
         if form is not None:
             key = (make, how) if form_of is None else (make, how, form.dtype, form.shape)
-            ready = communicator.prepared_calls.get(key)
-            if ready is None:
-                ready = _prepared(communicator, key, form, x, out, lambda x, out: make(communicator, x, out, False, *how), public, how)
-            else:
-                recall(public, ready)
+            ready = _ready(communicator, key, form, x, out, lambda x, out: make(communicator, x, out, False, *how), public, how)
             if ready is not None:
                 result = _begun(ready, form, out, timeout) if async_op else ready(form, out, None, timeout)
                 if result is not None:
@@ -128,7 +124,8 @@ def make_call(
 
 
 def call_prepared(
-    communicator: Communicator, key: Hashable, form: Any, out: Any, timeout: float | None, make: Make, said: Said | None = None
+    communicator: Communicator, key: Hashable, form: Any, out: Any, timeout: float | None, make: Make, said: Said | None = None,
+    *, public: Any = None, how: tuple[Any, ...] = (),
 ) -> Any:
     """Make a call by its prepared call; None where nothing has been done, because there is none or it does not serve.
 
@@ -140,17 +137,22 @@ def call_prepared(
         timeout: In seconds, None for the job's default.
         make: Of (x, out): the request of such a call; used where it is to be prepared, or the ranks do not bring the same.
         said: This call in words, and the fingerprint that is compared; None for those of the request.
-    """
-    ready = communicator.prepared_calls.get(key)
-    if ready is None:
-        ready = _prepared(communicator, key, form, form, out, make)
+        public: A function with an entrance, which may find such calls from now on; None for none.
+        how: As for `make_call`.
+    """  # fmt: skip
+    ready = _ready(communicator, key, form, form, out, make, public, how)
     return None if ready is None or not (timeout is None or is_seconds(timeout)) else ready(form, out, said, timeout)
 
 
-def _prepared(
-    communicator: Communicator, key: Hashable, form: Any, x: Any, out: Any, make: Make, public: Any = None, how: tuple[Any, ...] = ()
+def _ready(
+    communicator: Communicator, key: Hashable, form: Any, x: Any, out: Any, make: Make, public: Any, how: tuple[Any, ...]
 ) -> PreparedCall | None:
-    """Prepare calls, and let the entrance of the public function find them if all else that they are made with is as usual."""
+    """Return the prepared call of a key; the entrance of the public function finds it if all else that it is made with is as usual."""
+    ready = communicator.prepared_calls.get(key)
+    if ready is not None:
+        if public is not None:
+            recall(public, ready)
+        return ready
     if not communicator.prepares or not communicator.is_shared:
         return None
     try:

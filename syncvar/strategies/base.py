@@ -260,9 +260,7 @@ class Strategy(Taught):
         """
         if self.places.stack or self.context.is_closed or self._communicator.rank is None:
             self._require("reduce")
-        return reduce_values(
-            self._communicator, reduce_op, value, axis, self.timeout, reproducible=self.reproducible
-        )
+        return reduce_values(self, reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate a value of all replicas, in their order, and give it to all. Collective.

@@ -83,15 +83,7 @@ class ReplicaContext(Taught):
         Raises:
             UsageError: In merge or cross context.
         """
-        strategy = self._inside("all_reduce")
-        return reduce_values(
-            strategy.communicator,
-            reduce_op,
-            value,
-            None,
-            strategy.timeout,
-            reproducible=strategy.reproducible,
-        )
+        return reduce_values(self._inside("all_reduce"), reduce_op, value, None)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Concatenate a value or structure over all replicas, along `axis`. Collective.

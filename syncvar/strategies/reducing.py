@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.calls import call_prepared
+from syncvar.collectives.calls import call_prepared, entered
 from syncvar.collectives.library_arrays import given_back
 from syncvar.collectives.reducing import Reducing, form_of
 from syncvar.engine.group import Request
 from syncvar.errors import ConfigError
-from syncvar.ops import identity, reduction
+from syncvar.ops import identity, quiet, reduction
 from syncvar.variables import DistributedValues, Variable
 from syncvar.variables.policy import as_member
 from syncvar.wire.arrays import as_array
-from syncvar.wire.structures import arrays_of, describe, flatten, is_dataclass, parts_of, rebuilt, unflatten
+from syncvar.wire.structures import (
+    Structure,
+    arrays_of,
+    describe,
+    flatten,
+    is_dataclass,
+    parts_of,
+    rebuilt,
+    unflatten,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
+    from syncvar.strategies.base import Strategy
 
 __all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
 
@@ -75,65 +87,97 @@ def local_part(value: Any) -> Any:
     return value
 
 
-def reduce_values(
-    communicator: Communicator,
-    reduce_op: Any,
-    value: Any,
-    axis: Any,
-    timeout: float | None,
-    *,
-    reproducible: bool,
-) -> Any:
+class _Brought(NamedTuple):
+    """What a replica brings to a reduction, and what becomes of the result."""
+
+    op: str
+    name: str
+    structure: Structure  # of the value
+    arrays: list[NDArray[Any]]
+    finish: Callable[[list[NDArray[Any]]], Any]  # of what has been combined
+
+    def request(self, communicator: Communicator, reproducible: bool, *, is_finished: bool = True) -> Reducing:
+        """Return the request that combines the arrays; its result is the value's, or a list of theirs."""
+        request = reduce_request(communicator, self.arrays, self.op, reproducible=reproducible, name=self.name)
+        whole = _structured(request, self.finish if is_finished else list, self.structure, self.name, self.arrays)
+        return Reducing(whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered)
+
+
+def reduce_values(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     """Reduce a value or structure over replicas: first along `axis` of this replica's part, then across.
 
     Args:
-        communicator: The replicas' group.
+        strategy: Has the replicas.
         reduce_op: A ReduceOp or its name.
         value: This replica's array or structure of arrays.
         axis: int, tuple of ints, or None for elementwise over the replicas.
-        timeout: Seconds.
-        reproducible: Sum by the tree.
     """
+    if axis is None:
+        return (_elementwise if strategy.reproducible else _elementwise_entered)(value, reduce_op, group=strategy, timeout=strategy.timeout)
+    communicator, reproducible = strategy.communicator, strategy.reproducible
+    brought: _Brought | None = None
+    if communicator.channel is not None:
+        with contextlib.suppress(Exception), quiet():  # whatever it is: the general way raises it again, and tells the others
+            brought = _brought(reduce_op, value, axis)
+    form = None if brought is None else form_of(brought.arrays)
+    if brought is not None and form is not None:
+        key = (brought.name, brought.structure, reproducible, form.dtype, form.shape)
+        make = partial(brought.request, communicator, reproducible, is_finished=False)
+        made = call_prepared(communicator, key, form, None, strategy.timeout, lambda _x, _out: make())
+        if made is not None:
+            with quiet():
+                return brought.finish(made)
+    return communicator.perform(
+        "strategy.reduce", lambda: _brought(reduce_op, value, axis).request(communicator, reproducible), strategy.timeout
+    )
 
-    def request_of(_value: Any = None, _out: Any = None) -> Any:
-        op = as_member(ReduceOp, reduce_op, "reduce_op")
-        axes = _checked_axes(axis)
-        part = local_part(value)
-        structure, leaves = flatten(part)
-        arrays = arrays_of(part, leaves, "the value")
 
-        def together(made: list[NDArray[Any]]) -> Any:
-            return given_back(part, unflatten(structure, made, part))
+def _elementwise(value: Any, reduce_op: Any, *, group: Strategy, timeout: float | None) -> Any:
+    """Combine values of all replicas of a strategy; its `reproducible` calls have no entrance of their own."""
+    communicator, reproducible = group.communicator, group.reproducible
 
-        name = f"strategy.reduce({op.name}, axis={axes})"
-        if axes is None:
-            request = reduce_request(communicator, arrays, op.value, reproducible=reproducible, name=name)
-            whole = _structured(request, together, structure, name, arrays)
-            return Reducing(whole.what, whole.digest, whole.body, op.value)
-        places = [_normalized(axes, array.ndim) for array in arrays]
-        parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
-        if op is not ReduceOp.MEAN:
-            request = reduce_request(communicator, parts, op.value, reproducible=reproducible, name=name)
-            return _structured(
-                request, lambda made: together(_as_asked(made, op, arrays)), structure, name, parts
-            )
-        counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
-        request = reduce_request(communicator, [*parts, *counts], "sum", reproducible=reproducible, name=name)
+    def request_of(_value: Any = None, _out: Any = None) -> Reducing:
+        return _brought(reduce_op, value, None).request(communicator, reproducible)
 
-        def finish(made: list[NDArray[Any]]) -> Any:
-            totals, numbers = made[: len(parts)], made[len(parts) :]
-            means = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]  # NaN of no element
-            return together(_as_asked(means, op, arrays))
-
-        return _structured(request, finish, structure, name, parts)
-
-    form = form_of(value) if axis is None and communicator.channel is not None and isinstance(reduce_op, str) else None
+    form = form_of(value) if communicator.channel is not None and isinstance(reduce_op, str) else None
     if form is not None:
         key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
-        result = call_prepared(communicator, key, form, None, timeout, request_of)
+        public = None if reproducible else _elementwise_entered
+        result = call_prepared(communicator, key, form, None, timeout, request_of, public=public, how=(reduce_op,))
         if result is not None:
             return result
     return communicator.perform("strategy.reduce", request_of, timeout)
+
+
+_elementwise_entered = entered(second="reduce_op", positions=2)(_elementwise)
+
+
+def _brought(reduce_op: Any, value: Any, axis: Any) -> _Brought:
+    """Check the arguments of a reduction, and reduce this replica's part along its axes."""
+    op = as_member(ReduceOp, reduce_op, "reduce_op")
+    axes = _checked_axes(axis)
+    part = local_part(value)
+    structure, leaves = flatten(part)
+    arrays = arrays_of(part, leaves, "the value")
+
+    def together(made: list[NDArray[Any]]) -> Any:
+        return given_back(part, unflatten(structure, made, part))
+
+    name = f"strategy.reduce({op.name}, axis={axes})"
+    if axes is None:
+        return _Brought(op.value, name, structure, arrays, together)
+    places = [_normalized(axes, array.ndim) for array in arrays]
+    parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
+    if op is not ReduceOp.MEAN:
+        return _Brought(op.value, name, structure, parts, lambda made: together(_as_asked(made, op, arrays)))
+    counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
+
+    def means(made: list[NDArray[Any]]) -> Any:
+        totals, numbers = made[: len(parts)], made[len(parts) :]
+        divided = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]  # NaN of no element
+        return together(_as_asked(divided, op, arrays))
+
+    return _Brought("sum", name, structure, [*parts, *counts], means)
 
 
 def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str) -> Any:

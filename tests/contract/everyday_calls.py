@@ -76,6 +76,7 @@ class Everyday:
         self.rng = np.random.default_rng(seed)
         self.rank, self.size = sv.rank(), sv.world_size()
         self.strategies = [sv.get_strategy(), sv.MultiWorkerMirroredStrategy(), sv.MultiWorkerMirroredStrategy(timeout=30.0)]
+        self.strategies.append(sv.MultiWorkerMirroredStrategy(reproducible=True))
         self.number = 0
         self.said = ""
 
@@ -84,7 +85,7 @@ class Everyday:
             check_every = pick(self.rng, [0, 1, 3, 100])
             for strategy in self.strategies:
                 strategy.check_every = check_every
-            case = pick(self.rng, [self._values, self._structure, self._writes, self._writes])
+            case = pick(self.rng, [self._values, self._structure, self._along, self._writes, self._writes])
             try:
                 case()
             except (Wrong, AssertionError, ValueError, TypeError, IndexError, sv.SyncvarError) as error:
@@ -122,7 +123,11 @@ class Everyday:
             style = self._mine(STYLES)
             options = OPTIONS[style]
             if call == "reduce":
-                got = strategy.reduce(self._mine([op, op.upper(), sv.ReduceOp(op)]) if op != "or" else op, x, axis=None)
+                said = self._mine([op, op.upper(), sv.ReduceOp(op)])
+                if pick(self.rng, [False, False, True]):
+                    got = strategy.run(lambda x=x, said=said: sv.get_replica_context().all_reduce(said, x))
+                else:
+                    got = strategy.reduce(said, x, axis=None)
                 same(got, combined(parts, op), f"strategy.reduce({x!r}, {op})")
                 continue
             if call == "all_reduce":
@@ -183,6 +188,23 @@ class Everyday:
                 leaves[name][...] = 1
                 if any(leaves[other].tobytes() != wanted[other].tobytes() for other in names[names.index(name) + 1 :]):
                     raise Wrong(f"writing to {name} has changed another leaf")
+
+    def _along(self):
+        """Rows that are reduced on each replica first, alone or in a dict; not all bring as many."""
+        name, op = pick(self.rng, ["f8", "i8", "f4", "f2"]), pick(self.rng, ["sum", "mean", "mean", "min", "max"])
+        strategy, shape, is_dict = pick(self.rng, self.strategies), pick(self.rng, [(), (1,), (3,), (2, 3), (9000,)]), pick(self.rng, [False, False, True])
+        for _ in range(TURNS):
+            seed, counts = int(self.rng.integers(0, 8)), [int(count) for count in self.rng.integers(0, 4, self.size)]
+            counts[-1] = max(counts[-1], 1)
+            parts = [
+                np.array([number(rank, seed, KINDS[name], op, place) for place in range(count * int(np.prod(shape)))], name).reshape(count, *shape)
+                for rank, count in enumerate(counts)
+            ]
+            mine, wanted = parts[self.rank], combined(list(np.concatenate(parts)), op)
+            axis, is_list = self._mine([0, 0, (0,)]), self._mine([False, False, True])
+            mine = mine.tolist() if is_list and name in ("f8", "i8") and mine.size else mine
+            got = strategy.reduce(op, {"rows": mine, "one": np.ones(1)} if is_dict else mine, axis=axis)
+            same(got["rows"] if is_dict else got, wanted, f"strategy.reduce({op}, {mine!r}, axis={axis})")
 
     # -- writes ---------------------------------------------------------------------------------------------------
 
