@@ -56,8 +56,12 @@ class Boxes:
             return None
         try:
             if not self._list:
-                self._list = arena.allocate(arena.local_world_size * 8)
-                words[table + _BOXES] = self._list
+                listed = arena.allocate(arena.local_world_size * 8)
+                if self._list:  # another thread has made it meanwhile, for another rank
+                    arena.release(listed)  # type: ignore[unreachable]
+                else:
+                    self._list = listed
+                    words[table + _BOXES] = listed
             made, ring_bytes = self._allocate()
         except ArenaFull:
             words[self._list // 8 + place if self._list else table + _BOXES] = _NEVER

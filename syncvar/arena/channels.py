@@ -234,7 +234,10 @@ class Channels:
     def _reuse(self) -> int:
         """Return an entry that nobody looks at any more, or 0: all members have let go of its group."""
         for _ in range(len(self._free)):
-            entry = self._free.popleft()
+            try:
+                entry = self._free.popleft()
+            except IndexError:  # another thread makes a group too
+                return 0
             group, regions = self._open[entry]
             if all(self._has_let_go(region, group) for region in regions):
                 segments = self.words[entry + SEGMENTS]

@@ -29,7 +29,7 @@ from syncvar.arena.room import Room
 from syncvar.errors import ArenaFull, ArenaUnavailable, ConfigError, InternalError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -104,7 +104,8 @@ class Arena:
         start, stop = self.layout.arrays(local_rank)
         self.given = Given(self) if checks else None
         self._extents = Extents(start, stop if self.given is None else self.given.start)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler gets it in the middle of what it protects, and is refused
+        self._changer = 0
         self._released: deque[int] = deque()
         self._process = self._current_process()
         self._is_quarantined = False
@@ -229,7 +230,7 @@ class Arena:
 
         Cost: at most a microsecond or two where freed memory is used again, else 0.2 ms for each MiB.
         """
-        with self._lock:
+        with self._alone():
             taken = self._take(nbytes)
             for start, stop in taken.dirty:
                 self.ground[start:stop] = 0
@@ -251,7 +252,7 @@ class Arena:
         if kind.hasobject:
             raise ConfigError(f"an array of {kind} cannot be shared between processes: its elements are references")
         nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * kind.itemsize
-        with self._lock:
+        with self._alone():
             offset = self._take(nbytes).offset
             ground = self.ground
         return np.ndarray(shape, kind, np.asarray(Block(self, ground, offset, nbytes)))
@@ -293,17 +294,20 @@ class Arena:
                 raise
             raise ArenaFull(self._no_space(nbytes)) from error
 
+    @property
+    def is_changing_here(self) -> bool:
+        """Whether a signal's handler has interrupted this thread while it takes memory: then it gets none."""
+        return self._changer == threading.get_ident()
+
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def quarantine(self) -> None:
-        """Free and reuse nothing from now on: the generation broke, and others may still write what they began."""
-        with self._lock:
-            self._is_quarantined = True
-            self._extents.retire()
+        """Free and reuse nothing from now on: the generation broke, and others may still write what they began. From anywhere."""
+        self._is_quarantined = True
 
     def close(self) -> None:
         """Let go of the arena. Arrays stay as they are, and the last of them takes the mapping with it."""
-        with self._lock:
+        with self._alone():
             if self._fd < 0:
                 return
             os.close(self._fd)
@@ -316,9 +320,26 @@ class Arena:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let no other thread change what is taken, nor a handler that interrupts this one."""
+        with self._lock:
+            if self._changer:
+                raise UsageError(
+                    "a signal's handler asks for shared memory in the middle of another such call of its thread, which has to end first; let "
+                    "the handler set a flag, and make the array after that call"
+                )
+            self._changer = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._changer = 0
+
     def _take(self, nbytes: int) -> Taken:
         if self._fd < 0:
             raise UsageError("the arena is closed")
+        if self._is_quarantined:
+            self._extents.retire()
         self._give_back(self._freed())
         try:
             return self._take_populated(nbytes)

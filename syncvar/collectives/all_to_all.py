@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["all_to_all"]
 
+_DIMENSIONS_MAX = 64  # of an array, as NumPy has it
+
 
 @entered(takes_numbers=False)
 def all_to_all(
@@ -141,7 +143,8 @@ def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray
     """Return the arrays of a call whose parts all have one shape; None where they cannot be written to piece by piece."""
     size, dtype = len(mine), mine[0].dtype
     if outs is None:
-        made = list(np.empty((size, *shape), dtype)) if shape else [np.empty((), dtype) for _ in mine]
+        is_one = 0 < len(shape) < _DIMENSIONS_MAX
+        made = list(np.empty((size, *shape), dtype)) if is_one else [np.empty(shape, dtype) for _ in mine]
     else:
         made = outs
         if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):

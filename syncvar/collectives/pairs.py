@@ -68,7 +68,7 @@ def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
     for key, line in list(streams.items()):
         stream, engine = line.stream, line.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
-            del streams[key]
+            streams.pop(key, None)  # another thread may have let go of it
             line.retire()
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 

@@ -25,6 +25,7 @@ __all__ = ["CallBlock", "CallLedger", "Counting", "Overtaken", "Passing"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
+_SKIPPED_MAX = 1300  # blocks named in one, each by three numbers
 
 
 class Counting(Protocol):
@@ -127,25 +128,24 @@ class CallLedger:
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group, of those used last."""
-        for group in list(self.counted):
-            self._next_call[group] = self.following(group)
         while True:
-            # The garbage collector may run meanwhile, and a group's finalizer note its number here.
+            # Other threads may make groups meanwhile, and the garbage collector run, and a group's finalizer note its number here.
             with contextlib.suppress(RuntimeError):
+                for group in list(self.counted):
+                    self._next_call[group] = self.following(group)
                 recent = list(self._next_call.items())[-_ENTERED_MAX:]
                 return {group: following - 1 for group, following in recent}
 
     def skipped(self) -> list[int]:
-        """Return (group, last, epoch_end) of each block that this rank ended after call `last`, one after another.
+        """Return (group, last, epoch_end) of the blocks that this rank ended after call `last`, one after another; the oldest are left out of many.
 
         Those who wait in a later call of such a block, when this rank has left, wait in vain.
         """
-        found = []
         with self._lock:
-            for group, blocks in list(self._passed.items())[-_ENTERED_MAX // _BLOCKS_MAX :]:
-                for block in list(blocks):
-                    found += [group, block.last, block.epoch_end]
-        return found
+            passed = [(group, list(blocks)) for group, blocks in self._passed.items()]
+        found = [(-place, group, block) for group, blocks in passed for place, block in enumerate(reversed(blocks))]
+        found.sort(key=lambda one: one[0])  # the last block of each group at the end
+        return [number for _, group, block in found[-_SKIPPED_MAX:] for number in (group, block.last, block.epoch_end)]
 
     def leave(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
         """Note that a rank has left: the last call that it entered in each group, and its `skipped`."""

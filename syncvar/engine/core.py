@@ -73,8 +73,8 @@ class Core(AdmissionState):
         before_calls: Each is told of a call, its group and its name, before it begins.
         begun: Calls that only their callers know of, and wait for later.
         book: Where the calls of each group stand.
-        lock: Whoever holds it drives; whoever has released it calls `hand_over`.
-        driver: The thread that drives in order to wait for its own call; 0 where none does.
+        lock: Whoever holds it drives: see `seize`.
+        driver: The thread that has it, or is about to get it; 0 where none does.
         active: The operations that run, by group and call; the driver's.
         inbox: Operations that any thread has started, and that wait to begin.
         under_way: Running operations that somebody has to look at, because no frame tells of them.
@@ -137,6 +137,8 @@ class Core(AdmissionState):
         """Return whether nothing is known that would refuse a call: it may run without the lock."""
         is_good = self.failure is None and not self.book.has_refusals
         self.is_quiet = is_good and not self.queues and not self.before_calls
+        if self.failure is not None or self.book.has_refusals or self.queues or self.before_calls:
+            self.is_quiet = False  # since another thread has looked: whatever unsettles it comes before it says so
         return is_good or (self.failure is None and not self.book.may_refuse(group, call))
 
     def before_each_call(self, listener: Callable[[int, str], None]) -> None:
@@ -148,10 +150,14 @@ class Core(AdmissionState):
 
     def adopt(self, after_s: float = 0.0) -> None:
         """Go on with the calls that have begun without the engine, so long ago: somebody else than their callers has to know of them."""
-        with self._adopting:
+        if not self._adopting.acquire(blocking=after_s == 0.0):
+            return  # who looks at times does not wait: a handler that has struck in the other thread may wait for this one
+        try:
             for begun in list(self.begun):
                 if after_s == 0.0 or time.monotonic_ns() - begun.begin > after_s * 1e9:
                     begun.adopt()
+        finally:
+            self._adopting.release()
 
     def adopted(self, begun: Begun) -> Operation | None:
         """Go on with a call that has begun without the engine, and return its operation; None if it is over.
@@ -168,6 +174,27 @@ class Core(AdmissionState):
         return operation
 
     # -- whose turn it is to drive --------------------------------------------------------------------------------
+
+    def seize(self) -> bool:
+        """Take the lock without waiting; return whether it is this thread's. Who lets go of it calls `hand_over` then.
+
+        A signal's handler that strikes in this thread finds `driver` set before the lock is taken, and until it is free again: it could not
+        wait for a thread that it interrupts. Nothing comes between the look and the mark, where threads take turns at calls only.
+        """
+        me = threading.get_ident()
+        if self.driver:
+            return False
+        self.driver = me
+        if self.lock.acquire(blocking=False):
+            return True
+        if self.driver == me:
+            self.driver = 0
+        return False
+
+    def let_go(self) -> None:
+        """Let go of the lock."""
+        self.lock.release()
+        self.driver = 0
 
     def leave_errand(self, errand: Callable[[], None]) -> None:
         """Let the driver do something, from any thread; do it now where nobody drives."""
@@ -191,12 +218,12 @@ class Core(AdmissionState):
             self._followers.remove(event)
 
     def refuse_in_handler(self, name: str) -> None:
-        """Raise where this very thread drives: a signal's handler has interrupted it, and nobody would drive what the handler calls.
+        """Raise where this very thread drives, or takes memory: a signal's handler has interrupted it, and nobody would drive what it calls.
 
         Raises:
             UsageError: It does.
         """
-        if self.driver == threading.get_ident():
+        if self.driver == threading.get_ident() or (self.arena is not None and self.arena.is_changing_here):
             raise UsageError(
                 f"{name} on rank {self.rank}: a signal's handler has interrupted this thread in another call, which cannot go on "
                 f"before the handler returns; let the handler set a flag, and make the call after that one"
@@ -204,11 +231,11 @@ class Core(AdmissionState):
 
     def hand_over(self) -> None:
         """Let others go on, after the lock has been released: waiting threads, and errands that came meanwhile."""
-        while self._errands and self.lock.acquire(blocking=False):
+        while self._errands and self.seize():
             try:
                 self.run_errands()
             finally:
-                self.lock.release()
+                self.let_go()
         for event in list(self._followers):
             event.set()
         if self.recorder.is_due:
@@ -251,8 +278,8 @@ class Core(AdmissionState):
 
     def break_generation(self, failure: TransportError, but: Awaited | None = None) -> None:
         """End the generation: nothing that has begun in it goes on, and nothing more begins. The operation `but` ends by itself."""
-        self.is_quiet = False
         first = self.failure = self.failure or failure
+        self.is_quiet = False
         for operation in list(self.active.values()):
             if operation is not but:
                 operation.fail(first)

@@ -96,6 +96,7 @@ class Engine(Core):
         self._heard = 0.0  # when the launcher was heard last
         self._last_caller = 0.0  # when a caller drove last: it may come again at once
         self._stopped = threading.Event()
+        self._is_disowned = False
         self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
         self._progress.start()
 
@@ -115,11 +116,11 @@ class Engine(Core):
         operation.report_at = now + self.config.report_after_s
         try:
             self.inbox.append(operation)
-            if self.lock.acquire(blocking=False):
+            if self.seize():
                 try:
                     self._started.begin_waiting()
                 finally:
-                    self.lock.release()
+                    self.let_go()
                 self.hand_over()
             else:
                 self.transport.wake()
@@ -133,18 +134,19 @@ class Engine(Core):
         Raises:
             SyncvarError: What failed. Any other exception that interrupts the wait (KeyboardInterrupt, an alarm
                 handler's) breaks the generation and is passed on.
+            UsageError: This process is a forked copy, and what it waits for is its parent's.
         """
-        operation.thread = threading.get_ident()
+        if not operation.is_over:
+            self._require_own()
+        me = operation.thread = threading.get_ident()  # several threads may wait for one
         try:
             while not operation.is_over:
-                if self.lock.acquire(blocking=False):
+                if self.seize():
                     try:
-                        self.driver = operation.thread
                         self._drive(operation)
                     finally:
-                        self.driver = 0
                         self._last_caller = time.monotonic()
-                        self.lock.release()
+                        self.let_go()
                         self.hand_over()
                 else:
                     self.refuse_in_handler(operation.what)
@@ -153,7 +155,8 @@ class Engine(Core):
             self.interrupted(operation, error)
             raise
         finally:
-            operation.thread = 0
+            if operation.thread == me:
+                operation.thread = 0
         if operation.error is not None:
             if operation.error is self.failure:
                 self._failure_raised = True
@@ -268,7 +271,14 @@ class Engine(Core):
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
         self.failure = failure
         self.is_quiet = False
+        self._is_disowned = True
         self._stopped.set()
+
+    def _require_own(self) -> None:
+        """Raise in a forked copy, which may not drive: what is under way is the parent's, and so are the sockets."""
+        if self._is_disowned:
+            assert self.failure is not None
+            raise self.failure
 
     def stop(self) -> None:
         """End the progress thread. Idempotent."""
@@ -283,7 +293,7 @@ class Engine(Core):
     # -- driving --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        transport, lock = self.transport, self.lock
+        transport = self.transport
         while not self._stopped.is_set():
             if self.under_way and time.monotonic() - self._started.moved < _MOVES_S:
                 time.sleep(_IDLE_MOVING_S)
@@ -297,7 +307,7 @@ class Engine(Core):
             if not self.active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
                 time.sleep(_CALLER_RECENT_S)
                 continue
-            if not lock.acquire(blocking=False):
+            if not self.seize():
                 time.sleep(_CALLER_RECENT_S)
                 continue
             try:
@@ -309,7 +319,7 @@ class Engine(Core):
             except Exception as error:  # of no call in particular: those end with their own
                 self.fall(error, "the progress thread")
             finally:
-                lock.release()
+                self.let_go()
             self.hand_over()
 
     def _idle_s(self) -> float:
@@ -319,12 +329,13 @@ class Engine(Core):
 
     def poll(self) -> None:
         """Drive once, if nobody else does."""
-        if self.lock.acquire(blocking=False):
+        self._require_own()
+        if self.seize():
             try:
                 self.look()
                 self.timers(time.monotonic())
             finally:
-                self.lock.release()
+                self.let_go()
             self.hand_over()
 
     def _drive(self, operation: Operation | Question) -> None:

@@ -80,7 +80,6 @@ class Verdicts:
         self._core.break_generation(PeerLost(rank, host, message["reason"], detail))
 
     def _judged(self, verdict: Message) -> None:
-        self._core.is_quiet = False
         self._core.recorder.note("verdict", verdict["text"])
         group = verdict["group"]
         if verdict["waits"]:  # a rank is in that call, and the arbiter has seen it first
@@ -88,6 +87,7 @@ class Verdicts:
             if block is not None:
                 self._refuse_following(group, block, block.epoch_end, self._gone_on(group, block))
         self._book.doom(verdict)
+        self._core.is_quiet = False
         for operation in list(self._core.active.values()):
             if self._book.concerns(verdict, operation):
                 operation.reported = False
@@ -96,8 +96,8 @@ class Verdicts:
 
     def _peer_left(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
         book = self._book
-        self._core.is_quiet = False
         book.leave(rank, entered, skipped)
+        self._core.is_quiet = False
         self._core.recorder.note("left", f"rank {rank}")
         self._questions.fail(book.ended(rank, "it answered a question"), rank)
         for operation in list(self._core.active.values()):

@@ -107,7 +107,7 @@ class Work(Taught):
         if self._engine is not None and not operation.is_over:
             if self._engine.queues and not self._sends:
                 for queue in list(self._engine.queues):
-                    queue.start()
+                    queue.begin_beside()
             self._engine.poll()
         return operation.is_over
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -168,10 +169,11 @@ class Context:
 
     def groups_within(self, members: Collection[int]) -> list[Communicator]:
         """Return the groups of some ranks that this one makes collective calls in, with others, in the order of their identities."""
-        found = [
-            one for one in self._communicators
-            if one.size > 1 and one.rank is not None and not one.is_pair and not one.is_destroyed and set(one.members) <= set(members)
-        ]  # fmt: skip
+        while True:
+            with contextlib.suppress(RuntimeError):  # another thread makes a group meanwhile
+                made = list(self._communicators)
+                break
+        found = [one for one in made if one.size > 1 and one.rank is not None and not one.is_pair and not one.is_destroyed and set(one.members) <= set(members)]
         return sorted(found, key=lambda one: one.identity)
 
     def refuse_in_block(self, what: str) -> None:

@@ -163,16 +163,14 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
     timeout = PyObject_GetAttr(self->owner, name_timeout);
     if (timeout == NULL || is_exposed(&self->laid)) goto plain;
     PyObject *array = Py_NewRef(self->laid.array);
-    self->tally->steps += is_counted;
     self->storage->is_being_written = 1;
     PyObject *result = run_prepared(self->call, x, array, timeout);
     self->storage->is_being_written = 0;
     Py_DECREF(array);
     Py_DECREF(timeout);
     if (result == NULL) return NULL;
-    if (result == Py_None) {
-        self->tally->steps -= is_counted;
-    } else {
+    if (result != Py_None) {
+        self->tally->steps += is_counted; /* not one that has failed: all replicas count the same */
         self->tally->writes++;
         self->tally->collectives++;
         done = DONE;

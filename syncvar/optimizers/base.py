@@ -494,8 +494,17 @@ class Optimizer(Taught, Rule):
                 )
             return
         roster = owner.roster
-        if refused is None and roster is not None and not roster.is_free and roster.counts((plan.shared or plan.apart)[0].parts[0].variable):
+        if refused is not None or roster is None or roster.is_free:
+            self._bring(call, plan, rate, refused)
+            return
+        tally = (plan.shared or plan.apart)[0].parts[0].variable._tally  # noqa: SLF001  (its other half)
+        if roster.is_due(tally):
             roster.before_write([variable for part in plan.parts for variable in part.changed])
+        self._bring(call, plan, rate, None)
+        roster.count(tally)
+
+    def _bring(self, call: Call, plan: Plan, rate: float, refused: str | None) -> None:
+        owner = call.owner
         weighted = call.weight is not None
         if weighted and plan.shared:
             plan.shared[0].whole[-1] = self._weight_here(call)

@@ -382,7 +382,7 @@ class Strategy(Taught):
     def _send_queued(self) -> None:
         engine = self._communicator.engine
         if engine is not None and engine.queues:
-            send_queued(engine.queues)
+            send_queued(engine.queues, self.queue)
 
     def _send_what_was_written(self, error: BaseException) -> None:
         """Send what was written before an exception left `run`: the others have written it too, and may wait for it.
@@ -406,7 +406,9 @@ def _known(context: Joined) -> weakref.WeakSet[Strategy]:
 
 def strategies_of(context: Joined) -> list[Strategy]:
     """Return the strategies of this process whose replicas are several and have copies."""
-    return list(_known(context))
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread makes one meanwhile
+            return list(_known(context))
 
 
 class Scope:

@@ -164,6 +164,15 @@ class Enrolled:
         if self.communicator.uneven is self:
             self.communicator.become(self._home)
 
+    def let_go(self) -> None:
+        """Let go of the communicators that were made for the block, which is over: they are no groups that another block takes in."""
+        self.give_back()
+        for made in (self._home, self._rolls):
+            if made is not None and made is not self.communicator:
+                made.destroy()
+                made.uneven = None
+        self._home, self._rolls = self.communicator, None  # so that these need not wait for the collector of garbage
+
     def _heed(self, error: MismatchError) -> None:
         """End the block here if another rank has."""
         for rank, reason in error.table.items():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from syncvar.collectives import Group
     from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
+    from syncvar.strategies.base import Strategy
     from syncvar.variables.roster import Roster
 
 __all__ = ["Uneven", "uneven"]
@@ -96,7 +97,7 @@ class Uneven:
         self.is_over = ""
         self._communicator: Communicator | None = None
         self._enrolled: dict[int, Enrolled] = {}
-        self._rosters: list[Roster] = []
+        self._rosters: dict[Roster, Strategy] = {}  # these live as long as the block goes on
 
     @property
     def working(self) -> tuple[int, ...]:
@@ -161,8 +162,11 @@ class Uneven:
             return error is not None
         finally:
             context.uneven = None
+            for one in self._enrolled.values():
+                one.let_go()
             for roster in self._all_rosters():
                 roster.resume(is_caught_up=is_caught_up)
+            self._rosters.clear()
 
     def end(self, reason: str, why: str = "") -> None:
         """Make no more calls in the block, and tell the others; waits for nobody.
@@ -214,8 +218,8 @@ class Uneven:
         members = set(communicator.whole)
         for one in strategies_of(self.context):
             if one.roster is not None and one.roster not in self._rosters and set(one.communicator.whole) <= members:
-                self._rosters.append(one.roster)
-        return self._rosters
+                self._rosters[one.roster] = one
+        return list(self._rosters)
 
 
 def _refuse_inside(context: Context) -> None:

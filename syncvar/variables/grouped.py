@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.fused import owns_itself
@@ -14,8 +15,6 @@ from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from syncvar.engine.group import Request
     from syncvar.variables.places import Owner
 
@@ -75,7 +74,12 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
 
 
 def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
-    chosen = pairs if type(pairs) is list else list(pairs)
+    if type(pairs) is list:
+        chosen = pairs
+    elif isinstance(pairs, Iterable):
+        chosen = list(pairs)
+    else:
+        raise ConfigError(f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pairs!r:.100}")
     if not chosen:
         return
     if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
@@ -104,11 +108,14 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         variables = [pair[0] for pair in together]
         ops = [op for op in ops if op]
     if together:
-        if owner.roster is not None and not owner.roster.is_free and owner.roster.counts(variables[0]):
-            owner.roster.before_write(variables)
+        tally, roster = variables[0]._tally, owner.roster  # noqa: SLF001
+        if roster is not None and not roster.is_free and roster.is_due(tally):
+            roster.before_write(variables)
         if not apart and SideBySide.takes(owner, variables, ops):
             group = _group(owner, operation, name, variables, ops[0])
             group.perform(name, lambda number: variables[number]._operand(operation, together[number][1], reduced=True))  # noqa: SLF001
+            if roster is not None and not roster.is_free:
+                roster.count(tally)
             return
         storages = [variable._storage for variable in variables]  # noqa: SLF001
 
@@ -127,6 +134,8 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
 
         with being_written(owner.communicator, name, storages), written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
+        if roster is not None and not roster.is_free:
+            roster.count(tally)
         for variable in variables:
             variable._count_write()  # noqa: SLF001
     for variable, x in apart:

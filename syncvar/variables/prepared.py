@@ -104,19 +104,19 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
                 return UNDONE
         if communicator.channel is not channel:  # its calls go otherwise: in a block of sv.uneven, or never again
             return UNDONE
-        is_counted = not (is_seen or roster is None or roster.is_free)
-        if is_counted and tally.steps >= roster.until:  # type: ignore[union-attr]
+        is_counted = roster is not None and not roster.is_free
+        if is_counted and not is_seen and tally.steps >= roster.until:  # type: ignore[union-attr]
             return UNDONE
         if not storage.mark():  # it is another thread's
             return UNDONE
-        tally.steps += is_counted  # also of a write that fails: on some replicas it may fail before it is made
         try:
             is_made = call(x, storage.writable(), None, owner.timeout) is not None
         finally:
             storage.is_being_written = False
         if not is_made:
-            tally.steps -= is_counted
             return UNDONE
+        if is_counted:
+            roster.count(tally)  # type: ignore[union-attr]
         tally.writes += 1
         tally.collectives += 1
         if counts:

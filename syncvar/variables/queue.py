@@ -104,6 +104,7 @@ class WriteQueue:
     def __init__(self, owner: Owner) -> None:
         main = owner.communicator
         self.identity = fingerprint(_WHAT, main.identity)
+        self.writer = threading.current_thread()
         self.calls = owner.context.communicator(self.identity, main.members)
         self._owner = owner
         self._waiting: list[Increment] = []
@@ -130,7 +131,7 @@ class WriteQueue:
         if any(one.variable is variable for one in self._waiting):
             engine = self.calls.engine
             assert engine is not None
-            send_queued(engine.queues)
+            send_queued(engine.queues, self)
 
     # -- writes ---------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,7 @@ class WriteQueue:
         if not self._waiting:
             engine.queues.append(self)
         engine.is_quiet = False
+        self.writer = threading.current_thread()
         self._waiting.append(one)
 
     # -- sending --------------------------------------------------------------------------------------------------
@@ -191,6 +193,14 @@ class WriteQueue:
                 self.finish(self._started)
             elif self._waiting:
                 self._take(lambda: self.calls.perform(_WHAT, self._request, self._owner.timeout, after_queued=False))
+
+    def begin_beside(self) -> None:
+        """Start to send from another thread than the writer's, unless that one is sending."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.start()
+            finally:
+                self._lock.release()
 
     def start(self) -> Work | None:
         """Start to send what the replicas have in common; None where nothing waits."""

@@ -36,6 +36,7 @@ from syncvar.variables.prepared import WRITES_PER_DECISION
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
+    from syncvar.kernel import Tally
     from syncvar.variables.pace import Choice, Costs
     from syncvar.variables.places import Owner
     from syncvar.variables.variable import Variable
@@ -249,29 +250,36 @@ class Roster(Watch):
         """Be outside runs again."""
         self._is_running, self.is_free = False, self._is_paused
 
-    def counts(self, variable: Variable) -> bool:
-        """Count a write outside runs (of several variables together by the first); return whether `before_write` has to be called.
+    def is_due(self, tally: Tally) -> bool:
+        """Return whether `before_write` has to be called before a write outside runs (of several variables together: of the first).
 
-        A write in a run is not counted: by an exception some replicas may make fewer of them than others, and go on. Prepared
-        writes are counted without this, up to the one after `until`.
+        Prepared writes are made without this, up to the one after `until`.
         """
         if self._is_paused or self._is_running:
             return not self._is_paused
-        tally = variable._tally  # noqa: SLF001  (its other half)
-        tally.steps += 1
-        if tally.steps <= self.until:
+        step = tally.steps + 1
+        if step <= self.until:
             return False
-        if tally.steps > self.writes:
-            self.writes = tally.steps
-            self._outside = self._due_at(self.writes, self.owner.check_every)
-        if self._outside or self._looks:
+        if step > self.writes:
+            self.writes = step
+            self._outside = self._due_at(step, self.owner.check_every)
+        if self._looks or (self._outside and step == self.writes):
             return True
         self._free()
         return False
 
+    def count(self, tally: Tally) -> None:
+        """Count a write outside runs that all replicas have made: none of them counts one on which they did not agree.
+
+        A write in a run is not counted: by an exception some replicas may make fewer of them than others, and go on.
+        """
+        if not (self._is_paused or self._is_running):
+            tally.steps += 1
+
     def _free(self) -> None:
         """Let writes outside runs pass without a look, up to the one before the next comparison."""
-        self.until = self._next(self.writes, self.owner.check_every) - 1
+        looked_at = self.writes - 1 if self._outside else self.writes  # a write that is due may have failed, and comes again
+        self.until = self._next(looked_at, self.owner.check_every) - 1
 
     def _next(self, number: int, check_every: int) -> int:
         """Return the number, after this one, of the run or step in which something is compared."""
@@ -296,9 +304,10 @@ class Roster(Watch):
         if self._is_running:
             self._before_write_in_run([(entry, one) for entry, one in found if entry.number in self._due - self._compared - mended])
             return
-        due, self._outside = self._outside, []
+        due = self._outside
         if due and self.owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
             self._agree(Point("write", self.writes), is_decision=False, checked={entry.number for entry in due}, mended=mended)
+        self._outside = []
         self._looks = any(entry.is_told for entry in self.entries.values())
         if not self._looks:
             self._free()
@@ -379,6 +388,8 @@ class Roster(Watch):
             # that one in its run is not to hear of it here: it is tried again, or compared the next time.
             _log.debug("the replicas have not agreed at the end of run %d: %s", point.step, error)
             return
+        if checked and point.at == "write":
+            self._outside = []  # what differs is told, and not looked at again before the next write
         for (entry, _), now in zip(autos, counted, strict=True):
             entry.counted = now
         gone = {entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone}  # on some replica

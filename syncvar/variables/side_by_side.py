@@ -182,7 +182,6 @@ class SideBySide:
         try:
             if not self._group.load(pairs):
                 return False
-            tally.steps += is_counted
             is_made, is_begun = False, self._group.begin()
             target = self._flat if is_begun else self._gathered()
             try:
@@ -190,10 +189,10 @@ class SideBySide:
             finally:
                 if is_begun:
                     self._group.end(is_made)
-            if not is_made:
-                tally.steps -= is_counted
-            elif not is_begun:
+            if is_made and not is_begun:
                 self._spread()
+            if is_made and is_counted:
+                roster.count(tally)  # type: ignore[union-attr]
             return is_made
         finally:
             self._turn.release()

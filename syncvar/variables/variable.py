@@ -587,6 +587,7 @@ class Variable(Taught, ArrayProtocol):
         context, op, digest = self._increments[operation.value]
         tally = self._tally
         tally.added += 1
+        self._count_step()  # as `added`, also of one that is refused
         try:
             array = self._operand(operation, x, reduced=True)
         except Exception as error:
@@ -692,8 +693,14 @@ class Variable(Taught, ArrayProtocol):
     def _watch(self) -> None:
         """Let the copies be compared before a write, if it is time."""
         roster = self._owner.roster
-        if roster is not None and not roster.is_free and roster.counts(self):
+        if roster is not None and not roster.is_free and roster.is_due(self._tally):
             roster.before_write((self,))
+
+    def _count_step(self) -> None:
+        """Count a write for the comparisons of the copies."""
+        roster = self._owner.roster
+        if roster is not None and not roster.is_free:
+            roster.count(self._tally)
 
     def _operand(self, operation: Operation, x: Any, *, reduced: bool) -> NDArray[Any]:
         """Return the operand of a write as an array of the variable's shape and dtype.
@@ -761,13 +768,17 @@ class Variable(Taught, ArrayProtocol):
             with written_once(self._owner, [storage]):
                 return self._write(action, what, mine, request, store, is_in_place=is_in_place)
         is_free = action.travel is Travel.SAME and not self._owner.check_cross_writes
-        if action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW):
+        is_alone = action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW)
+        if is_alone:
+            self._count_step()  # also of a write that is refused: no other replica hears of it
             together = mine()
         elif not is_in_place:
             together = self._travel(action, what, mine, request)
         else:
             with storage if self._replicas == 1 else being_written(self._owner.communicator, what, (storage,)):
                 together = self._travel(action, what, mine, request)
+        if not is_alone:
+            self._count_step()
         store(together)
         self._tally.writes += 1
         return self

@@ -48,6 +48,54 @@ def test_a_demand_for_the_job_holds_where_it_can(launch, transport):
     assert job.out.count("forced") == 3
 
 
+WAITING = """
+import os, time
+import numpy as np
+import probe, syncvar as sv
+
+kind, count = sys.argv[1], int(sys.argv[2])
+rank = sv.rank()
+if kind == "recv":
+    work = sv.recv(1 - rank, async_op=True)
+else:
+    if rank:
+        time.sleep(1.0)  # rank 0 forks while the call is under way
+    work = sv.all_reduce(np.ones(count), async_op=True)
+ends, given = os.pipe()
+child = os.fork()
+if child == 0:
+    told = []
+    for what in (lambda: work.wait(timeout=5.0), work.wait, work.done):
+        try:
+            told.append(str(what() is not None))
+        except sv.UsageError as error:
+            told.append("refused" if "forked" in str(error) else str(error))
+    os.write(given, ",".join(told).encode())
+    os._exit(0)
+told = os.read(ends, 1000).decode()
+assert os.waitpid(child, 0)[1] == 0
+if kind == "recv":
+    sv.send(np.ones(count), 1 - rank)
+result = work.wait()
+probe.note("over", told=told.split(","), sum=float(result.sum()), after=float(sv.all_reduce(1.0)))
+"""
+
+
+@pytest.mark.parametrize("kernel", ["auto", "python"])
+@pytest.mark.parametrize(("kind", "count"), [("recv", 5), ("all_reduce", 500_000), ("all_reduce", 10)])
+def test_a_forked_child_does_not_wait_for_its_parents_calls(launch, kind, count, kernel):
+    """A short call that is over by then may give its result there, from the memory that the child has a copy of."""
+    job = launch("import sys\n" + WAITING, arguments=[kind, str(count)], env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    assert job.wait(60) == 0, str(job)
+    seen = {event["rank"]: event for event in job.events("over")}
+    for rank in (0, 1):
+        assert seen[rank]["sum"] == count * (1 if kind == "recv" else 2), str(job)
+        assert seen[rank]["after"] == 2.0
+        assert set(seen[rank]["told"]) <= {"refused", "True"}, str(job)
+    if count != 10:
+        assert seen[0]["told"] == ["refused"] * 3, str(job)
+
+
 def test_a_forked_child_writes_to_its_own_memory(launch):
     job = launch(FORKED, workers=2)
     assert job.wait() == 0, str(job)

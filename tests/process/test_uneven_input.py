@@ -42,6 +42,35 @@ UNEVEN = """
 """
 
 
+BLOCKS = """
+    import gc
+    from syncvar.joining.process import current
+    import numpy as np
+    import syncvar as sv
+    from probe import note
+
+    gc.disable()
+    rank = sv.rank()
+    kept = [sv.new_group(range(sv.world_size())) for _ in range(2)]
+    v = sv.Variable(np.zeros(3), aggregation="SUM")
+    for block in range(40):
+        with sv.uneven():
+            for _ in range(1 + (rank + block) % 2):
+                v.assign_add(np.ones(3))
+                sv.all_reduce(1.0, group=kept[0])
+    note("over", value=float(v.numpy()[0]), groups=len(current()._communicators))
+"""
+
+
+@pytest.mark.parametrize("how", LINKS)
+def test_blocks_of_uneven_may_follow_one_another_as_long_as_a_program_likes(launch, how):
+    """Each made three groups of every one that it found, those of the block before among them, until the garbage was collected."""
+    job = launch(BLOCKS, workers=2, **how)
+    assert job.wait(60) == 0, str(job)
+    assert [event["value"] for event in job.events("over")] == [120.0] * 2, str(job)
+    assert max(event["groups"] for event in job.events("over")) < 60, str(job)
+
+
 @pytest.mark.parametrize("how", LINKS)
 def test_uneven_data_over_processes(launch, how):
     job = launch(UNEVEN, workers=3, **how)

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from syncvar.engine.call_ledger import CallLedger
+from syncvar.engine.call_ledger import CallBlock, CallLedger
 from syncvar.engine.group import Communicator, begin_epochs
+from syncvar.wire.control import pack_message, parse_message
 
 GROUP = 7
 
@@ -54,6 +55,21 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
     thread.join(20)
     assert not thread.is_alive()
     assert not wrong, wrong
+
+
+def test_what_a_rank_that_leaves_tells_is_always_short_enough():
+    """The last block of each group before older ones."""
+    book = CallLedger({})
+    for group in range(2_000):
+        for block in range(20):
+            book.blocks(group).append(CallBlock((0, 1), block, block + 1))
+    skipped = book.skipped()
+    assert parse_message(pack_message("leaving", entered=book.entered(), skipped=skipped))["skipped"] == skipped
+    assert len({skipped[place] for place in range(0, len(skipped), 3)}) == len(skipped) // 3 == 1_300
+    assert set(skipped[1::3]) == {19}
+    few = CallLedger({})
+    few.blocks(7).extend([CallBlock((0, 1), 3, 9), CallBlock((0, 1), 12, 19)])
+    assert few.skipped() == [7, 3, 9, 7, 12, 19]
 
 
 def test_the_garbage_collector_may_note_a_number_while_the_numbers_are_told():
