@@ -320,7 +320,7 @@ def test_the_checker_looks_before_prepared_writes_outside_runs():
 def test_a_prepared_write_asks_for_nothing_but_where_a_comparison_is_due(monkeypatch, way):
     """Every write outside runs was counted and looked at by itself, which took longer than its call."""
     asked = {}
-    for place, name in ((Roster, "counts"), (Variable, "_assign")):
+    for place, name in ((Roster, "is_due"), (Variable, "_assign")):
         plain = getattr(place, name)
 
         def counting(*arguments, plain=plain, name=name):
@@ -347,7 +347,7 @@ def test_a_prepared_write_asks_for_nothing_but_where_a_comparison_is_due(monkeyp
     steps = 250 if way == "plain" else 0
     assert everywhere(2, fn, shared=True) == [([500.0, -168.0], steps, 250, 250)] * 2
     looks = 2 + 2 if way == "plain" else 0  # the first write of each, and the 100th and 200th of the one that is written most
-    assert asked == {(rank, name): count for rank in range(2) for name, count in (("counts", looks), ("_assign", max(looks, 2))) if count}
+    assert asked == {(rank, name): count for rank in range(2) for name, count in (("is_due", looks), ("_assign", max(looks, 2))) if count}
 
 
 def test_steps_are_counted_until_the_next_comparison_whatever_changes_meanwhile():
@@ -375,7 +375,7 @@ def test_steps_are_counted_until_the_next_comparison_whatever_changes_meanwhile(
             made._storage.array[...] = 1
         return first, found()
 
-    assert everywhere(2, fn, shared=True) == [(19, 3)] * 2  # the 150th write, and the 154th
+    assert everywhere(2, fn, shared=True) == [(19, 4)] * 2  # the 150th write, which is made at the second attempt, and the 154th
 
 
 def test_ops_of_structures_may_be_spelled_as_those_of_arrays():

@@ -257,4 +257,4 @@ def test_grandchildren_end_with_their_rank(launch):
         assert sv.all_reduce(1) == 2
     """)
     assert job.wait() == 0, str(job)
-    assert [state(event["child"]) for event in job.events("child")] == ["", ""]
+    await_true(lambda: [state(event["child"]) for event in job.events("child")] == ["", ""], 5, "the end of both")

@@ -81,8 +81,11 @@ probe.note("over", told=told.split(","), sum=float(result.sum()), after=float(sv
 """
 
 
-@pytest.mark.parametrize("kernel", ["auto", "python"])
-@pytest.mark.parametrize(("kind", "count"), [("recv", 5), ("all_reduce", 500_000), ("all_reduce", 10)])
+@pytest.mark.parametrize(
+    ("kind", "count", "kernel"),
+    [("recv", 5, "auto"), ("all_reduce", 500_000, "python")]
+    + [pytest.param(*one, marks=pytest.mark.slow) for one in (("recv", 5, "python"), ("all_reduce", 500_000, "auto"), ("all_reduce", 10, "auto"), ("all_reduce", 10, "python"))],
+)
 def test_a_forked_child_does_not_wait_for_its_parents_calls(launch, kind, count, kernel):
     """A short call that is over by then may give its result there, from the memory that the child has a copy of."""
     job = launch("import sys\n" + WAITING, arguments=[kind, str(count)], env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})

@@ -146,14 +146,14 @@ together(writer(0), writer(1))
     ("script", "workers", "env"),
     [
         (ONE_WORK, 2, {}),
-        (ONE_WORK, 2, {"SYNCVAR_KERNEL": "python"}),
-        (ONE_WORK, 2, {"SYNCVAR_TRANSPORT": "zmq"}),
+        pytest.param(ONE_WORK, 2, {"SYNCVAR_KERNEL": "python"}, marks=pytest.mark.slow),
+        pytest.param(ONE_WORK, 2, {"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
         (GROUPS_MEANWHILE, 3, {}),
-        (GROUPS_MEANWHILE, 3, {"SYNCVAR_TRANSPORT": "zmq"}),
+        pytest.param(GROUPS_MEANWHILE, 3, {"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
         (REPORTED, 2, {"SYNCVAR_REPORT_AFTER_S": "0.01"}),
-        (REPORTED, 2, {"SYNCVAR_REPORT_AFTER_S": "0.01", "SYNCVAR_KERNEL": "python"}),
+        pytest.param(REPORTED, 2, {"SYNCVAR_REPORT_AFTER_S": "0.01", "SYNCVAR_KERNEL": "python"}, marks=pytest.mark.slow),
         (QUEUES, 2, {}),
-        (QUEUES, 2, {"SYNCVAR_TRANSPORT": "zmq"}),
+        pytest.param(QUEUES, 2, {"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
     ],
     ids=[
         "one work", "one work in Python", "one work over links", "groups meanwhile", "groups meanwhile over links",
@@ -218,8 +218,10 @@ probe.note("over", made=made[0], said=sorted({one.partition(" on rank")[2][:60] 
 """
 
 
-@pytest.mark.parametrize("kernel", ["auto", "python"])
-@pytest.mark.parametrize("mode", ["short", "long", "uneven"])
+@pytest.mark.parametrize(
+    ("mode", "kernel"),
+    [("uneven", "auto"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("short", "auto"), ("short", "python"), ("long", "auto"), ("long", "python"), ("uneven", "python")))],
+)
 def test_a_handlers_call_is_made_or_refused_wherever_it_strikes(launch, mode, kernel):
     job = launch(BEGIN + HANDLERS, arguments=[mode], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"} | ({} if kernel == "auto" else {"SYNCVAR_KERNEL": kernel}))
     assert job.wait(120) == 0, str(job)

@@ -62,7 +62,7 @@ BLOCKS = """
 """
 
 
-@pytest.mark.parametrize("how", LINKS)
+@pytest.mark.parametrize("how", [LINKS[0], *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in LINKS[1:])])
 def test_blocks_of_uneven_may_follow_one_another_as_long_as_a_program_likes(launch, how):
     """Each made three groups of every one that it found, those of the block before among them, until the garbage was collected."""
     job = launch(BLOCKS, workers=2, **how)

@@ -59,8 +59,18 @@ probe.note("over", errors=errors, values=values, wanted=[made[0] * size, made[1]
 """
 
 
-@pytest.mark.parametrize("wrong", ["barrier", "other", "argument", "refused"])
-@pytest.mark.parametrize(("workers", "kernel", "every"), [(2, "auto", "1"), (2, "auto", "7"), (3, "python", "3")])
+@pytest.mark.parametrize(
+    ("workers", "kernel", "every", "wrong"),
+    [
+        (2, "auto", "7", "barrier"),
+        (3, "python", "3", "other"),
+        *(
+            pytest.param(*how, wrong, marks=pytest.mark.slow)
+            for how in ((2, "auto", "1"), (2, "auto", "7"), (3, "python", "3"), (3, "auto", "100"))
+            for wrong in ("barrier", "other", "argument", "refused")
+        ),
+    ],
+)
 def test_the_copies_are_compared_at_the_same_writes_after_calls_that_failed(launch, workers, kernel, every, wrong):
     env = {"SYNCVAR_CHECK_EVERY": every, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "20"} | ({"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
     job = launch(WRITES, workers=workers, arguments=[wrong], env=env)
