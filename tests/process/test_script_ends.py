@@ -57,7 +57,7 @@ def test_a_script_that_ends(launch, name, how):
 
 
 IN_OUR_CODE = """
-import sys
+import sys, time
 import syncvar as sv
 
 strategy = sv.MirroredStrategy()
@@ -65,6 +65,7 @@ strategy = sv.MirroredStrategy()
 def make(context):
     print("told by the script", file=sys.stderr)
     sv.barrier()
+    time.sleep(0.3)  # else a rank that is still in the barrier hears of the first one's end instead
     return 1 + "a"
 
 strategy.distribute_datasets_from_function(make)
