@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
+    from syncvar.ops import Reduction
     from syncvar.wire.structures import Leaves
 
 __all__ = ["agree", "agreement_request", "all_reduce", "reduce_request"]
@@ -160,7 +161,9 @@ def reduce_request(
         if how.is_locating and out is not None:
             raise ConfigError(f"{how.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, how.result)
-        array = array.copy() if keep else array
+        if keep:
+            array = array.copy()
+            target = _place_of_result(communicator, array, how, target)
         body = reduce_one(communicator, array, how, target, reproducible, apply, algorithm)
         return Reducing(what, digest, body, op, is_entered=array.dtype == how.result)
     structure, leaves = flatten(x)
@@ -178,6 +181,7 @@ def reduce_request(
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], fresh(structure, x)
+        targets = [_place_of_result(communicator, *one) for one in zip(arrays, hows, targets, strict=True)]
 
     def together() -> Generator[Stage, None, Any]:
         results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm, opens=True)
@@ -185,6 +189,12 @@ def reduce_request(
 
     is_entered = all(array.dtype == how.result for array, how in zip(arrays, hows, strict=True))
     return Reducing(what, digest, together(), op, is_entered=is_entered)
+
+
+def _place_of_result(communicator: Communicator, copy: NDArray[Any], how: Reduction, target: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Return where the result of a started call goes: into the copy of what was brought, where ranks combine what lies in memory."""
+    is_place = target is None and communicator.is_shared and copy.dtype == how.result and not how.is_locating and not how.is_packed
+    return copy if is_place else target
 
 
 def agree(

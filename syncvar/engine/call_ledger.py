@@ -183,10 +183,10 @@ class CallLedger:
     def take_skipped(self) -> Iterator[tuple[int, int, list[Frame]]]:
         """Yield (group, call, frames) of the calls that were skipped since the last time."""
         if self._has_skipped:
-            self._has_skipped = any(frames[0].header.kind == Kind.KNOCK for frames in self.early.values())
+            self._has_skipped = any(frames[0].header.kind == Kind.KNOCK for frames in list(self.early.values()))
             for group, call in list(self.early):
                 if call < self.following(group):
-                    yield group, call, self.early.pop((group, call))
+                    yield group, call, self.early.pop((group, call), [])
 
     # -- blocks of calls ------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class Flow:
         credit.outstanding -= nbytes
         self._go_on(peer, credit)
         if not credit.outstanding and not credit.queue:
-            del self._credits[peer, group]
+            self._credits.pop((peer, group), None)
 
     def use_up(self, frames: Iterable[Frame]) -> None:
         """Give credit back for frames that nobody will look at."""
@@ -134,7 +134,7 @@ class Flow:
     def _is_oldest(self, links: Links) -> bool:
         """Return whether no older operation of its group is running here."""
         group, call = links.group, links.call
-        return not any(number < call for other, number in self._active if other == group)
+        return not any(number < call for other, number in list(self._active) if other == group)  # another thread may break the generation
 
     def _go_on(self, peer: int, credit: _Credit) -> None:
         while credit.queue:

@@ -333,4 +333,5 @@ class Operation:
 
     def _leave_queue(self) -> None:
         if self.channel is not None and self in self.channel.queue:
-            self.channel.queue.remove(self)
+            with contextlib.suppress(ValueError):  # another thread has ended it meanwhile
+                self.channel.queue.remove(self)
