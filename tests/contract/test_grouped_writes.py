@@ -333,3 +333,9 @@ def test_a_view_taken_beside_a_write_does_not_change(way):
         return float(held["view"].sum()) == held["sum"]
 
     assert run_ranks(2, fn, shared=True, timeout_s=60) == [True, True]
+
+
+def test_what_is_no_pairs_is_refused_by_name():
+    for wrong in (None, 3):
+        with pytest.raises(sv.ConfigError, match=r"assign_add_all takes pairs of a variable and a value, for instance \[\(v, 1\.0\), \(w, x\)\], not"):
+            sv.assign_add_all(wrong)

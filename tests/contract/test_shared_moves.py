@@ -333,3 +333,15 @@ def test_started_gathers_take_their_values_at_once():
         return np.array_equal(gathered, everyone), np.array_equal(sent, block(0, 200_000, "f8"))
 
     assert results(2, fn) == [(True, True)] * 2
+
+
+def test_parts_of_as_many_dimensions_as_numpy_has():
+    """The results were made as one array of one dimension more."""
+    shape = (1,) * 64
+
+    def fn():
+        for _ in range(3):
+            made = sv.all_to_all([np.full(shape, 10.0 * sv.rank() + other) for other in range(2)])
+        return [(one.shape, float(one.ravel()[0])) for one in made]
+
+    assert everywhere(2, fn, shared=True) == [[(shape, float(rank)), (shape, 10.0 + rank)] for rank in range(2)]
