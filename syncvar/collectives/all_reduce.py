@@ -193,7 +193,7 @@ def reduce_request(
 
 def _place_of_result(communicator: Communicator, copy: NDArray[Any], how: Reduction, target: NDArray[Any] | None) -> NDArray[Any] | None:
     """Return where the result of a started call goes: into the copy of what was brought, where ranks combine what lies in memory."""
-    is_place = target is None and communicator.is_shared and copy.dtype == how.result and not how.is_locating and not how.is_packed
+    is_place = target is None and communicator.is_shared and copy.dtype == how.result and not how.is_packed
     return copy if is_place else target
 
 

@@ -74,12 +74,7 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
 
 
 def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
-    if type(pairs) is list:
-        chosen = pairs
-    elif isinstance(pairs, Iterable):
-        chosen = list(pairs)
-    else:
-        raise ConfigError(f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pairs!r:.100}")
+    chosen = pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]  # which is refused as a pair
     if not chosen:
         return
     if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
@@ -108,14 +103,13 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         variables = [pair[0] for pair in together]
         ops = [op for op in ops if op]
     if together:
-        tally, roster = variables[0]._tally, owner.roster  # noqa: SLF001
-        if roster is not None and not roster.is_free and roster.is_due(tally):
+        first, roster = variables[0], owner.roster
+        if roster is not None and not roster.is_free and roster.is_due(first._tally):  # noqa: SLF001
             roster.before_write(variables)
         if not apart and SideBySide.takes(owner, variables, ops):
             group = _group(owner, operation, name, variables, ops[0])
             group.perform(name, lambda number: variables[number]._operand(operation, together[number][1], reduced=True))  # noqa: SLF001
-            if roster is not None and not roster.is_free:
-                roster.count(tally)
+            first._count_step()  # noqa: SLF001
             return
         storages = [variable._storage for variable in variables]  # noqa: SLF001
 
@@ -134,8 +128,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
 
         with being_written(owner.communicator, name, storages), written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
-        if roster is not None and not roster.is_free:
-            roster.count(tally)
+        first._count_step()  # noqa: SLF001
         for variable in variables:
             variable._count_write()  # noqa: SLF001
     for variable, x in apart:
