@@ -243,8 +243,9 @@ static PyMethodDef message_entrance_methods[] = {
 
 static PyMemberDef message_entrance_members[] = {HOLDS(MessageEntrance, face.function, "function"), HOLDS(MessageEntrance, face.state, "state"), CALLED_BY(MessageEntrance), {NULL}};
 
+/* send or recv: messages of the world that need no waiting take no step of Python; any other call is the function's. */
 TYPE(
     MessageEntrance, message_entrance, message_entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
-    "send or recv: messages of the world that need no waiting take no step of Python; any other call is the function's.",
+    NULL, /* `__doc__` is the function's */
     {Py_tp_new, message_entrance_new}, {Py_tp_methods, message_entrance_methods}, FACE, HOLDING
 )

@@ -221,8 +221,9 @@ static PyMethodDef entrance_methods[] = {
     {NULL},
 };
 
+/* A public function whose prepared calls are found and run without Python's steps; any other call is the function's. */
 TYPE(
     Entrance, entrance, entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
-    "A public function whose prepared calls are found and run without Python's steps; any other call is the function's.",
+    NULL, /* `__doc__` is the function's */
     {Py_tp_new, entrance_new}, {Py_tp_methods, entrance_methods}, FACE, HOLDING
 )

@@ -134,9 +134,10 @@ PyObject *call_function(PyObject *function, PyObject *const *arguments, Py_ssize
 
 PyObject *face_getattr(PyObject *object, PyObject *name);
 PyObject *face_repr(PyObject *object);
+extern PyGetSetDef face_getsets[];
 PyObject *face_reduce(PyObject *object, PyObject *unused);
 #define FACE_METHODS {"__reduce__", face_reduce, METH_NOARGS, "Functions are pickled by name."}
-#define FACE {Py_tp_call, face_call}, {Py_tp_getattro, face_getattr}, {Py_tp_repr, face_repr}
+#define FACE {Py_tp_call, face_call}, {Py_tp_getattro, face_getattr}, {Py_tp_repr, face_repr}, {Py_tp_getset, face_getsets}
 
 /* -- arrays -------------------------------------------------------------------------------------------------------- */
 

@@ -239,9 +239,10 @@ int is_number(PyObject *value) {
 
 /* -- standing for a public function -------------------------------------------------------------------------------- */
 
-/* What is not its own is the function's: its name, documentation, signature. */
+/* What is not its own is the function's: its name, documentation, signature. So is `__class__`: `inspect`, help() and Sphinx then
+ * see a Python function, which it is for everybody who calls it. */
 PyObject *face_getattr(PyObject *object, PyObject *name) {
-    static const char *const own[] = {"remember", "recall", "__class__", "__reduce__", "__reduce_ex__"};
+    static const char *const own[] = {"remember", "recall", "__reduce__", "__reduce_ex__"};
     PyObject *function = ((Face *)object)->function;
     if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
     for (size_t which = 0; which < sizeof own / sizeof *own; which++)
@@ -288,3 +289,11 @@ PyObject *face_reduce(PyObject *object, PyObject *unused) {
 }
 
 PyObject *face_repr(PyObject *object) { return PyObject_Repr(((Face *)object)->function); }
+
+/* `pydoc` asks for the docstring past `face_getattr`. */
+static PyObject *face_doc(PyObject *object, void *unused) {
+    (void)unused;
+    return PyObject_GetAttrString(((Face *)object)->function, "__doc__");
+}
+
+PyGetSetDef face_getsets[] = {{"__doc__", face_doc, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};

@@ -1,6 +1,7 @@
 """The C runner of prepared calls gives the bytes of the Python runner, and leaves to it what is unusual."""
 
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -426,7 +427,6 @@ def test_calls_are_of_the_job_and_group_that_there_are_now(launch):
 
 @pytest.mark.needs_kernel
 def test_entrances_are_like_the_functions_they_stand_for():
-    import inspect
     import pickle
 
     import syncvar as sv
@@ -438,6 +438,24 @@ def test_entrances_are_like_the_functions_they_stand_for():
         assert list(inspect.signature(function).parameters)[-1] in ("_foreign", "async_op")
         assert function.__name__ in repr(function)
         assert function.__module__.startswith("syncvar.collectives")
+        assert inspect.isfunction(function)
+        assert inspect.getsource(function).count(f"def {function.__name__}(") == 1
+
+
+@pytest.mark.needs_kernel
+def test_help_shows_each_function_with_its_docstring():
+    import pydoc
+
+    import syncvar as sv
+
+    assert kernel.why_not_native() == "", "this tree has been installed with its kernel"
+    functions = [name for name in sv.__all__ if inspect.isfunction(getattr(sv, name))]
+    assert {"all_reduce", "barrier", "send", "recv"} <= set(functions)
+    for name in functions:
+        function = getattr(sv, name)
+        text = pydoc.plain(pydoc.render_doc(function))
+        assert text.startswith(f"Python Library Documentation: function {name} in module syncvar"), text[:200]
+        assert inspect.getdoc(function).splitlines()[0] in text, text[:400]
 
 
 @pytest.mark.needs_kernel
