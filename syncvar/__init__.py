@@ -41,8 +41,10 @@ if TYPE_CHECKING:
         scatter_object,
         send,
         send_object,
+        sendrecv,
         tree_sum,
     )
+    from syncvar.engine.waiting import wait_all, wait_any
     from syncvar.engine.work import Work
     from syncvar.errors import (
         ArenaFull,
@@ -124,7 +126,7 @@ _HOMES = {
     "syncvar.collectives": (
         "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all", "barrier",
         "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "recv_object", "reduce",
-        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "tree_sum",
+        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "sendrecv", "tree_sum",
     ),
     "syncvar.errors": (
         "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken",
@@ -137,6 +139,7 @@ _HOMES = {
     "syncvar.launching": ("run",),
     "syncvar.memory_in_common": ("shared_array",),
     "syncvar.resident": ("empty", "zeros"),
+    "syncvar.engine.waiting": ("wait_all", "wait_any"),
     "syncvar.engine.work": ("Work",),
     "syncvar.strategies": (
         "CentralStorageStrategy", "ClusterCoordinator", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
@@ -249,10 +252,13 @@ __all__ = [
     "scatter_object",
     "send",
     "send_object",
+    "sendrecv",
     "shared_array",
     "shutdown",
     "tree_sum",
     "uneven",
+    "wait_all",
+    "wait_any",
     "world_size",
     "zeros",
 ]

@@ -294,6 +294,8 @@ def _no_op(op: Any) -> str:
     from syncvar.foreign_names import op_hint
 
     known = (*OPS, *_registered)
+    if isinstance(op, np.ndarray):
+        return f"op must be a name such as 'sum', not {op!r:.100}: the array to write to is named, out=buffer"
     return f"op must be one of {', '.join(known)}, not {op!r:.100}{op_hint(op, known)}"
 
 

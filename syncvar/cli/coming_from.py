@@ -148,16 +148,19 @@ TASKS = (
             ((), "No wildcard: a receiver names its source, so that the order of messages never depends on time."),
             (
                 (*_MPI, *_TORCH),
-                ("ANY_SOURCE: start a receive from each rank, works = {r: sv.recv(r, async_op=True) for r in others}, take those whose "
-                "done() is true, and start the next one from the same rank."),
+                ("ANY_SOURCE: start a receive from each rank, works = [sv.recv(r, async_op=True) for r in others], take "
+                "works[sv.wait_any(works)], and start the next one from the same rank."),
             ),
-            (_MPI, "PROC_NULL: no rank swallows messages: `if 0 <= to < sv.world_size(): sv.send(x, to)`."),
+            (_MPI, "PROC_NULL: None in sv.sendrecv; for a send alone write `if 0 <= to < sv.world_size(): sv.send(x, to)`."),
         ),
     ),
     Task(
         "send and receive at once", _NONE, _NONE, "comm.Sendrecv(x, dest=0, recvbuf=out, source=0)",
-        "dist.batch_isend_irecv([P2POp(dist.isend, x, 0), …])", "sv.send(x, 0, async_op=True), sv.recv(0)",
-        ((_MPI, "Then wait() for the Work that send has returned; up to SYNCVAR_EAGER_BYTES send alone does not wait for its receiver."),),
+        "dist.batch_isend_irecv([P2POp(dist.isend, x, 0), …])", "sv.sendrecv(x, 0, 0)",
+        (
+            (_MPI, "dest or source None is MPI's PROC_NULL. With out=x it is Sendrecv_replace."),
+            (_TORCH, "Several messages: start them with async_op=True, and write sv.wait_all(works)."),
+        ),
     ),
     Task("meet", _NONE, "hvd.barrier()", "comm.Barrier()", "dist.barrier()", "sv.barrier()"),
     Task(

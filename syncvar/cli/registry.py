@@ -180,7 +180,7 @@ _ALL = (
         wanted=lambda case: [cut(part(case, rank), case.size)[case.rank] for rank in range(case.size)],
     ),
     Collective(
-        name="send_recv", functions=("send", "recv", "send_object", "recv_object"), plans=(),
+        name="send_recv", functions=("send", "recv", "sendrecv", "send_object", "recv_object"), plans=(),
         gives="send: an array for one rank; send_object: plain data", gets="recv: the array of one rank; recv_object: its object",
         bus="1", layout="vector", wanted=lambda case: part(case, (case.rank - 1) % case.size), run=_ring,
     ),

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["broadcast", "broadcast_blocks", "broadcast_request"]
 
 
-@entered(second="root", usual=0)
+@entered(second="root", usual=0, positions=2)
 def broadcast(
-    x: Any, *, root: int = 0, out: Any = None,
+    x: Any, root: int = 0, *, out: Any = None,
     group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
 ) -> Any:  # fmt: skip
     """Give every rank the root's value.

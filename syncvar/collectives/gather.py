@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["gather"]
 
 
-@entered(second="root", usual=0)
+@entered(second="root", usual=0, positions=2)
 def gather(
-    x: Any, *, root: int = 0, axis: int = 0, out: Any = None,
+    x: Any, root: int = 0, *, axis: int = 0, out: Any = None,
     group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
 ) -> Any:  # fmt: skip
     """Concatenate the arrays of all ranks, in rank order, on the root.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncvar.engine.at_once import Line
     from syncvar.engine.group import Communicator, Request
 
-__all__ = ["recv", "recv_object", "send", "send_object"]
+__all__ = ["recv", "recv_object", "send", "send_object", "sendrecv"]
 
 _TAG_MAX = (1 << 31) - 1
 _NO_MESSAGES = (
@@ -155,13 +155,13 @@ def _sent(
 
 
 def recv(
-    source: int, *, tag: int = 0, out: Any = None,
+    source: int | None = None, *, tag: int = 0, out: Any = None,
     group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
 ) -> Any:  # fmt: skip
     """Receive the next array that another rank sends to this one with this tag.
 
     Args:
-        source: Rank of the group that sends it; may be this one.
+        source: Rank of the group that sends it; may be this one. It must be given.
         tag: As the sender names it.
         out: Array of the message's shape and dtype to write to.
         group, async_op, timeout: As in every collective, see `syncvar.collectives`; `source` is a rank of the group. A receive of a
@@ -201,15 +201,75 @@ def recv(
     return _received("recv", communicator, lambda kind, made: _delivered(kind, made, out), source, tag, timeout, out=out, async_op=async_op)
 
 
+def sendrecv(
+    x: Any, dest: int | None, source: int | None, *, tag: int = 0, recv_tag: int | None = None, out: Any = None,
+    group: Group | None = None, timeout: float | None = None, **_foreign: Never,
+) -> Any:  # fmt: skip
+    """Send an array to one rank and receive one from another, without a deadlock where all ranks do so.
+
+    Args:
+        x: Array of any shape, or number.
+        dest: Rank of the group that receives `x`. None: send nothing, as at the edge of a domain.
+        source: Rank of the group that sends the result. None: receive nothing.
+        tag: 0 to 2**31 - 1, of the message sent.
+        recv_tag: Tag of the message received. None: the same as `tag`.
+        out: Array of the received shape and dtype to write to. It may be `x`, or share memory with it.
+        group: Of which `dest` and `source` are ranks; None for the world.
+        timeout: Seconds for the send, and for the receive; None for the job's default.
+
+    Returns:
+        A new array in the shape and dtype in which it was sent, or `out`. None where `source` is None.
+
+    Raises:
+        ConfigError: A wrong argument, or a message that does not fit `out`; it is used up.
+        PeerLost: The receiver or the sender is gone.
+        DeadlineExceeded: The message was not received, or nothing came, in time.
+
+    Cost: that of `send` and `recv`; both messages travel at the same time.
+    Source: MPI_Sendrecv, with None for MPI_PROC_NULL.
+
+    Example:
+        >>> import syncvar as sv
+        >>> right, left = (sv.rank() + 1) % sv.world_size(), (sv.rank() - 1) % sv.world_size()
+        >>> sv.sendrecv(2.5, right, left)
+        array(2.5)
+    """
+    if _foreign:
+        raise unexpected(sendrecv, _foreign)
+    if is_foreign(x, out):
+        return in_kind(
+            partial(sendrecv, dest=dest, source=source, tag=tag, recv_tag=recv_tag, group=group, timeout=timeout), x, out
+        )
+    how: dict[str, Any] = {"group": group, "timeout": timeout}
+    if source is None:
+        return None if dest is None else send(x, dest, tag=tag, **how)
+    how_received = {**how, "tag": tag if recv_tag is None else recv_tag, "out": out}
+    if dest is None:
+        return recv(source, **how_received)
+    try:
+        array = _message(x)
+    except ConfigError:
+        return send(x, dest, tag=tag, **how)  # raises it again, and tells the receiver
+    if array.nbytes <= current().config.eager_bytes:  # does not wait for its receiver
+        send(array, dest, tag=tag, **how)
+        return recv(source, **how_received)
+    _checked("dest", dest, communicator_of(group).size)  # before the receive is started
+    if isinstance(out, np.ndarray) and np.may_share_memory(array, out):
+        array = array.copy()  # the receive may write to it before it has been sent
+    work = recv(source, **how_received, async_op=True)
+    send(array, dest, tag=tag, **how)
+    return work.wait()
+
+
 def recv_object(
-    source: int, *, tag: int = 0,
+    source: int | None = None, *, tag: int = 0,
     group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
 ) -> Any:  # fmt: skip
     """Receive the next object that another rank sends to this one with this tag, by `send_object`.
 
     Args:
-        source: Rank of the group that sends it.
-        tag: As the sender names.
+        source: Rank of the group that sends it. It must be given.
+        tag: As the sender names it.
         group, async_op, timeout: As in every collective, see `syncvar.collectives`; `source` is a rank of the group.
 
     Raises:
@@ -232,7 +292,7 @@ def recv_object(
 
 
 def _received(
-    name: str, communicator: Communicator, finish: Callable[[int, NDArray[Any]], Any], source: int, tag: int, timeout: float | None,
+    name: str, communicator: Communicator, finish: Callable[[int, NDArray[Any]], Any], source: int | None, tag: int, timeout: float | None,
     *, out: Any = None, async_op: bool,
 ) -> Any:
     """Receive the next message of a tag and return what `finish` makes of its kind and bytes or array.

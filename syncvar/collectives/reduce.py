@@ -34,7 +34,7 @@ __all__ = ["reduce"]
 
 @entered(second="op", usual="sum", positions=2)
 def reduce(
-    x: Any, op: str = "sum", *, root: int = 0, out: Any = None,
+    x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
     group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
 ) -> Any:  # fmt: skip
     """Combine the values of all ranks on one of them.

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["cut", "scatter"]
 
 
-@entered(second="root", usual=0)
+@entered(second="root", usual=0, positions=2)
 def scatter(
-    x: Any = None, *, root: int = 0, out: Any = None,
+    x: Any = None, root: int = 0, *, out: Any = None,
     group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
 ) -> Any:  # fmt: skip
     """Give each rank its part of what the root brings.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from syncvar.recording.recorder import Recorder
     from syncvar.transports import Control, Transport
 
-__all__ = ["GONE_ON", "Core"]
+__all__ = ["GONE_ON", "Awaited", "Core"]
 
 GONE_ON = "has gone on without making a call that another rank made"
 _REASON_MAX = 2000  # characters
@@ -42,15 +42,28 @@ _FOLLOW_S = 1.0
 
 
 class Awaited(Protocol):
-    """What a thread may wait for: an operation, or a question."""
+    """What a thread may wait for: an operation, a question, or the first of several operations that ends."""
 
     what: str
     call: int
     entry: Entry
+    thread: int
+    """The thread that waits; 0 when none does."""
 
     @property
     def is_over(self) -> bool:
         """Whether the caller may take the result or the error."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has failed."""
+
+    @property
+    def result(self) -> Any:
+        """What the caller gets."""
+
+    def look(self) -> bool:
+        """Look for a short while whether something has changed."""
 
 
 class Core(AdmissionState):

@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.waiting import pause_after
-from syncvar.engine.core import Core
+from syncvar.engine.core import Awaited, Core
 from syncvar.engine.flow import Flow
 from syncvar.engine.one_sided import Answer, Question, Questions
 from syncvar.engine.started import StartedCalls
@@ -128,7 +128,7 @@ class Engine(Core):
             self.interrupted(operation, error)
             raise
 
-    def wait(self, operation: Operation | Question) -> Any:
+    def wait(self, operation: Awaited) -> Any:
         """Drive until an operation or question is over; return its result or raise its error.
 
         Raises:
@@ -338,7 +338,7 @@ class Engine(Core):
                 self.let_go()
             self.hand_over()
 
-    def _drive(self, operation: Operation | Question) -> None:
+    def _drive(self, operation: Awaited) -> None:
         look, timers, wait, started = self.look, self.timers, self.transport.wait, self._started
         if time.monotonic() - self._heard > _HEAR_S:
             self._hear()
@@ -364,7 +364,7 @@ class Engine(Core):
             if wait(pause):
                 self._hear()
 
-    def look(self, until: Operation | Question | None = None) -> None:
+    def look(self, until: Awaited | None = None) -> None:
         """Take what has arrived and advance what it concerns: everything, or until this operation is over."""
         started = self._started
         if self.inbox:

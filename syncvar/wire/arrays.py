@@ -54,6 +54,17 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
     return np.asarray(value)
 
 
+_UNTRAVELLED = {
+    "c": "x.astype('complex128'), for instance",
+    "U": "texts travel as objects, sv.broadcast_object(x.tolist()) for instance",
+    "S": "texts travel as objects, sv.broadcast_object(x.tolist()) for instance",
+    "M": "x.astype('int64') sends moments as integers of their unit",
+    "m": "x.astype('int64') sends durations as integers of their unit",
+    "V": "send each field, x['name'], in a dict of arrays",
+}
+"""By kind of dtype: what to write instead of an array of a dtype that does not travel."""
+
+
 @lru_cache(maxsize=256)
 def _travels(dtype: np.dtype[Any]) -> bool:
     """Return whether arrays of a dtype can be communicated; NumPy makes the name anew each time."""
@@ -73,7 +84,8 @@ def told(error: Exception) -> str:
 def _untravelled(array: NDArray[Any], what: str) -> str:
     """Return why an array cannot travel, and what to write."""
     if array.dtype.kind != "O":
-        return f"{what}: dtype {array.dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}: x.astype('float64'), for instance"
+        remedy = _UNTRAVELLED.get(array.dtype.kind, "x.astype('float64'), for instance")
+        return f"{what}: dtype {array.dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}: {remedy}"
     for item in array.flat:
         if not isinstance(item, NUMBERS):
             return f"{what} holds {reprlib.repr(item)} of type {type(item).__name__}, which is no number: pass np.zeros(shape), or other numbers"
@@ -138,5 +150,6 @@ def checked_integer(name: str, value: Any) -> int:
         ConfigError: It is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ConfigError(f"{name} must be an integer, not {value!r}")
+        hint = ": the array to write to is named, out=buffer" if isinstance(value, np.ndarray) else ""
+        raise ConfigError(f"{name} must be an integer, not {value!r:.100}{hint}")
     return int(value)

@@ -77,6 +77,8 @@ def moving(count, dtype, root):
     outgoing = [[of(s * SIZE + d, (count + s + 2 * d) % (count + 3)) for d in range(SIZE)] for s in range(SIZE)]
     for source, got in enumerate(sv.all_to_all(outgoing[RANK])):
         same(got, outgoing[source][RANK], "all_to_all", source, *about)
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    same(sv.sendrecv(parts[RANK], right, left), parts[left], "sendrecv", *about)
     if SIZE > 1:
         work = sv.send(parts[RANK], (RANK + 1) % SIZE, tag=count, async_op=True)
         before = (RANK - 1) % SIZE

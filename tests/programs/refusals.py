@@ -102,7 +102,7 @@ def _():
     sv.Variable([print], name="v")
 
 
-@refusal("an initial value of dates", "x.astype('float64')")
+@refusal("an initial value of dates", "x.astype('int64')")
 def _():
     sv.Variable(np.zeros(2, "datetime64[s]"), name="v")
 
