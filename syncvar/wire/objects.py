@@ -1,12 +1,14 @@
 """Plain Python objects as bytes and back: data only, nothing that could run.
 
 Travels: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, date, time,
-datetime, timedelta, NumPy arrays and scalars of the dtypes in `syncvar.wire.dtypes`, and tensors of PyTorch and JAX.
+datetime, timedelta, NumPy arrays and scalars of the dtypes in `syncvar.wire.dtypes`, tensors of PyTorch and JAX, dtypes, range,
+Path and Decimal. Members of an IntEnum or StrEnum come out as their int or str, because classes do not travel.
 Everything else is refused when it is packed.
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from syncvar.errors import ConfigError, WireError
 from syncvar.wire.dtypes import dtype_from_index, dtype_index
 from syncvar.wire.libraries import NAMED, library_of
 from syncvar.wire.moments import MOMENTS, pack_moment, unpack_moment
+from syncvar.wire.standard_types import STANDARD_CODES, is_standard, pack_standard, unpack_standard
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,6 +28,7 @@ __all__ = ["DEPTH_MAX", "PLAIN", "is_plain", "pack_object", "unpack_object"]
 
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
+# 11 to 14 are STANDARD_CODES.
 _MOMENT = 16  # and as many as there are kinds of moments
 DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
@@ -40,7 +44,7 @@ def is_plain(value: Any) -> bool:
     """Return whether a value is of a kind that can travel; what is in it is not looked at."""
     import numpy as np
 
-    if isinstance(value, (*PLAIN, np.ndarray, np.generic)):
+    if isinstance(value, (*PLAIN, np.ndarray, np.generic)) or is_standard(value):
         return True
     library = library_of(value)
     return library is not None and library.name != ""
@@ -141,7 +145,10 @@ def _plain(value: Any, place: str, depth: int) -> Any:
             return msgpack.ExtType(_MOMENT + MOMENTS.index(kind), pack_moment(value))
         except ValueError as error:  # also of a name that is no text
             raise ConfigError(f"{place}: {error}") from None
-    return _plain_array(value, place)
+    if isinstance(value, enum.Enum) and isinstance(value, int | str):
+        return _plain(value.value, place, depth)
+    standard = pack_standard(value, place)
+    return _plain_array(value, place) if standard is None else msgpack.ExtType(*standard)
 
 
 def _packed(plain: Any) -> bytes:
@@ -164,7 +171,7 @@ def _plain_array(value: Any, place: str) -> Any:
         raise ConfigError(
             f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel{_remedy(value)}; objects may be "
             f"None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, dates and times, "
-            f"NumPy arrays, and tensors of PyTorch and JAX (nothing is pickled)"
+            f"NumPy arrays and dtypes, tensors of PyTorch and JAX, range, Path and Decimal (nothing is pickled)"
         )
     try:
         array = library.take(value)
@@ -214,6 +221,8 @@ def _restore(code: int, data: bytes, depth: int) -> Any:
         return (set if code == _SET else frozenset)(_unpack(part, depth + 1) for part in _list(data, depth))
     if _MOMENT <= code < _MOMENT + len(MOMENTS):
         return unpack_moment(code - _MOMENT, data)
+    if code in STANDARD_CODES:
+        return unpack_standard(code, data)
     if code == _TENSOR:
         if not data or data[0] >= len(NAMED):
             raise WireError("a tensor of an unknown library")

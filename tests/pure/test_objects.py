@@ -8,6 +8,7 @@ import tracemalloc
 import zoneinfo
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
@@ -105,6 +106,10 @@ def test_integers_of_any_size_come_back(number):
     assert unpack_object(pack_object(number)) == number
 
 
+class Hue(enum.StrEnum):
+    WARM = "warm"
+
+
 class Colour(enum.IntEnum):
     RED = 1
 
@@ -138,7 +143,6 @@ class Name(str):
         (object(), "value"),
         ({"a": [1, {2, object()}]}, r"an item of value\['a'\]\[1\]"),
         ([(1, len)], r"value\[0\]\[1\]"),
-        ({"x": Colour.RED}, r"value\['x'\]"),
         ([Name("n")], r"value\[0\]"),
         ([dt.datetime(2020, 1, 1, tzinfo=Elsewhere())], r"value\[0\]: its time zone is a .*Elsewhere, which cannot travel.*astimezone"),
         ([dt.timezone(dt.timedelta(0), "\ud800")], r"value\[0\]"),
@@ -147,7 +151,9 @@ class Name(str):
         ([Pair(1, 2)], r"value\[0\].*cannot travel: write tuple\(x\);"),
         ([Point(1)], r"value\[0\].*cannot travel: write dataclasses\.asdict\(x\);"),
         ([OrderedDict(a={1: [object()]})], r"value\[0\]\['a'\]\[1\]\[0\]"),
-        ([decimal.Decimal(1)], r"value\[0\]"),
+        ([range(1 << 70)], r"value\[0\] is range.*beyond 64-bit integers"),
+        ([np.dtype("i4,i4")], r"value\[0\] is the dtype .*write x\.descr"),
+        ([np.dtype(object)], r"value\[0\] is the dtype object"),
         ([np.array(["text"])], r"value\[0\]"),
         ([np.array([None], dtype=object)], r"value\[0\]"),
         ([np.array([(1, 2)], dtype="i4,i4")], r"value\[0\]"),
@@ -163,6 +169,33 @@ class Name(str):
 def test_what_cannot_travel_is_refused_with_its_place(value, place):
     with pytest.raises(ConfigError, match=place):
         pack_object(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        range(5), range(9, -3, -4), Path("a/b"), Path("/x\udcff"), decimal.Decimal("-1.50"), decimal.Decimal("sNaN12"),
+        *map(np.dtype, ("float32", ">i2", "<U7", "S3", "M8[ms]", "m8[25us]", "bool")), np.dtype(ml_dtypes.bfloat16),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_standard_types_come_out_as_they_went_in(value):
+    made = unpack_object(pack_object({"x": [value]}))["x"][0]
+    assert type(made) is type(value)
+    assert repr(made) == repr(value)
+
+
+def test_members_of_integer_and_text_enums_come_out_as_their_values():
+    made = unpack_object(pack_object({"x": [Colour.RED], Colour.RED: Hue.WARM}))
+    assert made == {"x": [1], 1: "warm"}
+    assert [type(made["x"][0]), type(made[1])] == [int, str]
+
+
+@pytest.mark.parametrize("code", [11, 13, 14])  # any bytes are a path
+@pytest.mark.parametrize("data", [b"", b"\xff\x00", b"i4,O", b"<f4,<f4", b"(2)f4"])
+def test_bytes_that_are_no_standard_type_are_refused(code, data):
+    with pytest.raises(WireError):
+        unpack_object(msgpack.packb(msgpack.ExtType(code, data)))
 
 
 def test_nesting_has_a_limit_and_cycles_end():
