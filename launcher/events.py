@@ -30,6 +30,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError
+from syncvar.requested_files import LostFile, why_unwritten
 from syncvar_launcher.outlet import Outlet
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class EventLog:
         self._job_id = job_id
         self._warn = warn
         self._dropped = 0
+        self._lost: list[LostFile] = []
         self._file = -1
         self._outlet: Outlet | None = None
         if path is not None:
@@ -86,6 +88,10 @@ class EventLog:
         texts = {name: value[:_TEXT_MAX] if isinstance(value, str) else value for name, value in fields.items()}
         told = {"event": event, "time": time.time(), "monotonic": time.monotonic(), "job": self._job_id, **texts}
         self._attempt(json.dumps(told).encode() + b"\n")
+
+    def lost_files(self) -> list[LostFile]:
+        """Return the file, if events are missing in it because it could not be written."""
+        return list(self._lost)
 
     def flush(self) -> None:
         """Write what a reader has not taken yet, as far as it takes it now."""
@@ -116,6 +122,7 @@ class EventLog:
         try:
             self._outlet.write(data)
         except OSError as error:
+            self._lost.append(LostFile(str(self._path), "--events", why_unwritten(error)))
             self._warn(f"cannot write {self._path} of --events: {error.strerror}; the job goes on without it")
             self._give_up()
 

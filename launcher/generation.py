@@ -20,6 +20,7 @@ import zmq
 import syncvar
 from syncvar import exits
 from syncvar.joining.store import Store
+from syncvar.requested_files import LOST_FILE_EVENT
 from syncvar.restarting import Ending
 from syncvar.roles import SERVER_0, is_server, process_name
 from syncvar.stacks import doing
@@ -372,6 +373,8 @@ class Generation:
                 self._do(actions)
             elif event.record.get("event") == "takes_notice":
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
+            elif event.record.get("event") == LOST_FILE_EVENT:
+                self.job.lost_files.add_record(event.rank, event.record)
         elif isinstance(event, Started):
             self.events.add(**_event("start", event.rank), host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
         elif isinstance(event, Gone):

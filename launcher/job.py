@@ -21,6 +21,7 @@ from syncvar_launcher.environment import inherited
 from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
 from syncvar_launcher.limits import cannot_start
+from syncvar_launcher.lost_files import LostFiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ class Job:
         self.server_hosts = server_hosts(chosen.servers, len(self.hosts.sizes))
         self.host = socket.gethostname()
         self.records = FlightRecords(chosen.log_dir, environ, self.job_id)
+        self.lost_files = LostFiles()
         self.usable = options.usable_cores()
         self.core_count = options.core_count()
         self.binding = Binding((), "") if fleet is not None else plan_binding(

@@ -15,7 +15,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from syncvar.errors import ConfigError
+from syncvar.requested_files import LostFile, check_folder, why_unwritten
 from syncvar.roles import is_server, process_name, short_name
 from syncvar.topology import ranks_of
 
@@ -194,6 +194,7 @@ class OutputForwarder:
         self._concealed: dict[tuple[int, Stream], deque[bytes]] = {}
         self._live: _Source | None = None  # whose unfinished line stands on the terminal
         self._now = 0.0
+        self._lost_output: list[LostFile] = []
         self._logs = _Logs(log_dir, self._warn) if log_dir is not None else None
         for rank in ranks:
             self._source(rank, "out")
@@ -216,6 +217,10 @@ class OutputForwarder:
         if self._logs is not None:
             self._logs.write(rank, stream, data)
         self._consume(source, data)
+
+    def lost_files(self) -> list[LostFile]:
+        """Return the files that the forwarder could not write whole: logs, and the standard output."""
+        return [*self._lost_output, *([] if self._logs is None else self._logs.lost_files())]
 
     def pass_raw(self, stream: Stream, data: bytes) -> None:
         """Forward bytes of a rank that has the terminal as they are."""
@@ -482,24 +487,23 @@ class OutputForwarder:
             if stream == "out":
                 self.broken = getattr(error, "errno", None) == errno.EPIPE
                 if not self.broken:
-                    self._warn(f"cannot write to the standard output: {_why(error)}; the job goes on without it")
+                    self._lost_output.append(LostFile("the standard output", "the launcher", why_unwritten(error)))
+                    self._warn(f"cannot write to the standard output: {why_unwritten(error)}; the job goes on without it")
 
     def _warn(self, text: str) -> None:
         self.say(f"syncvar: {text}\n")
 
 
 class _Logs:
-    """The files of `log_dir`. The first file that cannot be written is told, once; the job goes on."""
+    """The files of `log_dir`. A warning names the first one that cannot be written, and the job goes on."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot make the folder {folder} of --log-dir: {_why(error)}") from None
+        check_folder(str(folder), "--log-dir")
         self._folder = folder
         self._warn = warn
         self._warned = False
         self._files: dict[tuple[int, Stream], int] = {}
+        self._lost: dict[tuple[int, Stream], LostFile] = {}
 
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
         """Open a file: a fresh one, or with a mark that is written after what is there."""
@@ -515,6 +519,7 @@ class _Logs:
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
         file = self._files.get((rank, stream))
         if file is None:
+            self._count_lost(rank, stream, len(data))
             return
         view = memoryview(data)
         try:
@@ -522,6 +527,7 @@ class _Logs:
                 view = view[os.write(file, view) :]
         except OSError as error:
             self._failed(rank, stream, error)
+            self._count_lost(rank, stream, len(view))
             self.close(rank, stream)  # a log with a hole would mislead
 
     def close(self, rank: int, stream: Stream) -> None:
@@ -532,13 +538,23 @@ class _Logs:
             except OSError as error:  # some file systems tell a full disk only here
                 self._failed(rank, stream, error)
 
+    def lost_files(self) -> list[LostFile]:
+        return [self._lost[key] for key in sorted(self._lost)]
+
+    def _count_lost(self, rank: int, stream: Stream, nbytes: int) -> None:
+        lost = self._lost.get((rank, stream))
+        if lost is not None:
+            self._lost[rank, stream] = lost._replace(missing_nbytes=max(0, lost.missing_nbytes) + nbytes)
+
     def _path(self, rank: int, stream: Stream) -> Path:
         return self._folder / f"{process_name(rank).replace(' ', '-')}.{stream}"
 
     def _failed(self, rank: int, stream: Stream, error: OSError) -> None:
+        lost = LostFile(str(self._path(rank, stream)), "--log-dir", why_unwritten(error))
+        self._lost.setdefault((rank, stream), lost)
         if not self._warned:
             self._warned = True
-            self._warn(f"cannot write {self._path(rank, stream)}: {_why(error)}; the job goes on without this log")
+            self._warn(f"cannot write {self._path(rank, stream)}: {why_unwritten(error)}; the job goes on without this log")
 
 
 def _cut(text: bytes) -> int:
@@ -568,7 +584,3 @@ def _escaped(match: re.Match[str]) -> str:
     if len(text) > 1:
         return text
     return f"\\x{ord(text):02x}" if ord(text) < 0x100 else f"\\u{ord(text):04x}"
-
-
-def _why(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

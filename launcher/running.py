@@ -14,12 +14,14 @@ import syncvar
 from syncvar import exits
 from syncvar.errors import HostUnreachable
 from syncvar.joining.directory import JobDirectory
+from syncvar.requested_files import LostFile, why_unwritten
 from syncvar.restarting import Restarting
 from syncvar.roles import SERVER_0, is_server, server_number
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
 from syncvar_launcher.limits import TimePassed
+from syncvar_launcher.lost_files import check_requested_files
 from syncvar_launcher.outlet import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
 from syncvar_launcher.report import Failure, failure_block
@@ -45,6 +47,7 @@ def run(job: Job, server: ForkServer | None) -> int:
         server: What the workers of the first start are forked from; None where each is a fresh process.
     """
     chosen = job.options
+    check_requested_files(chosen, is_local=job.fleet is None)
     for host, size in enumerate(job.hosts.sizes):
         why_no_arena(chosen, job.processor_of(host), size)  # raises where the settings do not fit together
     with contextlib.closing(_outlets()) as outlets:
@@ -122,7 +125,8 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
             forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
         forwarder.finish()
         if chosen.stats:
-            _tell_totals(chosen, totals, forwarder)
+            job.lost_files.add(_tell_totals(chosen, totals, forwarder))
+        code = _name_lost_files(job, forwarder, events, code)
         if code:
             outlets.patience_s = min(outlets.patience_s, patience_s(job.config))
         await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.timeout_s)
@@ -132,16 +136,32 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
             code = 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
+        if not code and events.lost_files():  # the last event was the first one that did not fit
+            code = exits.LOST_FILE
     return code
 
 
-def _tell_totals(chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]], forwarder: OutputForwarder) -> None:
-    """Show the totals of the last start, or write them to a file."""
+def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, code: int) -> int:
+    """Name the files that could not be written; return the exit code of the job, which must not be 0 then."""
+    lost = job.lost_files
+    lost.add([*forwarder.lost_files(), *events.lost_files()])
+    for line in lost.lines(has_failed=code != 0):
+        forwarder.say(f"syncvar: {line}\n")
+    if code or not lost.has_result or "SYNCVAR_OUTCOME_FILE" in job.environ:  # the caller of `sv.run` has its results
+        return code
+    forwarder.say(f"syncvar: all ranks succeeded, and files are lost: exit code {exits.LOST_FILE}\n")
+    return exits.LOST_FILE
+
+
+def _tell_totals(
+    chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]], forwarder: OutputForwarder
+) -> list[LostFile]:
+    """Show the totals of the last start, or write them to a file; return that file if it cannot be written."""
     everybody = (*range(chosen.workers), *map(server_number, range(chosen.servers)))
     rows, missing = merged(totals), [number for number in everybody if number not in totals]
     if not isinstance(chosen.stats, Path):
         forwarder.say(table(rows, missing))
-        return
+        return []
     import json
 
     told: dict[str, Any] = {"workers": chosen.workers, "missing": [number for number in missing if not is_server(number)], "rows": rows}
@@ -150,7 +170,8 @@ def _tell_totals(chosen: LaunchOptions, totals: dict[int, list[dict[str, Any]]],
     try:
         chosen.stats.write_text(json.dumps(told, indent=1) + "\n")
     except OSError as error:
-        forwarder.say(f"syncvar: cannot write {chosen.stats} of --stats: {error.strerror}\n")
+        return [LostFile(str(chosen.stats), "--stats", why_unwritten(error))]
+    return []
 
 
 def _culprit(generation: Generation, outcome: Outcome) -> dict[str, object]:

@@ -14,11 +14,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.private_files import refuse_foreign_links, write_private
+from syncvar.requested_files import check_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["JOBS_KEPT", "RECORDS", "TOTALS", "StateFolder", "find_job", "is_record", "job_folders", "job_name", "keep_newest", "remove_job", "state_folder", "write_record"]
+__all__ = [
+    "JOBS_KEPT",
+    "RECORDS",
+    "TOTALS",
+    "StateFolder",
+    "check_record_folder",
+    "find_job",
+    "is_record",
+    "job_folders",
+    "job_name",
+    "keep_newest",
+    "remove_job",
+    "state_folder",
+    "write_record",
+]
 
 JOBS_KEPT = 10
 RECORDS = "flight-[rs]*.json"  # of ranks and servers
@@ -142,6 +157,22 @@ def write_record(folder: str, name: str, text: str) -> None:
     _make_private(folder)
     refuse_foreign_links(folder)  # one that was laid meanwhile, where the folder was to be
     write_private(folder, name, text)
+
+
+def check_record_folder(folder: str, origin: str) -> None:
+    """Make a folder of records, private where it is missing, and check that it can be written.
+
+    Args:
+        folder: Its path.
+        origin: The option or the variable that names it.
+
+    Raises:
+        ConfigError: Records cannot be written there.
+    """
+    with contextlib.suppress(OSError):  # `check_folder` fails too, and says why
+        refuse_foreign_links(folder)
+        _make_private(folder)
+    check_folder(folder, origin)
 
 
 def _make_private(folder: str) -> None:

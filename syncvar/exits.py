@@ -16,6 +16,7 @@ __all__ = [
     "INTERNAL",
     "KEY",
     "LIMITS",
+    "LOST_FILE",
     "MEANINGS",
     "MISMATCH",
     "OF_OTHERS",
@@ -36,6 +37,7 @@ RENDEZVOUS = 69
 INTERNAL = 70
 LIMITS = 71
 CHECKPOINT = 74
+LOST_FILE = CHECKPOINT  # one code for files that are missing; EX_IOERR of sysexits
 PREEMPTED = 75
 MISMATCH = 76
 KEY = 77
@@ -47,7 +49,7 @@ MEANINGS: dict[int, str] = {
     RENDEZVOUS: "the ranks did not all meet, or a host cannot be reached",
     INTERNAL: "a rank was lost, or an internal error",
     LIMITS: "a limit of the system is too low",
-    CHECKPOINT: "a checkpoint cannot be read or written",
+    CHECKPOINT: "a checkpoint, or another file that was asked for, cannot be read or written",
     PREEMPTED: "preempted after saving: run it again",
     MISMATCH: "the ranks disagree about a call, or the protocol was broken",
     KEY: "the key of the job was refused",

@@ -59,10 +59,10 @@ class Word:
         }
         self.tell(record)
 
-    def tell(self, record: dict[str, str | int]) -> None:
-        """Say anything; nothing in a forked copy of the worker."""
+    def tell(self, record: dict[str, str | int]) -> bool:
+        """Say anything; nothing in a forked copy of the worker. Return whether the agent gets it."""
         if self._descriptor < 0 or os.getpid() != self._process:
-            return
+            return False
         import msgpack
 
         data = msgpack.packb(record, use_bin_type=True)
@@ -71,6 +71,7 @@ class Word:
                 data = data[os.write(self._descriptor, data) :]
         except OSError:
             self._descriptor = -1  # the agent is gone, and this process is about to be
+        return self._descriptor >= 0
 
 
 def _sendable(text: str) -> str:
@@ -86,12 +87,14 @@ def adopt(word: Word) -> None:
     _words[:] = [word]
 
 
-def tell(event: str, **fields: str | int) -> None:
+def tell(event: str, **fields: str | int) -> bool:
     """Say something to the agent, if there is one.
 
     Args:
         event: What it is, for instance "takes_notice".
         fields: More about it.
+
+    Returns:
+        Whether an agent gets it.
     """
-    for word in _words:
-        word.tell({"event": event, **fields})
+    return any(word.tell({"event": event, **fields}) for word in _words)

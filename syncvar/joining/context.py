@@ -78,6 +78,10 @@ class Context:
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
         self.post: Post | None = None  # messages between ranks of this host
+        if config.trace:
+            from syncvar.evidence import check_record_folder
+
+            check_record_folder(config.trace, "SYNCVAR_TRACE")
         self.recorder = Recorder(
             me.rank, me.world_size, generation, job=me.job_id, host=me.host, folder=me.flight_dir, trace=config.trace, stats=me.stats_dir
         )

@@ -143,8 +143,11 @@ class Recorder:
         from syncvar.evidence import write_record
 
         text = json.dumps({"rank": self._who["rank"], "rows": totals.rows()})
-        with contextlib.suppress(OSError):  # the launcher says who has told nothing
-            write_record(self._stats, f"stats-{self._who['rank']}.{self._who['generation']}.json", text)
+        name = f"stats-{self._who['rank']}.{self._who['generation']}.json"
+        try:
+            write_record(self._stats, name, text)
+        except OSError as error:
+            self._report_lost(self._stats, name, error)
 
     # -- readers --------------------------------------------------------------------------------------------------
 
@@ -203,14 +206,26 @@ class Recorder:
         if os.getpid() != self._process or not self._writing.acquire(timeout=_WRITING_S):
             return
         try:
-            with contextlib.suppress(Exception):
+            name = record_name(self._who["rank"], self._who["generation"])
+            try:
                 from syncvar.evidence import write_record  # only a record that is written needs it
 
                 text = _text(self.record(reason, is_final=level != _REFUSED or folder == self._trace, stack=stack))
-                write_record(folder, record_name(self._who["rank"], self._who["generation"]), text)
+                write_record(folder, name, text)
+            except Exception as error:
+                self._report_lost(folder, name, error)
             self._written = max(level, self._written)
         finally:
             self._writing.release()
+
+
+    def _report_lost(self, folder: str, name: str, error: Exception) -> None:
+        with contextlib.suppress(Exception):  # the failure that the record is about must stay the one that is seen
+            from syncvar.requested_files import EVIDENCE, LostFile, report_lost_file, why_unwritten
+
+            origins = {self._trace: "SYNCVAR_TRACE", self._stats: "--stats"}
+            path = os.path.join(folder, name)
+            report_lost_file(LostFile(path, origins.get(folder, EVIDENCE), why_unwritten(error)))
 
 
 def record_name(number: Any, generation: Any = 0) -> str:

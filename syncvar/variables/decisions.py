@@ -70,7 +70,9 @@ def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> 
     try:  # one write to the end of the file, since several groups may have the same
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.write(descriptor, text.encode())
+            rest = text.encode()
+            while rest:  # a disk that fills up takes a part, and raises the error for the next one
+                rest = rest[os.write(descriptor, rest) :]
         finally:
             os.close(descriptor)
     except OSError as error:
