@@ -60,6 +60,8 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> Lin
             end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
             made.count = Count(identity, made.next_call)
             engine.book.count_by(made.count)
+        if engine is not None and communicator.member_rank == source:
+            engine.sent.note(identity, pair[1], tag)
         found = streams[source, dest, tag] = Line(context, made, end, ARRAY, partial(_begun, tag))
     return found
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.errors import MismatchError, PeerLost, SyncvarError
 from syncvar.wire import Kind
+from syncvar.wire.unreceived import ENTERED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["CallBlock", "CallLedger", "Counting", "Overtaken", "Passing"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
-_ENTERED_MAX = 4000  # groups named in a message to the launcher: those used last
 _SKIPPED_MAX = 1300  # blocks named in one, each by three numbers
 
 
@@ -133,7 +133,7 @@ class CallLedger:
             with contextlib.suppress(RuntimeError):
                 for group in list(self.counted):
                     self._next_call[group] = self.following(group)
-                recent = list(self._next_call.items())[-_ENTERED_MAX:]
+                recent = list(self._next_call.items())[-ENTERED_MAX:]
                 return {group: following - 1 for group, following in recent}
 
     def skipped(self) -> list[int]:

@@ -20,6 +20,7 @@ from syncvar.arena.waiting import pause_after
 from syncvar.engine.core import Awaited, Core
 from syncvar.engine.flow import Flow
 from syncvar.engine.one_sided import Answer, Question, Questions
+from syncvar.engine.sent_messages import SentMessages
 from syncvar.engine.started import StartedCalls
 from syncvar.engine.verdicts import VERDICT_GRACE_S, Verdicts
 from syncvar.errors import SyncvarError
@@ -28,6 +29,7 @@ from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
 from syncvar.transports import Lost
 from syncvar.wire import Kind
+from syncvar.wire.unreceived import pack_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,6 +91,7 @@ class Engine(Core):
         recorder = recorder or Recorder(rank, world_size, generation)
         super().__init__(rank, generation, transport, control, config, hosts, arena, recorder)
         self.flow = Flow(self)
+        self.sent = SentMessages()
         self._questions = Questions(self)
         self._started = StartedCalls(self, self.flow)
         self._verdicts = Verdicts(self, self._started, self._questions)
@@ -259,13 +262,16 @@ class Engine(Core):
                 "%d started call%s not waited for, and so waited for now: %s%s",
                 len(left), " was" if len(left) == 1 else "s were", "; ".join(left[:5]), "; …" if len(left) > 5 else "",
             )  # fmt: skip
-        while self.failure is None and time.monotonic() < deadline:
-            started = self._started.all
-            if not started:
-                break
-            self.wait(started[0])
-        if self.failure is None:
-            self.tell_beside("leaving", entered=self.book.entered(), skipped=self.book.skipped())
+        try:
+            while self.failure is None and time.monotonic() < deadline:
+                started = self._started.all
+                if not started:
+                    break
+                self.wait(started[0])
+        finally:
+            if self.failure is None:
+                counts = pack_counts(self.sent.counts(self.book.following))
+                self.tell_beside("leaving", entered=self.book.entered(), skipped=self.book.skipped(), **counts)
 
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""

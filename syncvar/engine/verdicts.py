@@ -39,6 +39,7 @@ class Verdicts:
         self._started = started
         self._questions = questions
         self._suspects: dict[int, tuple[str, float]] = {}  # peers whose link was lost: why, and when to believe it
+        self._cut: dict[int, str] = {}  # peers that have left and whose link was lost: why
 
     # -- the launcher's word --------------------------------------------------------------------------------------
 
@@ -115,16 +116,33 @@ class Verdicts:
         """Break the generation where a suspect's grace is over; return when the next one's is, or `due`."""
         core = self._core
         for peer, (reason, until) in list(self._suspects.items()):
-            if peer in self._book.left or core.failure is not None:  # it left in order; or it has been told
+            if core.failure is not None:  # it has been told
                 del self._suspects[peer]
-            elif now >= until:
+            elif now < until:
+                due = min(due, until)
+            elif peer in self._book.left:
+                del self._suspects[peer]
+                self._cut[peer] = reason
+            else:
                 core.break_generation(PeerLost(peer, core.hosts.get(peer, ""), reason))
                 # Else the others would hear first that this rank ended, and take it for the lost one.
                 core.tell("broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer])
                 return now
-            else:
-                due = min(due, until)
+        if self._cut:
+            self._fail_without_cut_peers()
         return due
+
+    def _fail_without_cut_peers(self) -> None:
+        """Fail the calls that wait for frames which a rank sent before it left, and which its lost link does not bring."""
+        core = self._core
+        for operation in list(core.active.values()):
+            awaited = () if operation.links is None else operation.links.awaiting
+            for peer in self._cut.keys() & set(awaited):
+                what = f"{operation.what} (call {operation.call})"
+                detail = f"{what} waits for what it sent, and its link was lost before that arrived: {self._cut[peer]}"
+                operation.fail(PeerLost(peer, core.hosts.get(peer, ""), "finished", detail))
+                self._started.retire(operation)
+                break
 
     # -- calls that this rank has gone on without -----------------------------------------------------------------
 

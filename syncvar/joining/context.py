@@ -23,6 +23,7 @@ from syncvar.kernel import told, which
 from syncvar.plans import parse_forced
 from syncvar.recording.recorder import Recorder
 from syncvar.topology import HostMap, rank_list
+from syncvar.wire.unreceived import SentCount, unreceived_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -202,7 +203,9 @@ class Context:
             return
         self.is_closed = True
         engine = self.engine
-        if not orderly:
+        if orderly:
+            self._warn_of_own_messages()
+        else:
             self.recorder.ended(reason, stack)
         if engine is None:
             self.recorder.closed()
@@ -228,6 +231,15 @@ class Context:
             self.recorder.closed()
         if error is not None:
             raise error
+
+    def _warn_of_own_messages(self) -> None:
+        """Name the messages that this rank has sent to itself and not received."""
+        for one in list(self._communicators):
+            for tag, waiting in list(one.own_messages.items()):
+                missing = sum(isinstance(message, tuple) for message in list(waiting))
+                if missing:
+                    count = SentCount(one.identity, self.rank, tag, missing, "")
+                    _log.warning("%s", unreceived_text(self.rank, count, missing))
 
     def disown(self) -> UsageError:
         """Become unusable, since this process is a forked copy of the one that joined; return what its calls raise from now on."""

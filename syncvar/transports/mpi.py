@@ -296,11 +296,14 @@ class MpiTransport:
             for peer in self._linked - self._lost - self._departed:
                 self._post(peer, self._targets[peer], last)
             began = now = time.monotonic()
+            left = len(self._sending)
             while self._sending and now < began + max(linger_s, _FAREWELL_S):
                 with contextlib.suppress(TransportError):
                     self._advance()
                 time.sleep(pause_after(now - began))
                 now = time.monotonic()
+                if len(self._sending) < left:  # MPI still moves bytes
+                    left, began = len(self._sending), now
             self._closed = True
             self._fabric.is_broken |= linger_s <= 0
             if linger_s > 0 and self._sending:

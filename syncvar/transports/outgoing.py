@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
+import struct
+import termios
 import time
 from typing import Any
 
@@ -44,19 +47,22 @@ class Outgoing:
     Attributes:
         outbox: Frames that could not go yet, each with its payload and the loan of one that is borrowed.
         is_connected: It has been connected.
+        is_remote: The peer may be on another host.
         opened: When it was opened, by the monotonic clock.
 
     Raises:
         ZMQError: The system refuses.
     """
 
-    __slots__ = ("is_connected", "monitor", "opened", "outbox", "socket")
+    __slots__ = ("_descriptor", "is_connected", "is_remote", "monitor", "opened", "outbox", "socket")
 
     def __init__(self, context: zmq.Context[Any], socket: Any, address: str) -> None:
         self.socket = socket
         self.monitor = monitor_of(context, socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self.opened = time.monotonic()
         self.is_connected = False
+        self.is_remote = address.startswith("tcp://")
+        self._descriptor = -1  # of the connection, which belongs to ZeroMQ
         self.outbox: collections.deque[tuple[bytes, memoryview | None, _Loan | None]] = collections.deque()
         socket.connect(address)
 
@@ -104,12 +110,24 @@ class Outgoing:
     def has_closed(self) -> bool:
         """Return whether the connection has ended since the last call."""
         closed = False
-        for event, _ in events_of(self.monitor):
+        for event, value in events_of(self.monitor):
             if event == zmq.EVENT_CONNECTED:
                 self.is_connected = True
+                self._descriptor = value
             else:
                 closed = True
         return closed
+
+    def unsent(self) -> tuple[int, int]:
+        """Return what has not reached the peer's host: frames in the outbox, and bytes that the system holds.
+
+        (0, 0) also comes up while ZeroMQ is about to hand over more bytes. Whoever sees it looks again a little later.
+        """
+        held = b"\0\0\0\0"
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # the connection has ended
+                held = fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, held)
+        return len(self.outbox), struct.unpack("=i", held)[0]
 
     def has_said_goodbye(self) -> bool:
         """Return whether the peer has said goodbye on this link, which is all that comes on one."""

@@ -49,6 +49,7 @@ _IDENTITY = struct.Struct("<c8sII8s")
 _CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, where nothing else would notice a change
 _POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
 _BRIEF_MS = 2
+_FLUSH_LOOK_S = 0.01
 _GOODBYE_MS = 200
 _WATCH_EVERY_S = 0.02
 _OTHER_HALF_S = 0.2  # when one connection of a pair of ranks has closed, the other is about to; it may bring frames
@@ -242,6 +243,7 @@ class ZeromqTransport:
         self._closed = True
         if linger_s > 0:
             self._say_goodbye(linger_s)
+            self._await_sent(linger_s)
         linger_ms = int(linger_s * 1000)
         for link in self._links.values():
             link.close(linger_ms)
@@ -425,11 +427,38 @@ class ZeromqTransport:
             self._hold_no_more(peer)
             link.close(0)
 
+    def _patience_s(self, linger_s: float) -> float:
+        """Return how long the end of this rank waits for links that do not move."""
+        is_remote = any(link.is_remote for link in self._links.values())
+        return max(linger_s, self._config.link_silence_s) if is_remote else linger_s
+
+    def _await_sent(self, linger_s: float) -> None:
+        """Wait until all frames have reached the hosts of their receivers, as long as bytes move.
+
+        A link between hosts may stand still for `lost_after_s`: after that its peer counts as lost in any call, too.
+        """
+        patience_s = self._patience_s(linger_s)
+        before: dict[int, tuple[int, int]] = {}
+        moved = time.monotonic()
+        while (now := time.monotonic()) < moved + patience_s:
+            self._watch_links(now)
+            self._judge_closing()
+            unsent = {
+                peer: link.unsent()
+                for peer, link in self._links.items()
+                if link.is_remote and peer not in self._closing and peer not in self._departed
+            }
+            if unsent == before and not any(map(any, unsent.values())):
+                return
+            if unsent != before:
+                before, moved = unsent, now
+            time.sleep(_FLUSH_LOOK_S)
+
     def _say_goodbye(self, linger_s: float) -> None:
         header = pack_header(Kind.BYE, self._rank, self._generation, 0)
         while self.receive() is not None:  # so that peers whose frames nobody took are known, and told
             pass
-        deadline = time.monotonic() + linger_s
+        deadline = time.monotonic() + self._patience_s(linger_s)
         while self._unsent and time.monotonic() < deadline:
             self._flush()
             if self._unsent:

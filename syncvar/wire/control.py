@@ -35,7 +35,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "left_run": {"group": int, "members": _Ranks, "call": int, "epoch_end": int, "reason": str},
     "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
     "here": {"last": str, "age_s": float, "is_over": bool, "stack": str},
-    "leaving": {"entered": _Counts, "skipped": list[int]},
+    "leaving": {"entered": _Counts, "skipped": list[int], "sent": list[int], "sites": _Texts},
     # server -> launcher
     "serve": {
         "server": int, "job": str, "generation": int, "address": str, "outside": str, "host": str, "host_index": int, "pid": int,

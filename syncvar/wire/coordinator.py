@@ -13,6 +13,7 @@ from syncvar.wire.arbiter import Report, Verdict, find_deadlock, find_mismatch
 from syncvar.wire.control import Message, pack_message
 from syncvar.wire.membership import Member, RollCall
 from syncvar.wire.stalling import Stalls
+from syncvar.wire.unreceived import UnreceivedMessages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,6 +76,7 @@ class Coordinator:
         self.broken_by: tuple[int, str] | None = None
         self._reports: dict[tuple[int, int, int], Report] = {}
         self.stalls = Stalls(config.stall_warning_s)
+        self._unreceived = UnreceivedMessages()
         self.has_warned = False
 
     # -- messages of ranks ----------------------------------------------------------------------------------------
@@ -103,6 +105,7 @@ class Coordinator:
         if roll is self.next_roll:  # every rank has left the old generation and joined anew
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
             self.left.clear()
+            self._unreceived = UnreceivedMessages()
             self.lost.clear()
             self.broken_by = None
             self._reports.clear()
@@ -156,7 +159,9 @@ class Coordinator:
         if kind == "leaving":
             self._drop_reports(rank)
             self.left[rank] = message["entered"]
-            return self._tell_others(rank, pack_message("left", rank=rank, entered=message["entered"], skipped=message["skipped"]))
+            texts = self._unreceived.leave(rank, message["entered"], message["sent"], message["sites"])
+            data = pack_message("left", rank=rank, entered=message["entered"], skipped=message["skipped"])
+            return [*map(Say, texts), *self._tell_others(rank, data)]
         raise WireError(f"a worker may not send {kind!r}")
 
     def ended(self, rank: int, reason: str, now: float) -> list[Action]:

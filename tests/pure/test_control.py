@@ -24,7 +24,7 @@ GOOD = {
     "poison": {"group": 0, "members": [0, 1], "call": 1, "what": "w", "reason": "r"},
     "left_run": {"group": 0, "members": [0, 1], "call": 1, "epoch_end": 9, "reason": "r"},
     "broke": {"kind_of_break": "deadline", "reason": "r", "group": 0, "call": 1, "missing": [1]},
-    "leaving": {"entered": {0: 4}, "skipped": [0, 4, 9]},
+    "leaving": {"entered": {0: 4}, "skipped": [0, 4, 9], "sent": [7, 1, 6, 2], "sites": {7: "a.py:1"}},
     "roll": {"generation": 0, "addresses": {0: "a", 1: "b"}, "hosts": {0: "h", 1: "h"}, "places": {0: 0, 1: 0}, "without_arena": {1: "no memfd"}},
     "refused": {"error": "RendezvousError", "reason": "r", "missing": []},
     "abort": {

@@ -147,7 +147,7 @@ def test_a_rank_that_ended_badly_is_told_to_all_others_once():
 
 def test_a_rank_that_waits_for_the_next_generation_hears_of_a_loss_too():
     coordinator = joined()
-    say(coordinator, 0, "leaving", entered={0: 4}, skipped=[])
+    say(coordinator, 0, "leaving", entered={0: 4}, skipped=[], sent=[], sites={})
     assert join(coordinator, 0, generation=1) == ("", [])
     messages = told(coordinator.ended(1, "signal 9", 1.0))
     assert kinds(messages) == {0: ["abort"], 2: ["abort"]}
@@ -155,8 +155,8 @@ def test_a_rank_that_waits_for_the_next_generation_hears_of_a_loss_too():
 
 def test_a_rank_that_leaves_is_told_to_those_who_have_not_left():
     coordinator = joined()
-    assert kinds(say(coordinator, 0, "leaving", entered={0: 4}, skipped=[])) == {1: ["left"], 2: ["left"]}
-    messages = say(coordinator, 1, "leaving", entered={0: 4, 9: 2}, skipped=[])
+    assert kinds(say(coordinator, 0, "leaving", entered={0: 4}, skipped=[], sent=[], sites={})) == {1: ["left"], 2: ["left"]}
+    messages = say(coordinator, 1, "leaving", entered={0: 4, 9: 2}, skipped=[], sent=[], sites={})
     assert kinds(messages) == {2: ["left"]}
     assert (messages[2][0]["rank"], messages[2][0]["entered"]) == (1, {0: 4, 9: 2})
     assert coordinator.position(1) == "finished"
@@ -166,7 +166,7 @@ def test_the_next_generation_begins_when_all_have_left_and_joined_anew():
     coordinator = joined()
     say(coordinator, 0, "report", **report())
     for rank in range(3):
-        say(coordinator, rank, "leaving", entered={0: 1}, skipped=[])
+        say(coordinator, rank, "leaving", entered={0: 1}, skipped=[], sent=[], sites={})
         refused, actions = join(coordinator, rank, generation=1)
         assert refused == ""
         assert kinds(told(actions)) == ({} if rank < 2 else {one: ["roll"] for one in range(3)})
