@@ -12,7 +12,7 @@ from syncvar.variables import Variable
 from syncvar.wire import library_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["checked_modules", "update_modules"]
 
@@ -64,7 +64,9 @@ def update_modules(modules: Sequence[Any], root: int, group: Group | None, rank:
             continue
         state = module.state_dict()
         is_of_arrays = not hasattr(module, "param_groups") and all(library_of(one) is not None for one in state.values())
-        move: Callable[..., Any] = broadcast if is_of_arrays else broadcast_object
-        newest = move(state, root=root, group=group)
+        if is_of_arrays:
+            newest = broadcast(state, root=root, group=group)
+        else:
+            newest = broadcast_object(state, root=root, group=group)
         if rank != root:
             module.load_state_dict(newest)
