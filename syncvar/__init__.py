@@ -117,6 +117,7 @@ if TYPE_CHECKING:
         assign_add_all,
         assign_all,
         assign_sub_all,
+        check_equal,
     )
 
 __version__ = "0.1.0"
@@ -148,7 +149,7 @@ _HOMES = {
     ),
     "syncvar.variables": (
         "DistributedValues", "Explanation", "Mirrored", "PerReplica", "ShardInfo", "VariableAggregation", "VariableSynchronization",
-        "assign_add_all", "assign_all", "assign_sub_all",
+        "assign_add_all", "assign_all", "assign_sub_all", "check_equal",
     ),
 }  # fmt: skip
 _ROOMS = ("data", "engines", "optimizers", "partitioners")
@@ -217,6 +218,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "check_equal",
     "data",
     "empty",
     "engines",

@@ -80,7 +80,8 @@ WORDS = (
           'write sv.all_reduce(x), which sums; sv.all_reduce(x, "mean") averages, out=x is in place, async_op=True '
           "returns a Work"),
     _word("sv", "grouped_allreduce all_reduce_coalesced",
-          'write sv.all_reduce([x, y], "mean"): a list or dict of arrays is one call'),
+          'write sv.all_reduce([x, y], "mean"): a list or dict of arrays is one call; it returns new arrays, and '
+          "out=[x, y] writes into x and y"),
     _word("sv", "metric_average average pmean", 'write sv.all_reduce(x, "mean")'),
     _word("sv", "psum", "write sv.all_reduce(x)"),
     _word("sv", "bcast Bcast Ibcast broadcast_ broadcast_async",
@@ -111,7 +112,8 @@ WORDS = (
     _word("sv", "synchronize wait Wait poll", "async_op=True returns a Work: work.wait(), work.done()"),
     _word("sv", "Waitall waitall", "write results = sv.wait_all(works)"),
     _word("sv", "join Join",
-          "write `with sv.uneven():` around loops of different lengths; a distributed dataset ends on all ranks together"),
+          "write `with sv.uneven(model, optimizer):` around loops of different lengths, which also brings modules of PyTorch "
+          "and models of Keras up to date; a distributed dataset ends on all ranks together"),
     # Messages.
     _word("sv", "Send Ssend ssend", "write sv.send(x, dest), or sv.send_object(o, dest) for plain data"),
     _word("sv", "isend Isend issend Issend", "write sv.send(x, dest, async_op=True), which returns a Work"),
@@ -154,15 +156,18 @@ WORDS = (
           "the names of tf.distribute are in sv itself: sv.MirroredStrategy(), sv.ReduceOp"),
     _word("sv", "train", "the names of tf.train are in sv itself: sv.Checkpoint, sv.CheckpointManager"),
     _word("sv", "latest_checkpoint", "write sv.CheckpointManager(checkpoint, directory).latest"),
-    _word("sv", "keras GradientTape function",
-          "there are no models or gradients here: bring gradients of torch, JAX or your own to sv.optimizers"),
+    _word("sv", "keras GradientTape function metrics callbacks summary",
+          "sv has no models, gradients, metrics or callbacks: docs/migrating.md shows a model of Keras and a module of PyTorch; "
+          'a metric is sv.Variable(0.0, synchronization="ON_READ", aggregation="SUM")'),
     _word("sv", "Dataset AUTOTUNE", "write sv.data.from_arrays(x, batch_size=32) or sv.data.from_generator(fn)"),
     _word("sv", "DataLoader DistributedSampler TensorDataset",
           "write strategy.experimental_distribute_dataset(sv.data.from_arrays(x, batch_size=32, shuffle=True)), or use PyTorch's "
           "DataLoader with DistributedSampler(dataset, sv.world_size(), sv.rank())"),
     _word("sv", "DistributedOptimizer DistributedGradientTape DistributedTrainStep",
-          'write sv.optimizers.SGD(0.1).apply_gradients(pairs), or grads = sv.all_reduce(grads, "mean") before the '
-          "step of your own optimizer"),
+          "for a module of PyTorch write grads = [p.grad for p in model.parameters() if p.grad is not None] and "
+          'sv.all_reduce(grads, "mean", out=grads) before opt.step(): out= writes the mean into p.grad; for a model of '
+          'Keras write opt.apply_gradients(zip(sv.all_reduce(grads, "mean"), model.trainable_variables)); for variables '
+          "of sv write sv.optimizers.SGD(0.1).apply_gradients(pairs)"),
     _word("sv", "DistributedDataParallel DDP FullyShardedDataParallel",
           'write model.load_state_dict(sv.broadcast(model.state_dict(), root=0)) once, and sv.all_reduce(grads, "mean", out=grads) '
           "after each backward pass, a list of them in one call"),

@@ -104,7 +104,14 @@ TASKS = (
     ),
     Task(
         "mean of many arrays at once", 'ctx.all_reduce("MEAN", grads)', "hvd.grouped_allreduce(grads)", _NONE, _NONE,
-        'sv.all_reduce(grads, "mean")', (((), "Any nesting of dicts, lists and tuples of arrays travels as one vector."),),
+        'sv.all_reduce(grads, "mean")',
+        (
+            ((), "Any nesting of dicts, lists and tuples of arrays travels as one vector."),
+            (
+                (*_HVD, *_TORCH),
+                'The result is new arrays, and p.grad stays local. sv.all_reduce(grads, "mean", out=grads) writes into each p.grad.',
+            ),
+        ),
     ),
     Task(
         "go on while it runs", _NONE, "hvd.synchronize(hvd.allreduce_async(x))", "comm.Iallreduce(x, out).Wait()",
@@ -189,13 +196,18 @@ TASKS = (
         (
             (_TF, "One replica is one process; MirroredStrategy is one over the workers of this host."),
             (_TORCH, "Variables are made equal when they are made, and stay equal by their writes."),
+            (_TORCH, 'You keep your module: docs/migrating.md, "A module of PyTorch", has the lines that replace DistributedDataParallel.'),
+            (_TF, 'scope() synchronizes variables of sv, not those of Keras: see "A model of Keras" in docs/migrating.md.'),
         ),
     ),
     Task(
         "a weight, equal everywhere", "tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)",
         "hvd.broadcast_parameters(model.state_dict(), root_rank=0)", "comm.Bcast(w, root=0)",
         "DistributedDataParallel(model)", "sv.Variable(0.0, aggregation=sv.VariableAggregation.MEAN)",
-        ((_TF, "A write takes effect at once, on all replicas; v.sync() and v.read_from(rank) are new."),),
+        (
+            (_TF, "A write takes effect at once, on all replicas; v.sync() and v.read_from(rank) are new."),
+            ((*_HVD, *_TORCH), "A module of PyTorch begins equal by model.load_state_dict(sv.broadcast(model.state_dict(), root=0))."),
+        ),
     ),
     Task(
         "a metric, summed when read", "tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=…SUM)",
@@ -216,8 +228,10 @@ TASKS = (
         "gradients to a step", "optimizer.apply_gradients(zip(grads, weights))", "hvd.DistributedOptimizer(optimizer).step()",
         _NONE, "loss.backward(); optimizer.step()", "sv.optimizers.Adam(1e-3).apply_gradients(zip(grads, weights))",
         (
-            (_TF, "The mean of the replicas' gradients is taken, not the sum: do not divide the loss by their number."),
-            ((*_HVD, *_TORCH), "Gradients are NumPy arrays or tensors, taken as they are; the mean, as there."),
+            (_TF, "apply_gradients takes the mean over the replicas: divide the loss by the rows of this replica."),
+            (_TF, 'A loss divided by the GLOBAL batch, as in the tutorials of TensorFlow, needs apply_gradients(..., reduce="sum").'),
+            ((*_HVD, *_TORCH), "sv.optimizers steps variables of sv. It takes gradients as NumPy arrays or tensors, and their mean, as there."),
+            ((*_HVD, *_TORCH), 'An optimizer of PyTorch stays: grads = [p.grad for p in model.parameters()]; sv.all_reduce(grads, "mean", out=grads); optimizer.step().'),
         ),
     ),
     Task(

@@ -11,6 +11,7 @@ from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.joining.process import current
 from syncvar.strategies.base import strategies_of
 from syncvar.strategies.enrolled import LEFT, Enrolled, OneHasLeft
+from syncvar.strategies.foreign_modules import checked_modules, update_modules
 from syncvar.variables.catching_up import catch_up
 from syncvar.variables.places import current_place
 from syncvar.variables.policy import Context as Where
@@ -28,7 +29,9 @@ _WHAT = "sv.uneven"
 _END = "end of sv.uneven"
 
 
-def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: float | None = None) -> Uneven:
+def uneven(
+    *modules: Any, group: Group | None = None, stop_at_first: bool = False, timeout: float | None = None
+) -> Uneven:
     """Return a context manager for a loop that may have another number of steps on each rank. Collective over the group.
 
     A rank whose loop has ended waits at the end of the block until those of all have. Meanwhile every call of the others is
@@ -43,6 +46,9 @@ def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: 
     takes the values of the one that has gone furthest. Reading an ON_READ variable counts the copies of all replicas,
     also of those that have left.
 
+    Modules of other libraries that you pass are brought up to date as well: when all ranks have left, every rank takes the
+    state of the rank that has made most calls. A module that you do not pass stays as this rank has left it.
+
     Refused inside: send and recv, new groups and strategies, `v.pin`, another such block. Refused once a rank has left: what
     needs every replica (making variables, checkpoints, assigning ON_READ variables in cross context, shared copies of
     CentralStorageStrategy). Started calls (`async_op=True`) are made at once, prepared calls are not used, nothing is deferred
@@ -53,6 +59,7 @@ def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: 
     catches itself does not; and one that leaves the block may be caught around it, on all ranks.
 
     Args:
+        modules: Modules and optimizers of PyTorch, and models of Keras, in the same order on every rank.
         group: The ranks whose loops may differ; None means the world. Their groups within it are meant as well.
         stop_at_first: The block ends on all ranks when the first has left it: at the call which that one does not make, which
             is not made by anybody.
@@ -61,11 +68,12 @@ def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: 
     Raises:
         UsageError: Inside `strategy.run` or another such block; or this rank is not in the group. In the block: an exception has
             left `strategy.run` there before.
+        ConfigError: A module has no state that can be read and written.
         MismatchError: Other ranks enter it otherwise; or an exception has left the block, or `strategy.run` there, on another
             rank.
 
-    Cost: one more all-reduce of 8 bytes before each call. When all have left, a broadcast of the variables if their loops
-        were of different lengths.
+    Cost: one more all-reduce of 8 bytes before each call. When all have left, a broadcast of the variables and modules if
+        their loops were of different lengths.
 
     Example:
         >>> import syncvar as sv
@@ -77,19 +85,23 @@ def uneven(group: Group | None = None, *, stop_at_first: bool = False, timeout: 
     """
     if not isinstance(stop_at_first, bool):
         raise ConfigError(f"stop_at_first must be True or False, not {stop_at_first!r}")
-    return Uneven(group, stop_at_first, timeout)
+    return Uneven(checked_modules(modules, _WHAT), group, stop_at_first, timeout)
 
 
 class Uneven:
     """A block of `sv.uneven`; its attribute `working` names the ranks that still work.
 
     Args:
+        modules: Brought up to date at the end.
         group: The ranks; None means the world.
         stop_at_first: It ends with the first that leaves.
         timeout: Seconds, or None.
     """
 
-    def __init__(self, group: Group | None, stop_at_first: bool, timeout: float | None) -> None:
+    def __init__(
+        self, modules: tuple[Any, ...], group: Group | None, stop_at_first: bool, timeout: float | None
+    ) -> None:
+        self._modules = modules
         self._group = group
         self._timeout = timeout
         self.stops_at_first = stop_at_first
@@ -116,11 +128,11 @@ class Uneven:
 
         def bring() -> list[Any]:
             _refuse_inside(context)
-            return [self.stops_at_first, [one.identity for one in found]]
+            return [self.stops_at_first, [one.identity for one in found], len(self._modules)]
 
         everyone = gather_objects(communicator, _WHAT, bring, self._timeout)
-        if any(one[0] != everyone[0][0] for one in everyone):
-            table = {rank: f"stop_at_first={one[0]}" for rank, one in zip(communicator.members, everyone, strict=True)}
+        if any((one[0], one[2]) != (everyone[0][0], everyone[0][2]) for one in everyone):
+            table = {rank: f"stop_at_first={one[0]}, {one[2]} modules" for rank, one in zip(communicator.members, everyone, strict=True)}
             raise MismatchError("the ranks do not enter the same block of sv.uneven", table)
         self._communicator, self._main, self.number = communicator, communicator.identity, communicator.next_call
         # A group that a member has let go of already makes no calls any more.
@@ -159,7 +171,6 @@ class Uneven:
                 raise UsageError(f"{self.is_over}. The program has gone on, but the block of sv.uneven had no more calls from there")
             self._leave()
             is_caught_up = True
-            return error is not None
         finally:
             context.uneven = None
             for one in self._enrolled.values():
@@ -167,6 +178,20 @@ class Uneven:
             for roster in self._all_rosters():
                 roster.resume(is_caught_up=is_caught_up)
             self._rosters.clear()
+        self._update_modules()
+        return error is not None
+
+    def _update_modules(self) -> None:
+        """Give every rank the modules of the rank that has made most calls."""
+        communicator = self._communicator
+        if not self._modules or communicator is None or communicator.size == 1:
+            return
+        counts = {identity: one.calls for identity, one in self._enrolled.items()}
+        mine = [counts.get(self._main, 0), sum(counts.values())]
+        everyone = gather_objects(communicator, "modules of sv.uneven", lambda: mine, self._timeout)
+        if any(one != everyone[0] for one in everyone):
+            newest = everyone.index(max(everyone))
+            update_modules(self._modules, newest, self._group, communicator.member_rank)
 
     def end(self, reason: str, why: str = "") -> None:
         """Make no more calls in the block, and tell the others; waits for nobody.

@@ -3,6 +3,7 @@
 * `policy`: the whole contract as one pure table; start reading there.
 * `variable`: carries the table out, by one read path and one write path.
 * `creation`: names, manifests, the chief's initial value. `requests`: what travels.
+* `equality`: compares a module or arrays over the ranks.
 * `copies`: another replica's copy, read without its taking part.
 * `casting`, `splitting`: which values may go in, and the exact split of a sum. `protocol`: behaving as an array.
 * `places`: where a thread is. `values`: PerReplica and Mirrored.
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 from syncvar.variables.by_shards import ShardInfo
+from syncvar.variables.equality import check_equal
 from syncvar.variables.explanation import Explanation
 from syncvar.variables.grouped import assign_add_all, assign_all, assign_sub_all
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
@@ -29,4 +31,5 @@ __all__ = [
     "assign_add_all",
     "assign_all",
     "assign_sub_all",
+    "check_equal",
 ]

@@ -670,7 +670,7 @@ def test_blocks_follow_one_another_in_groups_and_with_deferred_variables():
         half = sv.new_group([0, 2])
         work = sv.all_reduce(5.0, async_op=True)
         for turn in range(3):
-            with sv.uneven(half if turn == 1 and half.is_member else None) if turn != 1 or half.is_member else sv.MirroredStrategy().scope():
+            with sv.uneven(group=half if turn == 1 and half.is_member else None) if turn != 1 or half.is_member else sv.MirroredStrategy().scope():
                 for _ in range(sv.rank() + turn):
                     if turn == 1 and half.is_member:
                         sv.all_reduce(1.0, group=half)

@@ -67,7 +67,7 @@ pair, beside = sv.new_group([0, 1]), sv.new_group(range(size))
 
 def blocks():
     for _ in range(25 if rank < 2 else 0):
-        with sv.uneven(pair):
+        with sv.uneven(group=pair):
             for _ in range(1 + rank):
                 assert float(sv.all_reduce(1.0, group=pair)) in (1.0, 2.0)
 
