@@ -402,7 +402,8 @@ class Generation:
             if not beyond and -event.status in self.passed:
                 beyond = "passed on to all ranks, and the script has no handler for it"
             self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=beyond))
-            if not is_server(rank) and (rank not in self.supervisor.causes or rank in self.supervisor.stopped):
+            has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
+            if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
             if self.options.servers:
                 self.store.servers.ended(rank, "" if event.status == 0 else exits.describe_exit(event.status))

@@ -90,6 +90,7 @@ class HostRanks:
         return Sharing(
             order.job, order.arena_bytes, [len(order.ranks) - order.servers], [order.core_count], [folder],
             why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over, servers=[order.servers],
+            first_host=int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"]),
         )  # fmt: skip
 
     def writable(self) -> list[int]:

@@ -83,6 +83,7 @@ class Sharing:
         hands_over: Workers will ask for it; not so where nobody looks (`transport`), or only wants to know (`--dry-run`).
         between_hosts: What goes between the hosts as which this machine poses, in words.
         servers: How many servers each host here has, which share another memory with its ranks.
+        first_host: Index in the job of the first host here.
     """
 
     def __init__(
@@ -98,12 +99,14 @@ class Sharing:
         hands_over: bool = True,
         between_hosts: str = "",
         servers: Sequence[int] = (),
+        first_host: int = 0,
     ) -> None:
         self._between_hosts = between_hosts
         self._arena_bytes = arena_bytes
         self._sizes = sizes
         self._cores = cores
         self._directories = directories
+        self._first_host = first_host
         self._generation = generation
         self._why_not = why_not
         self._handings: dict[int, Handing] = {}  # by host
@@ -123,7 +126,7 @@ class Sharing:
         if hands_over and any(servers) and not why_not_here(os.uname().machine):
             for host, count in enumerate(servers):
                 if count:
-                    make = partial(self._make_for_servers, host, count + sizes[host])
+                    make = partial(self._create, host, count + sizes[host])
                     with contextlib.suppress(OSError):  # then their arrays go through sockets
                         path = servers_arena_path(str(directories[host]))
                         self._of_servers.append(Handing(path, job_id, count + sizes[host], make, generation))
@@ -180,7 +183,8 @@ class Sharing:
         """Make the arena of a host for a generation: (arena, "") or (None, the reason why there is none)."""
         if self._why_not:
             return None, self._why_not
-        return create(self._arena_bytes, self._sizes[host], self._cores[host], generation, str(self._directories[host]))
+        return self._create(host, self._sizes[host], generation)
 
-    def _make_for_servers(self, host: int, size: int, generation: int) -> tuple[CreatedArena | None, str]:
-        return create(self._arena_bytes, size, self._cores[host], generation, str(self._directories[host]))
+    def _create(self, host: int, size: int, generation: int) -> tuple[CreatedArena | None, str]:
+        folder = str(self._directories[host])
+        return create(self._arena_bytes, size, self._cores[host], generation, folder, self._first_host + host)

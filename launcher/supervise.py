@@ -347,6 +347,10 @@ class Supervisor:
         first = min(causes, key=lambda cause: cause.weight)  # the first one of the lowest weight: dicts keep order
         return Outcome(first.exit_code or INTERNAL, first, 0)
 
+    def will_restart(self, rank: int) -> bool:
+        """Return whether a worker has ended and is to be started again alone."""
+        return rank in self._awaited
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _let_servers_go(self, now: float) -> list[Action]:

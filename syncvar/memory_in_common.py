@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.layout import bytes_in_words
+from syncvar.arena.references import REFERENCE_NBYTES, SharedMemoryReference
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Request, fingerprint
@@ -129,29 +130,31 @@ def memory_in_common(
     def request() -> Request:
         one = check()
         wanted.append(one)
-        offset = 0
+        reference = bytes(REFERENCE_NBYTES)  # of no memory
         if rank == 0:
             kept[:] = [each for each in kept if not each.marks.all()]  # what all ranks have let go of
             try:
+                assert context.arena is not None
                 kept.append(_allocated(context.arena, size, head, one))
-                offset = kept[-1].offset
+                reference = context.arena.refer(kept[-1].offset, kept[-1].block.nbytes).pack()
             except ArenaFull as error:
                 refused.append(error)
-        made = broadcast_request(communicator, np.asarray(offset), name=name)
+        made = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
         return Request(one.what, fingerprint(name, *one.parts), made.body)
 
     try:
-        offset = int(communicator.perform(name, request, timeout))
+        found = communicator.perform(name, request, timeout).tobytes()
     except MismatchError:
         if rank == 0 and wanted and not refused:
             kept.pop()  # nobody has been told of it
         raise
     ((what, _, nbytes, _),) = wanted
-    if not offset:
+    if not any(found):
         first = communicator.members[0]
         return refused[0] if refused else ArenaFull(f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory")
     arena = context.arena
     assert arena is not None
+    offset = arena.resolve(SharedMemoryReference.unpack(found))
     mark = arena.view(offset, size, _WORD)[rank : rank + 1]
     return np.asarray(_Hold(arena, offset + head, max(1, nbytes), mark))[:nbytes]
 
@@ -195,9 +198,8 @@ class _Kept(NamedTuple):
     marks: NDArray[Any]
 
 
-def _allocated(arena: Arena | None, size: int, head: int, wanted: Wanted) -> _Kept:
+def _allocated(arena: Arena, size: int, head: int, wanted: Wanted) -> _Kept:
     """Take memory for what is shared and for the words in front of it, and write the content."""
-    assert arena is not None
     block = arena.empty(head + max(1, wanted.nbytes), np.uint8)
     offset = arena.locate(block)
     assert offset is not None

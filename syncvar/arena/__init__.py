@@ -10,6 +10,7 @@ before are ever touched: a full machine is an error in words, never a signal.
 * `creating`: makes the memory, in the launcher; no name of it stays anywhere.
 * `handing`: hands its descriptor to the workers of this job, and to nobody else.
 * `room`: what the container and the machine still have.
+* `references`: how one process tells another where bytes lie, and what the other checks before it looks there. Pure.
 * `mapping`: a worker's view of it; arrays that live in it.
 * `channels`: how the ranks of a group tell each other how far they are, and where their data lie; `channel` is one rank's end.
 * `box`: where the messages of one rank to another lie until they are taken; `boxes` makes and finds them.

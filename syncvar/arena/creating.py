@@ -72,7 +72,7 @@ def why_not_here(machine: str) -> str:
 
 
 def create(
-    arena_bytes: int, local_world_size: int, usable_cores: int, generation: int = 0, directory: str = ""
+    arena_bytes: int, local_world_size: int, usable_cores: int, generation: int = 0, directory: str = "", host: int = 0
 ) -> tuple[CreatedArena | None, str]:
     """Make an arena.
 
@@ -82,6 +82,7 @@ def create(
         usable_cores: How many cores they may use together.
         generation: Version of the membership.
         directory: A private folder to fall back to; empty for none.
+        host: Index of the host in the job.
 
     Returns:
         (arena, "") or (None, why it cannot be made).
@@ -97,8 +98,9 @@ def create(
     size = -(-arena_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES
     plan = Layout(size, local_world_size)
     header = struct.pack(
-        "=6Q", layout.MAGIC_VALUE, layout.LAYOUT_VERSION, size, local_world_size, usable_cores, generation
-    )
+        "=8Q", layout.MAGIC_VALUE, layout.LAYOUT_VERSION, size, local_world_size, usable_cores, generation, host,
+        int.from_bytes(os.urandom(8), "little") or 1,
+    )  # fmt: skip
     ways: list[tuple[str, Callable[[], int]]] = [
         ("memfd", _open_memfd),
         (f"a file in {_SHARED_FOLDER}", lambda: _open_unlinked(_SHARED_FOLDER)),

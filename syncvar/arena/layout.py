@@ -14,6 +14,7 @@ __all__ = [
     "ARENA_BYTES",
     "GENERATION",
     "HEADER_BYTES",
+    "HOST",
     "HUGE_BYTES",
     "LAYOUT_VERSION",
     "LINE_BYTES",
@@ -21,6 +22,7 @@ __all__ = [
     "MAGIC",
     "MAGIC_VALUE",
     "PAGE_BYTES",
+    "SEGMENT_TOKEN",
     "TABLE_BYTES",
     "USABLE_CORES",
     "VERSION",
@@ -35,13 +37,13 @@ HEADER_BYTES = 64 << 10
 TABLE_BYTES = 256 << 10
 
 # Indices of the header's words.
-MAGIC, VERSION, ARENA_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION = range(6)
+MAGIC, VERSION, ARENA_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION, HOST, SEGMENT_TOKEN = range(8)
 ABORT = LINE_BYTES // 8
 
 _MOST_BYTES = 1 << 46  # half of what a process can address
 
 MAGIC_VALUE = int.from_bytes(b"SYNCVAR\x01", "little")
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 class Layout:

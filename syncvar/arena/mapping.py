@@ -25,6 +25,7 @@ from syncvar.arena.creating import why_not_here
 from syncvar.arena.extents import Extents, Range, Taken
 from syncvar.arena.given import Given
 from syncvar.arena.layout import Layout, bytes_in_words
+from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.arena.room import Room
 from syncvar.errors import ArenaFull, ArenaUnavailable, ConfigError, InternalError, UsageError
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from syncvar.config import RuntimeConfig
+    from syncvar.env import RankEnvironment
 
 __all__ = ["Arena", "Block"]
 
@@ -80,6 +82,7 @@ class Arena:
         local_world_size: How many ranks share it.
         usable_cores: How many cores they may use together.
         generation: Which membership it was made for.
+        segment: Which segment it is.
         local_rank: Who we are.
         layout: Where everything is in it.
         ground: All of it, as bytes.
@@ -95,6 +98,7 @@ class Arena:
         self.local_world_size = self.words[layout.LOCAL_WORLD_SIZE]
         self.usable_cores = self.words[layout.USABLE_CORES]
         self.generation = self.words[layout.GENERATION]
+        self.segment = SegmentId(self.words[layout.HOST], self.generation, self.words[layout.SEGMENT_TOKEN])
         self.local_rank = local_rank
         self.layout = Layout(self.arena_bytes, self.local_world_size)
         self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
@@ -111,25 +115,30 @@ class Arena:
         self._is_quarantined = False
 
     @classmethod
-    def fetch(cls, path: str, job_id: str, generation: int, local_rank: int, config: RuntimeConfig) -> Arena | str:
+    def fetch(cls, path: str, environment: RankEnvironment, generation: int, local_rank: int, config: RuntimeConfig) -> Arena | str:
         """Ask for the arena of a generation and map it; return in words why there is none where that cannot be.
 
         Args:
             path: Where it is handed over.
-            job_id: The job's identity.
+            environment: The job and the host of this process.
             generation: Version of the membership.
             local_rank: Which of its regions is ours.
             config: How long to wait, and whether uses are checked.
         """
         from syncvar.arena.handing import fetch  # sockets: a world that is given its memory has none
 
-        fd, reason = fetch(path, job_id, generation, local_rank, min(config.handshake_timeout_s, _WAIT_MAX_S))
+        fd, reason = fetch(path, environment.job_id, generation, local_rank, min(config.handshake_timeout_s, _WAIT_MAX_S))
         if fd is None:
             return reason or "the launcher gave no reason"
         try:
-            return cls.attach(fd, local_rank, checks=config.check_arena == "on")
+            arena = cls.attach(fd, local_rank, checks=config.check_arena == "on")
         except ArenaUnavailable as error:
             return str(error)
+        if arena.segment[:2] != (environment.host_index, generation):
+            arena.close()
+            here = f"host {environment.host_index}, generation {generation}"
+            return f"{path} hands over {arena.segment}, and this process belongs to {here}"
+        return arena
 
     @classmethod
     def attach(cls, fd: int, local_rank: int, *, room: Room | None = None, checks: bool = False) -> Arena:
@@ -191,6 +200,22 @@ class Arena:
         kind = np.dtype(dtype)
         self.check(offset, count * kind.itemsize)
         return np.ndarray(count, kind, self.ground, offset)
+
+    def refer(self, offset: int, nbytes: int) -> SharedMemoryReference:
+        """Return the reference by which a message names some bytes of this memory."""
+        return SharedMemoryReference(self.segment, offset, nbytes)
+
+    def resolve(self, reference: SharedMemoryReference) -> int:
+        """Return the offset of bytes that another process refers to.
+
+        Raises:
+            InternalError: They are in memory that this process has not mapped, or outside of it.
+        """
+        refusal = reference.refusal(self.segment, self.arena_bytes)
+        if refusal:
+            place = f"{reference.nbytes} bytes at {reference.offset} of shared memory"
+            raise InternalError(f"another process refers to {place}: {refusal}")
+        return reference.offset
 
     def rows(self, offsets: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return arrays of one shape at evenly spaced offsets as one array (which, *shape), without a copy.

@@ -152,4 +152,4 @@ def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int
     from syncvar.arena.handing import arena_path
 
     path = arena_path(environment.socket_directory)
-    return Arena.fetch(path, environment.job_id, generation, environment.local_rank, config)
+    return Arena.fetch(path, environment, generation, environment.local_rank, config)

@@ -163,7 +163,7 @@ class Host:
             return None, reason
         cores = min(len(os.sched_getaffinity(0)), core_quota() or sys.maxsize)
         size = self._told.local_world_size
-        return create(self._config.arena_bytes, size, cores, generation, str(self._directory.path))
+        return create(self._config.arena_bytes, size, cores, generation, str(self._directory.path), self._told.host_index)
 
     def _close(self) -> None:
         if self.store is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import SyncvarError, UsageError, WireError
+from syncvar.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.joining.secret import keys_of
 from syncvar.roles import SERVER_0, heirs_of, is_server, server_hosts
 from syncvar.servers import Client, Session, frames_of, message_of
@@ -177,6 +177,12 @@ class Edge(Session):
 
     def _take(self, ready: list[Any]) -> None:
         """Take what has come on some sockets; with the lock held."""
+        try:
+            self._take_all(ready)
+        except InternalError as error:  # to drop the message and ask again would bring the same one
+            self.fail(error)
+
+    def _take_all(self, ready: list[Any]) -> None:
         for one in ready:
             if one is self._directory.socket:
                 self._take_changes()

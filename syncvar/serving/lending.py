@@ -12,20 +12,21 @@ import collections
 import contextlib
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.arena.handing import servers_arena_path
 from syncvar.arena.mapping import Arena
-from syncvar.errors import ArenaFull
-from syncvar.roles import SERVER_0, is_server, server_hosts
+from syncvar.errors import ArenaFull, InternalError
+from syncvar.roles import server_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from syncvar.arena.references import SharedMemoryReference
     from syncvar.config import RuntimeConfig
     from syncvar.env import RankEnvironment
 
@@ -47,13 +48,18 @@ def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | N
         return None
     place = here.index(environment.rank) if environment.role == "server" else len(here) + environment.local_rank
     path = servers_arena_path(environment.socket_directory)
-    arena = Arena.fetch(path, environment.job_id, environment.generation, place, config)
+    arena = Arena.fetch(path, environment, environment.generation, place, config)
     if isinstance(arena, str):
         return None
-    first = environment.rank - environment.local_rank
-    there = {*(SERVER_0 + server for server in here), *range(first, first + environment.local_world_size)}
     # What an earlier process in this one's place has lent may still be read: who came after it lends nothing.
-    return Lender(arena, there, lends=environment.incarnation == 0)
+    return Lender(arena, lends=environment.incarnation == 0)
+
+
+class _Reader(NamedTuple):
+    """To whom something is lent: a process, and which of those that have had its number."""
+
+    number: int
+    incarnation: int
 
 
 class Lender:
@@ -61,19 +67,19 @@ class Lender:
 
     Args:
         arena: The memory; this process lends from its own region.
-        there: The processes that see it, by number.
         lends: It may lend; else it only borrows.
 
     Attributes:
         lent: How many arrays have been lent.
+        segment: The memory. An array may be lent to a process only after that one has said that it has mapped the same.
     """
 
-    def __init__(self, arena: Arena, there: set[int], *, lends: bool = True) -> None:
+    def __init__(self, arena: Arena, *, lends: bool = True) -> None:
         self.lent = 0
+        self.segment = arena.segment
         self._arena = arena
-        self._there = there
         self._lends = lends
-        self._out: collections.deque[tuple[int, NDArray[np.uint8], int]] = collections.deque()  # to whom, block, word
+        self._out: collections.deque[tuple[_Reader, NDArray[np.uint8], int]] = collections.deque()  # to whom, block, word
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
         self._spare_nbytes = 0
 
@@ -83,15 +89,20 @@ class Lender:
         block = self._block(nbytes) if self._lends and nbytes >= LEND_NBYTES_MIN else None
         return np.empty(shape, dtype) if block is None else block[_WORDS_NBYTES:].view(dtype).reshape(shape)
 
-    def lend(self, number: int, frames: Sequence[Any]) -> list[tuple[int, int, int]]:
+    def lend(self, number: int, frames: Sequence[Any], incarnation: int = 0) -> list[tuple[int, SharedMemoryReference]]:
         """Copy the long ones of some buffers to where a process can read them, unless they are there.
 
+        Args:
+            number: The process, which has said that it has mapped `segment`.
+            frames: The buffers.
+            incarnation: Which of the processes that have had this number.
+
         Returns:
-            For each of these its index, where the reader's word is, and how long it is. The others are to be sent.
+            For each of these its index, and a reference whose offset is that of the reader's word. The others are to be sent.
         """
-        if not self._lends or number not in self._there:
+        if not self._lends:
             return []
-        found: list[tuple[int, int, int]] = []
+        found: list[tuple[int, SharedMemoryReference]] = []
         for index, frame in enumerate(frames):
             if index and len(frame) >= LEND_NBYTES_MIN:
                 view = memoryview(frame)
@@ -105,28 +116,29 @@ class Lender:
                     copied[_WORDS_NBYTES:] = np.frombuffer(view, np.uint8)
                     word = copied, self._place(copied)
                 self._arena.words[word[1]] = _LENT
-                self._out.append((number, *word))
-                found.append((index, 8 * word[1], view.nbytes))
+                self._out.append((_Reader(number, incarnation), *word))
+                found.append((index, self._arena.refer(8 * word[1], view.nbytes)))
         self.lent += len(found)
         return found
 
-    def borrow(self, offset: int, nbytes: int) -> memoryview:
+    def borrow(self, reference: SharedMemoryReference) -> memoryview:
         """Return what lies there, to be read; it is given back with the last view of it.
 
         Raises:
-            ValueError: It is outside the memory.
+            InternalError: It is in other memory, or outside of it.
         """
-        if offset < 0 or offset % 8 or nbytes < 0 or offset // 64 * 64 + _WORDS_NBYTES + nbytes > self._arena.arena_bytes:
-            raise ValueError(f"no array of {nbytes} bytes can be at {offset}")
-        array: Any = np.asarray(_Borrowed(self._arena, offset, nbytes))
+        word = self._arena.resolve(reference)
+        block = self._arena.refer(word // 64 * 64, _WORDS_NBYTES + reference.nbytes)
+        if word % 8:
+            raise InternalError(f"another process lends {reference.nbytes} bytes at {word}, where no reader's word can be")
+        array: Any = np.asarray(_Borrowed(self._arena, word, self._arena.resolve(block) + _WORDS_NBYTES, reference.nbytes))
         return memoryview(array)
 
-    def forget(self, number: int) -> None:
-        """Take back what a process had borrowed that has ended."""
-        if is_server(number) or number in self._there:
-            for to, _, word in self._out:
-                if to == number:
-                    self._arena.words[word] = 0
+    def forget(self, number: int, incarnation: int) -> None:
+        """Take back what a process had borrowed that has ended, and its earlier incarnations; not what a later one has."""
+        for reader, _, word in self._out:
+            if reader.number == number and reader.incarnation <= incarnation:
+                self._arena.words[word] = 0
 
     def close(self) -> None:
         """Let go of the memory; what is still read stays."""
@@ -186,12 +198,12 @@ class _Borrowed:
 
     __slots__ = ("__array_interface__", "_ground", "_word", "_words")
 
-    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena, word: int, offset: int, nbytes: int) -> None:
         self._ground = arena.ground  # the mapping lives as long as this
         self._words = arena.words
-        self._word = offset // 8
+        self._word = word // 8
         self.__array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset // 64 * 64 + _WORDS_NBYTES, True), "version": 3,
+            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset, True), "version": 3,
         }  # fmt: skip
 
     def __del__(self) -> None:

@@ -33,6 +33,7 @@ from syncvar.transports.sockets import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncvar.arena.references import SegmentId, SharedMemoryReference
     from syncvar.config import RuntimeConfig
     from syncvar.env import RankEnvironment
     from syncvar.serving.lending import Lender
@@ -101,7 +102,7 @@ class Links:
         self._addresses: dict[int, str] = {}
         self._incarnations: dict[int, int] = {}
         self._routes: dict[int, Route] = {}  # to who has spoken to this server last, by number
-        self._seeing: set[int] = set()  # who has said that it sees the shared memory
+        self._mapped: dict[int, SegmentId | None] = {}  # by number, the shared memory that a process has said to have mapped
         self._router: Any = None
         self._door: Door | None = None
         self._pipes: list[Pipe] = []  # that others have opened
@@ -161,10 +162,11 @@ class Links:
         self._dealers[server] = socket
         self.watching.add(socket)
 
-    def forget(self, number: int) -> None:
-        """Let go of what leads to a process that has ended."""
-        self._routes.pop(number, None)
-        self._seeing.discard(number)
+    def forget(self, number: int, incarnation: int = 0) -> None:
+        """Let go of what leads to a process that has ended; not of what leads to one that was started in its place since."""
+        if self._incarnations.get(number, 0) <= incarnation:
+            self._routes.pop(number, None)
+            self._mapped.pop(number, None)
         if is_server(number):
             self._addresses.pop(number - SERVER_0, None)
             dealer = self._dealers.pop(number - SERVER_0, None)
@@ -172,7 +174,7 @@ class Links:
                 self.watching.remove(dealer)
                 self._end(dealer, 0.0)
         if self._lender is not None:
-            self._lender.forget(number)
+            self._lender.forget(number, incarnation)
 
     def sockets(self) -> list[Any]:
         """Return what messages come from."""
@@ -201,14 +203,18 @@ class Links:
         if to is None:
             return False
         lender = self._lender
-        lent = lender.lend(number, frames) if lender is not None and number in self._seeing else ()
+        segment = None if lender is None else lender.segment
+        lent: Sequence[tuple[int, SharedMemoryReference]] = ()
+        is_to_latest = not route or to is not route or route == self._routes.get(number)  # `_mapped` is of the latest incarnation
+        if lender is not None and is_to_latest and self._mapped.get(number) == segment:
+            lent = lender.lend(number, frames, self._incarnations.get(number, 0))
         if isinstance(to, Pipe):
-            is_on_its_way = to.send(packed(frames, lent, sees=lender is not None))
+            is_on_its_way = to.send(packed(frames, lent, segment=segment))
             if to.is_behind:
                 self.watching.write(to, waits=True)
             return is_on_its_way
         message = packed(
-            frames, lent, sees=lender is not None, has_checksum=self._is_bare(number), apart_nbytes=_APART_NBYTES_MIN
+            frames, lent, segment=segment, has_checksum=self._is_bare(number), apart_nbytes=_APART_NBYTES_MIN
         )
         socket = self._router if isinstance(to, bytes) else to
         parts = [*([to] if isinstance(to, bytes) else ()), b"".join(message.pieces), *message.apart]
@@ -227,7 +233,11 @@ class Links:
         return not isinstance(one, Pipe) or one.has_more
 
     def receive(self, one: Any) -> Came | None:
-        """Return the next message that has come on one of the sockets, or None; others than messages of this job are dropped."""
+        """Return the next message that has come on one of the sockets, or None; others than messages of this job are dropped.
+
+        Raises:
+            InternalError: A message refers to shared memory that this process has not mapped.
+        """
         if isinstance(one, Pipe):
             return self._piped(one)
         if isinstance(one, Door):
@@ -281,9 +291,9 @@ class Links:
             self.watching.write(pipe, waits=pipe.is_behind)
         try:
             while (message := pipe.receive()) is not None:
-                frames, sees = unpacked(message, (), None if self._lender is None else self._lender.borrow)
+                frames, segment = unpacked(message, (), None if self._lender is None else self._lender.borrow)
                 if pipe.peer is not None:
-                    return self._from(pipe.peer, frames, b"" if pipe.is_opener else pipe, sees=sees)
+                    return self._from(pipe.peer, frames, b"" if pipe.is_opener else pipe, segment)
                 pipe.peer = self._who(bytes(frames[0])) if len(frames) == 1 else None
                 if pipe.peer is None:
                     raise ValueError("somebody else than a process of this job has opened a pipe")
@@ -335,18 +345,19 @@ class Links:
         borrow = None if self._lender is None else self._lender.borrow
         try:
             first, *apart = [part.buffer for part in parts]
-            frames, sees = unpacked(first, apart, borrow)
+            frames, segment = unpacked(first, apart, borrow)
         except ValueError:
             return None
-        return self._from(who, frames, answers, sees=sees)
+        return self._from(who, frames, answers, segment)
 
-    def _from(self, who: tuple[int, int], frames: Frames, answers: Route, *, sees: bool) -> Came:
+    def _from(self, who: tuple[int, int], frames: Frames, answers: Route, segment: SegmentId | None) -> Came:
         """Return a message of a process, an incarnation of it; what is answered to that one goes back where it came from."""
         number, incarnation = who
-        if answers and incarnation >= self._incarnations.get(number, 0):
-            self._incarnations[number] = incarnation
-            self._routes[number] = answers
-        (self._seeing.add if sees else self._seeing.discard)(number)
+        if incarnation >= self._incarnations.get(number, 0):
+            self._mapped[number] = segment
+            if answers:
+                self._incarnations[number] = incarnation
+                self._routes[number] = answers
         return Came(number, incarnation, frames, answers)
 
     def _who(self, identity: bytes) -> tuple[int, int] | None:

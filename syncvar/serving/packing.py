@@ -1,8 +1,8 @@
 """One message between workers and servers as bytes: what it consists of, then the parts themselves.
 
-A head (how long it is as a whole, a checksum where nothing else protects it, how many parts there are, and whether the sender sees the
-memory that the processes of the host share), for each part its length and where it is, and the parts that are *here*, each at a
-multiple of eight bytes. Others are *apart*, after this message, or *lent*: they lie in the shared memory.
+A head (how long it is as a whole, a checksum where nothing else protects it, how many parts there are, and which segment of shared
+memory the sender has mapped), for each part its length and where it is, and the parts that are *here*, each at a
+multiple of eight bytes. Others are *apart*, after this message, or *lent*: they lie in the segment that the head names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import struct
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.arena.references import SegmentId, SharedMemoryReference
+from syncvar.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +22,8 @@ __all__ = ["NBYTES_MAX", "Packed", "length_of", "packed", "unpacked"]
 NBYTES_MAX = 1 << 34
 """No message is longer."""
 
-_HEAD = struct.Struct("<QIIQ")
+_HEAD = struct.Struct("<QII16s")
+_NO_SEGMENT = bytes(16)
 _HERE, _APART, _LENT = 0, 1, 2  # and beyond: where it is lent
 _PADS = [bytes(count) for count in range(8)]
 
@@ -39,26 +43,31 @@ class Packed(NamedTuple):
 
 
 def packed(
-    frames: Sequence[Any], lent: Sequence[tuple[int, int, int]] = (), *, sees: bool = False, has_checksum: bool = False, apart_nbytes: int = NBYTES_MAX
+    frames: Sequence[Any],
+    lent: Sequence[tuple[int, SharedMemoryReference]] = (),
+    *,
+    segment: SegmentId | None = None,
+    has_checksum: bool = False,
+    apart_nbytes: int = NBYTES_MAX,
 ) -> Packed:
     """Put a message together; nothing is copied.
 
     Args:
         frames: Its parts: contiguous buffers of bytes.
-        lent: Of some of them the index, where it is lent, and the length.
-        sees: The sender sees the memory in which arrays are lent.
+        lent: Of some of them the index, and where in `segment` they are lent.
+        segment: The shared memory that the sender has mapped; None for none.
         has_checksum: Whoever receives it is to compare its parts with a checksum; those that are lent have none.
         apart_nbytes: Parts of this length and longer are apart.
 
     Example:
         >>> nbytes, pieces, apart = packed([b"head", b"array"])
         >>> [bytes(one) for one in unpacked(b"".join(pieces))[0]], nbytes, apart
-        ([b'head', b'array'], 72, [])
+        ([b'head', b'array'], 80, [])
     """
     table: list[int] = []
     pieces: list[Any] = [b""]
     apart: list[Any] = []
-    places = {index: _LENT + offset for index, offset, _ in lent} if lent else {}
+    places = {index: _LENT + reference.offset for index, reference in lent} if lent else {}
     nbytes, checksum = _HEAD.size + 16 * len(frames), 0
     for index, frame in enumerate(frames):
         size = len(frame)
@@ -77,7 +86,8 @@ def packed(
         if size % 8:
             pieces.append(_PADS[-size % 8])
             nbytes += -size % 8
-    pieces[0] = _HEAD.pack(nbytes, (checksum or 1) if has_checksum else 0, len(frames), sees) + struct.pack(f"<{len(table)}Q", *table)
+    named = _NO_SEGMENT if segment is None else segment.pack()
+    pieces[0] = _HEAD.pack(nbytes, (checksum or 1) if has_checksum else 0, len(frames), named) + struct.pack(f"<{len(table)}Q", *table)
     return Packed(nbytes, pieces, apart)
 
 
@@ -93,24 +103,28 @@ def length_of(start: Any) -> int:
     return nbytes
 
 
-def unpacked(message: Any, apart: Sequence[Any] = (), borrow: Callable[[int, int], Any] | None = None) -> tuple[list[Any], bool]:
+def unpacked(
+    message: Any, apart: Sequence[Any] = (), borrow: Callable[[SharedMemoryReference], Any] | None = None
+) -> tuple[list[Any], SegmentId | None]:
     """Take a message apart; the parts are views of it.
 
     Args:
         message: Bytes, or a view of them.
         apart: The parts that came apart.
-        borrow: Returns what is lent at a place, of a length; None where nothing can be.
+        borrow: Returns the bytes that a reference names; None where nothing can be borrowed.
 
     Returns:
-        Its parts, and whether its sender sees the memory in which arrays are lent.
+        Its parts, and the shared memory that its sender has mapped; None for none.
 
     Raises:
         ValueError: It is no message, or not as it was sent.
+        InternalError: It refers to shared memory that this process has not mapped.
     """
     view = memoryview(message)
     if view.nbytes < _HEAD.size:
         raise ValueError("a message is cut off")
-    nbytes, checksum, count, sees = _HEAD.unpack_from(view)
+    nbytes, checksum, count, named = _HEAD.unpack_from(view)
+    segment = None if named == _NO_SEGMENT else SegmentId.unpack(named)
     at = _HEAD.size + 16 * count
     if nbytes != view.nbytes or at > nbytes:
         raise ValueError("a message is not as long as it says")
@@ -120,9 +134,12 @@ def unpacked(message: Any, apart: Sequence[Any] = (), borrow: Callable[[int, int
     crc = 0
     for size, place in zip(table[::2], table[1::2], strict=True):
         if place >= _LENT:
+            if segment is None:
+                raise ValueError("an array is lent, and the message does not say in which shared memory")
+            reference = SharedMemoryReference(segment, place - _LENT, size)
             if borrow is None:
-                raise ValueError("an array is lent in memory that cannot be seen from here")
-            frames.append(borrow(place - _LENT, size))
+                raise InternalError(f"a message refers to an array of {size} bytes in shared memory: {reference.refusal(None, 0)}")
+            frames.append(borrow(reference))
             continue
         if place == _APART:
             frame = next(others, None)
@@ -138,4 +155,4 @@ def unpacked(message: Any, apart: Sequence[Any] = (), borrow: Callable[[int, int
         frames.append(frame)
     if at != nbytes or next(others, None) is not None or (checksum and checksum != (crc or 1)):
         raise ValueError("a message is not as it was sent")
-    return frames, bool(sees)
+    return frames, segment

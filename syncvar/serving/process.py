@@ -238,11 +238,12 @@ class Serving:
         number, now = change.number, time.monotonic()
         if change.kind == "begins":
             self._incarnations[number] = change.incarnation
+            self.links.forget(number, change.incarnation - 1)
         elif change.kind == "serves":
             if number != SERVER_0 + self._index:
                 self.links.connect(number - SERVER_0, self._directory.addresses[number - SERVER_0])
         else:
-            self.links.forget(number)
+            self.links.forget(number, self._incarnations.get(number, 0))
             self._note(change)
             if is_server(number):
                 served = set(self.server.primaries)

@@ -198,7 +198,7 @@ def memfd(data, size, seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
 
 
 def header(magic=layout.MAGIC_VALUE, version=layout.LAYOUT_VERSION, size=16 * MIB, ranks=2):
-    return struct.pack("=6Q", magic, version, size, ranks, 2, 0)
+    return struct.pack("=8Q", magic, version, size, ranks, 2, 0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def header(magic=layout.MAGIC_VALUE, version=layout.LAYOUT_VERSION, size=16 * MI
     [
         (b"", 0, 6, "no arena: it has 0 bytes"),
         (b"", 16 * MIB, 6, "no arena: it begins with other bytes"),
-        (header(version=99), 16 * MIB, 6, "layout 99, this process reads 1: use the same version"),
+        (header(version=99), 16 * MIB, 6, "layout 99, this process reads 2: use the same version"),
         (header(size=32 * MIB), 16 * MIB, 6, "has 16777216 bytes but says 33554432"),
         (header(), 16 * MIB, fcntl.F_SEAL_GROW, "not sealed: another process could cut it short"),
         (header(ranks=1), 16 * MIB, 6, "for 1 ranks, so there is no local rank 1"),

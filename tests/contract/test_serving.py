@@ -14,8 +14,10 @@ from harness import start_the_collector_of_pyzmq
 
 from syncvar.arena.creating import create
 from syncvar.arena.mapping import Arena
+from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
+from syncvar.errors import InternalError
 from syncvar.roles import SERVER_0, heirs_of
 from syncvar.servers import Server, frames_of, message_of
 from syncvar.serving.lending import LEND_NBYTES_MIN, Lender
@@ -194,7 +196,7 @@ def test_something_else_than_a_message_is_dropped(place):
     worker.connect(0, server.address)
     dealer = worker.sockets()[0]
     whole = b"".join(packed([b"head", b"x"]).pieces)
-    lent = b"".join(packed([b"head", b"x" * 8], [(1, 4096, 8)]).pieces)
+    lent = b"".join(packed([b"head", b"x" * 8], [(1, SharedMemoryReference(SegmentId(0, 0, 1), 4096, 8))]).pieces)
     for parts in ([b""], [whole[:-8]], [whole, b"x"], [lent]):
         dealer.send_multipart(parts)
     worker.send(SERVER_0, [b"whole"])
@@ -311,22 +313,22 @@ def arenas():
 
 @pytest.fixture
 def lenders(arenas):
-    both = [Lender(arena, {0, SERVER_0}) for arena in arenas]
+    both = [Lender(arena) for arena in arenas]
     yield both
     for one in both:
         one.close()
 
 
 def lent(lender, array, number=0):
-    ((index, offset, nbytes),) = lender.lend(number, [b"head", array])
+    ((index, reference),) = lender.lend(number, [b"head", array])
     assert index == 1
-    return offset, nbytes
+    return reference
 
 
 def test_what_is_lent_is_read_where_it_lies_and_cannot_be_written(lenders):
     server, worker = lenders
     array = np.arange(MIB, dtype=np.float32)
-    seen = np.frombuffer(worker.borrow(*lent(server, array)), np.float32)
+    seen = np.frombuffer(worker.borrow(lent(server, array)), np.float32)
     array[:] = 0
     assert np.array_equal(seen, np.arange(MIB, dtype=np.float32))
     assert not seen.flags.writeable
@@ -335,23 +337,34 @@ def test_what_is_lent_is_read_where_it_lies_and_cannot_be_written(lenders):
 def test_a_block_is_used_again_when_the_last_view_of_it_is_gone_and_not_before(lenders):
     server, worker = lenders
     array = np.ones(LEND_NBYTES_MIN, np.uint8)
-    first, nbytes = lent(server, array)
-    view = np.frombuffer(worker.borrow(first, nbytes), np.uint8)[10:20]
-    second, _ = lent(server, array * 2)
+    first = lent(server, array)
+    view = np.frombuffer(worker.borrow(first), np.uint8)[10:20]
+    second = lent(server, array * 2)
     assert second != first
     assert view.tolist() == [1] * 10
     del view
     gc.collect()
-    third, _ = lent(server, array * 3)
+    third = lent(server, array * 3)
     assert third == first
 
 
 def test_what_a_process_that_has_ended_had_borrowed_comes_back(lenders):
     server, _ = lenders
     array = np.ones(LEND_NBYTES_MIN, np.uint8)
-    first, _ = lent(server, array)
-    server.forget(0)
-    assert lent(server, array)[0] == first
+    first = lent(server, array)
+    server.forget(0, 0)
+    assert lent(server, array) == first
+
+
+def test_what_a_later_incarnation_has_borrowed_stays_when_the_earlier_one_is_reported_late(lenders):
+    server, _ = lenders
+    array = np.ones(LEND_NBYTES_MIN, np.uint8)
+    ((_, first),) = server.lend(0, [b"head", array], 1)
+    server.forget(0, 0)
+    second = lent(server, array)
+    assert second != first
+    server.forget(0, 1)
+    assert {lent(server, array), lent(server, array)} == {first, second}
 
 
 def test_an_array_that_was_made_to_be_lent_is_lent_where_it_is_to_eight_readers(lenders):
@@ -360,12 +373,12 @@ def test_an_array_that_was_made_to_be_lent_is_lent_where_it_is_to_eight_readers(
     made[...] = np.arange(51_200).reshape(512, 100)
     place = server._arena.locate(made)
     buffer = memoryview(made.reshape(-1).view(np.uint8))
-    words = [server.lend(0, [b"head", buffer])[0][1] for _ in range(9)]
+    words = [server.lend(0, [b"head", buffer])[0][1].offset for _ in range(9)]
     assert [word // 64 * 64 + 64 == place for word in words] == [True] * 8 + [False]
     assert len(set(words)) == 9
     for word in words:
-        assert np.array_equal(np.frombuffer(worker.borrow(word, made.nbytes), np.float32).reshape(512, 100), made)
-    assert server.lend(0, [b"head", buffer])[0][1] in words[:8]  # it has been given back
+        assert np.array_equal(np.frombuffer(worker.borrow(server._arena.refer(word, made.nbytes)), np.float32).reshape(512, 100), made)
+    assert server.lend(0, [b"head", buffer])[0][1].offset in words[:8]  # it has been given back
     assert server._arena.locate(server.room((4,), np.dtype(np.float32))) is None
 
 
@@ -373,20 +386,19 @@ def test_a_block_whose_array_is_in_use_is_not_used_for_another_one(lenders):
     server, worker = lenders
     made = server.room((LEND_NBYTES_MIN,), np.dtype(np.uint8))
     made[...] = 7
-    word, nbytes = lent(server, memoryview(made))
-    worker.borrow(word, nbytes).release()
-    other, _ = lent(server, np.zeros(LEND_NBYTES_MIN, np.uint8))
-    assert other // 64 != word // 64
+    first = lent(server, memoryview(made))
+    worker.borrow(first).release()
+    other = lent(server, np.zeros(LEND_NBYTES_MIN, np.uint8))
+    assert other.offset // 64 != first.offset // 64
     assert (made == 7).all()
 
 
-def test_short_arrays_and_those_for_other_hosts_are_not_lent(lenders):
+def test_short_arrays_are_not_lent(lenders):
     server, _ = lenders
     long, short = np.ones(LEND_NBYTES_MIN, np.uint8), np.ones(LEND_NBYTES_MIN - 1, np.uint8)
     assert server.lend(0, [b"head", short]) == []
-    assert server.lend(1, [b"head", long]) == []
     assert server.lend(0, [long, short]) == []  # the first part is no array
-    assert Lender(server._arena, {0}, lends=False).lend(0, [b"head", long]) == []
+    assert Lender(server._arena, lends=False).lend(0, [b"head", long]) == []
 
 
 def test_arrays_are_lent_to_who_has_said_that_it_sees_them(place, lenders):
@@ -412,10 +424,41 @@ def test_what_has_no_room_is_left_to_be_sent(lenders):
     array = np.ones(9 * MIB, np.uint8)
     found = server.lend(0, [b"head", *[array] * 8])
     assert 0 < len(found) < 8
-    assert [index for index, _, _ in found] == list(range(1, len(found) + 1))
+    assert [index for index, _ in found] == list(range(1, len(found) + 1))
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-64, 1), (4, 1), (0, 64 * MIB), (64 * MIB, 0), (0, -1)])
 def test_what_lies_outside_is_not_borrowed(lenders, offset, nbytes):
-    with pytest.raises(ValueError, match="no array of"):
-        lenders[1].borrow(offset, nbytes)
+    with pytest.raises(InternalError, match=r"another process (refers to|lends) -?\d+ bytes at -?\d+"):
+        lenders[1].borrow(lenders[1]._arena.refer(offset, nbytes))
+
+
+@pytest.fixture
+def other_host():
+    """A lender in the memory of another host, with the same places in it."""
+    made, _ = create(64 * MIB, 2, 2, 0, host=1)
+    one = Lender(Arena.attach(made.fd, 0))
+    yield one
+    one.close()
+
+
+def test_nothing_is_lent_between_two_hosts_that_both_share_memory(place, lenders, other_host):
+    server, worker = place.links(other_host, role="server"), place.links(lenders[1])
+    worker.connect(0, server.address)
+    array = np.arange(MIB, dtype=np.uint8)
+    for _ in range(2):
+        worker.send(SERVER_0, [b"head", array])
+        (came,) = taken(server, worker)
+        server.send(came.number, [b"head", array], came.answers)
+        (answer,) = taken(worker, server)
+        assert all(np.array_equal(np.frombuffer(one.frames[1], np.uint8), array) for one in (came, answer))
+    assert other_host.lent == lenders[1].lent == 0
+
+
+def test_a_reference_to_memory_of_another_host_is_refused_wherever_it_comes_from(place, lenders, other_host):
+    server, worker = place.links(lenders[0], role="server"), place.links(other_host)
+    worker.connect(0, server.address)
+    worker._mapped[SERVER_0] = other_host.segment  # a bug: it lends to who has not mapped its memory
+    worker.send(SERVER_0, [b"head", np.ones(MIB, np.uint8)])
+    with pytest.raises(InternalError, match=r"in segment \w+ \(host 1, generation 0\), and this process has mapped segment \w+ \(host 0"):
+        taken(server, worker)

@@ -7,6 +7,7 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.arena.references import SegmentId
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
@@ -89,6 +90,22 @@ def test_a_group_of_one_host_has_its_own():
     for _, other, refused in results:
         assert other is sv.UsageError
         assert "the ranks [0, 1, 2, 3] are on 2 hosts, which share no memory: pass a group of the ranks of one host" in refused
+
+
+def test_a_rank_that_has_mapped_another_segment_refuses_the_reference():
+    def program():
+        arena = current().arena
+        own = arena.segment
+        if sv.rank() == 1:
+            arena.segment = SegmentId(3, 0, 255)  # as if this rank were on another host
+        refused = caught(lambda: sv.shared_array(4))
+        arena.segment = own
+        return type(refused), str(refused)
+
+    (fine, _), (refused, text) = everywhere(2, program)
+    assert fine is type(None)
+    assert refused is sv.InternalError
+    assert "this process has mapped segment 00000000000000ff (host 3, generation 0)" in text
 
 
 def test_ranks_without_an_arena_are_told_why():

@@ -5,7 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from joined import Joined
 from launching import Job
+from test_every_size import SCRIPT as EVERY_SIZE
 from test_servers import ENV, SCRIPT, check_sums
 
 pytestmark = pytest.mark.slow
@@ -41,5 +43,21 @@ def test_a_server_on_another_host_is_replaced_by_its_copy_on_the_next(hosts, tmp
         assert job.wait(60) == 0, job
         check_sums(job)
         assert f"server 1 on {hosts.names[2]} is lost: signal 9; server 0 has copies" in job.err, job
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("encryption", ["required", "control-only"])
+def test_arrays_of_all_sizes_are_right_on_two_hosts(hosts, tmp_path, encryption):
+    job = Joined(
+        tmp_path, None, 2, "--servers", "2", "--encryption", encryption,
+        address=hosts.names[0], prefix=hosts.prefix, workers=4, target=[str(EVERY_SIZE)],
+    )  # fmt: skip
+    try:
+        for index in (1, 2):
+            job.join("--slots", "2", prefix=["ip", "netns", "exec", hosts.spaces[index]])
+        assert job.wait(100) == 0, job
+        assert job.codes() == [0, 0], job
+        assert len(job.out.split("checked ")) == 5, job
     finally:
         job.close()

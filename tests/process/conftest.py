@@ -9,7 +9,7 @@ from launching import Job, measure_slowness_for
 
 from syncvar import kernel
 
-collect_ignore = ["soak.py", "every_collective.py", "disagreeing.py", "kernel_calls.py"]  # scripts that run as ranks
+collect_ignore = ["soak.py", "every_collective.py", "every_size.py", "disagreeing.py", "kernel_calls.py"]  # scripts that run as ranks
 
 
 def pytest_collection_modifyitems(config, items):

@@ -152,4 +152,5 @@ def main():
         print(f"checked {checks}", flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -320,3 +320,21 @@ def test_reads_are_no_more_ticks_ahead_than_the_bound_and_totals_tell_by_how_man
     assert sum(ahead.values()) == 12
     assert max(ahead) == 2
     assert min(ahead) == 0
+
+
+BEFORE_JOINING = """
+import os, signal, time
+if os.environ["SYNCVAR_RANK"] == "1" and os.environ.get("SYNCVAR_INCARNATION", "0") == "0":
+    time.sleep(0.5)  # the other worker waits
+    os.kill(os.getpid(), signal.SIGKILL)
+import probe, syncvar as sv
+probe.note("met", total=sv.all_reduce(1).item())
+"""
+
+
+def test_a_worker_that_is_killed_before_it_joins_is_started_again_and_meets_the_others(launch):
+    job = start(launch, "--max-restarts", "1", script=BEFORE_JOINING)
+    assert job.wait() == 0, job
+    assert [event["total"] for event in job.events("met")] == [2, 2], job
+    assert "rank 1 on" in job.err, job
+    assert "is started again alone (1): signal 9" in job.err, job

@@ -4,8 +4,11 @@ import itertools
 
 import pytest
 
+from syncvar.arena.references import SegmentId, SharedMemoryReference
+from syncvar.errors import InternalError
 from syncvar.serving.packing import NBYTES_MAX, length_of, packed, unpacked
 
+HERE = SegmentId(2, 3, 4)
 PARTS = [b"head", b"", b"x" * 8, b"y" * 100, b"z"]
 
 
@@ -18,10 +21,10 @@ def joined(message):
 @pytest.mark.parametrize("apart_nbytes", [1, 8, 100, NBYTES_MAX])
 @pytest.mark.parametrize("has_checksum", [False, True])
 def test_parts_come_out_as_they_went_in(apart_nbytes, has_checksum):
-    message = packed(PARTS, sees=True, has_checksum=has_checksum, apart_nbytes=apart_nbytes)
+    message = packed(PARTS, segment=HERE, has_checksum=has_checksum, apart_nbytes=apart_nbytes)
     assert [len(one) for one in message.apart] == [len(one) for one in PARTS if len(one) >= apart_nbytes]
-    frames, sees = unpacked(joined(message), message.apart)
-    assert ([bytes(one) for one in frames], sees) == (PARTS, True)
+    frames, segment = unpacked(joined(message), message.apart)
+    assert ([bytes(one) for one in frames], segment) == (PARTS, HERE)
 
 
 def test_parts_begin_at_multiples_of_eight_bytes():
@@ -31,13 +34,16 @@ def test_parts_begin_at_multiples_of_eight_bytes():
 
 
 def test_what_is_lent_is_borrowed_and_nothing_of_it_is_sent():
-    message = packed(PARTS, [(2, 64, 8), (3, 0, 100)])
+    lent = [SharedMemoryReference(HERE, 64, 8), SharedMemoryReference(HERE, 0, 100)]
+    message = packed(PARTS, [(2, lent[0]), (3, lent[1])], segment=HERE)
     asked = []
-    frames, sees = unpacked(joined(message), (), lambda place, nbytes: asked.append((place, nbytes)) or b"lent")
-    assert (asked, sees, frames[2:4]) == ([(64, 8), (0, 100)], False, [b"lent"] * 2)
+    frames, segment = unpacked(joined(message), (), lambda reference: asked.append(reference) or b"lent")
+    assert (asked, segment, frames[2:4]) == (lent, HERE, [b"lent"] * 2)
     assert b"xxxxxxxx" not in joined(message)
-    with pytest.raises(ValueError, match="cannot be seen"):
+    with pytest.raises(InternalError, match=r"8 bytes .*in segment .* \(host 2, generation 3\), and this process has mapped no shared memory"):
         unpacked(joined(message))
+    with pytest.raises(ValueError, match="does not say in which shared memory"):
+        unpacked(joined(packed(PARTS, [(2, lent[0])])))
 
 
 def test_what_is_cut_off_or_changed_is_refused():
