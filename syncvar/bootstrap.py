@@ -6,9 +6,7 @@ by an exception (with its traceback), or by exit. It joins nothing: the script d
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
 import importlib.machinery
 import importlib.util
 import io
@@ -24,7 +22,7 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from syncvar import stacks
+from syncvar import fork_cleanup, stacks
 from syncvar.roles import server_number
 from syncvar.word import Word, adopt
 
@@ -70,18 +68,18 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     word = Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()
-    faulthandler.enable()
+    fork_cleanup.enable_fault_handler()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+        fork_cleanup.handle_signal(signal.SIGTERM, _terminate)
         directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
         if word.is_open and directory:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
                 rank = int(os.environ["SYNCVAR_RANK"])
                 stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
-    atexit.register(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
+    fork_cleanup.register_exit(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
         _settled(run or _run)
     except SystemExit as request:

@@ -5,7 +5,6 @@ There is one context per process. Threads of an in-process test world each have 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.exits import is_failing
+from syncvar.fork_cleanup import register_exit
 from syncvar.kernel import entrance, message_entrance, note_change
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _State:
         self.is_bound = False  # some thread has had a context of its own
         self.forked: UsageError | None = None
         self.generations = 0
-        self.hooked = False
+        self.is_exit_registered = False
         self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
         self.joiners: list[Callable[[Context], None]] = []
 
@@ -209,14 +209,14 @@ def _join(*, alone: bool) -> Context:
         for listener in _state.joiners:
             listener(_state.default)
         _state.generations += 1
-        if not _state.hooked:
-            _state.hooked = True
-            os.register_at_fork(after_in_child=_forked)
-            atexit.register(_at_exit)
+        if not _state.is_exit_registered:
+            _state.is_exit_registered = True
+            register_exit(_at_exit)
         return _state.default
 
 
 def _forked() -> None:
+    _state.lock = threading.RLock()  # a thread that the child does not have may have held it
     if _state.default is not None:
         _state.forked = _state.default.disown()
         _state.default = None
@@ -229,3 +229,6 @@ def _at_exit() -> None:
     _state.default = None
     with contextlib.suppress(SyncvarError):
         context.close(orderly=not is_failing())
+
+
+os.register_at_fork(after_in_child=_forked)
