@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from syncvar import fork_cleanup, stacks
+from syncvar.joining.rank_process import claim_rank
 from syncvar.roles import server_number
 from syncvar.word import Word, adopt
 
@@ -68,6 +69,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     word = Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()
+    claim_rank(os.environ)
     fork_cleanup.enable_fault_handler()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -87,6 +89,9 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
             failure = failure_of(request)
             _let_go(f"SystemExit: {failure.message}", request)
             word.failed("SystemExit", failure.message, failure.text, failure.exit_code, written=f"{failure.text}\n" if failure.text else "")
+            if isinstance(request.code, int) and failure.text:
+                sys.stderr.write(f"{failure.text}\n")
+                raise SystemExit(failure.exit_code) from None
         raise
     except BaseException as error:  # noqa: BLE001  (the last frame that sees it)
         if os.getpid() != process:
@@ -198,7 +203,10 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
-        return Failure(name, str(error.code), text, text, code & 0xFF)
+        status = code & 0xFF
+        if code and not status:  # the system would report success
+            status, text = 1, f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are 0; it counts as 1. Use 1 to 255"
+        return Failure(name, str(error.code), text, text, status)
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
     text, brief = _traceback_texts(error)
     return Failure(name, _message(error), text, brief, code)

@@ -10,15 +10,16 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.exits import is_failing
 from syncvar.fork_cleanup import register_exit
+from syncvar.joining.rank_process import environment_of
 from syncvar.kernel import entrance, message_entrance, note_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
+    from syncvar.env import RankEnvironment
     from syncvar.joining.context import Context
     from syncvar.stacks import Frame
 
@@ -116,7 +117,7 @@ def joined() -> Context | None:
 
 def environment_here() -> RankEnvironment | None:
     """Return who a launcher says that this process is, without joining."""
-    return RankEnvironment.from_mapping(_state.environ)
+    return environment_of(_state.environ)
 
 
 def on_join(listener: Callable[[Context], None]) -> None:
