@@ -22,7 +22,14 @@ from syncvar.parent import libc
 from syncvar.roles import is_server
 from syncvar_launcher.children import child_of
 from syncvar_launcher.memory import OutOfMemory
-from syncvar_launcher.sessions import busy_ticks, kill_sessions, process_state, signal_sessions, start_time
+from syncvar_launcher.sessions import (
+    busy_ticks,
+    followers,
+    kill_sessions,
+    process_state,
+    signal_sessions,
+    start_time,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,6 +100,7 @@ class Worker:
     word: int
     said: bytearray = field(default_factory=bytearray)
     status: int | None = None
+    takes_notice: bool = False  # SIGTERM asks it to save and to end in order, see `syncvar.word`
 
 
 class Agent:
@@ -253,7 +261,11 @@ class Agent:
         return busy_ticks(self.workers[rank].process.pid) / os.sysconf("SC_CLK_TCK")
 
     def send(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to workers, and wake those that are stopped if it ends them."""
+        """Send a signal to workers, and wake those that are stopped if it ends them.
+
+        SIGTERM also goes to the other processes of a worker's process group, as from `mpirun`: a worker may wait for its
+        children at its end. A worker that takes SIGTERM as a notice still needs its children, and ends them itself.
+        """
         for rank in ranks:
             worker = self.workers.get(rank)
             if worker is not None and worker.status is None:
@@ -265,6 +277,9 @@ class Agent:
                         os.kill(pid, number)
                     if number == signal.SIGTERM:
                         os.kill(pid, signal.SIGCONT)
+                        for child in [] if worker.takes_notice else followers(pid):
+                            with contextlib.suppress(OSError):
+                                os.kill(child, signal.SIGTERM)
 
     def send_groups(self, number: int) -> None:
         """Send a signal to the process group of each rank: to itself, and to what it has started and left there."""
@@ -340,6 +355,8 @@ class Agent:
             for record in unpacker:
                 end = unpacker.tell()
                 if isinstance(record, dict) and all(isinstance(value, str | int) for value in record.values()):
+                    if record.get("event") == "takes_notice":
+                        worker.takes_notice = bool(record.get("on"))
                     yield Spoke(worker.rank, record)
         except (ValueError, msgpack.UnpackException):
             end = len(worker.said)

@@ -207,7 +207,9 @@ class Agents:
             site.remote.send("beat")
             silent_s = now - site.remote.heard
             if silent_s > self._job.config.host_silence_s and not site.remote.why_gone:
-                site.remote.end(f"nothing has come from it for {silent_s:.1f} s")
+                site.remote.end(
+                    f"nothing has come from it for {silent_s:.1f} s; what runs there may go on until the agent there goes on, or ends"
+                )
         if self._reader not in self._running:
             self._input.let_go()
         elif (size := self._input.take()) is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import syncvar
 from syncvar.wire import PROTOCOL_VERSION
 from syncvar_launcher.addresses import interfaces
+from syncvar_launcher.limits import tasks_left
 from syncvar_launcher.options import core_count, usable_cores
 
 __all__ = ["facts_of"]
@@ -45,6 +46,7 @@ def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
         "has_folder": Path(cwd).is_dir(),
         "has_target": kind != "script" or (Path(cwd) / target).exists(),
         "pid": os.getpid(),
+        "tasks_left": tasks_left(),
     }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import syncvar
 from syncvar.wire import PROTOCOL_VERSION
+from syncvar_launcher.limits import needed_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +62,11 @@ def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> s
     if not facts["numpy"]:
         python = "python" if joins else host.python or options.remote_python or sys.executable
         return f"NumPy is not installed there; {python} -m pip install numpy"
+    if 0 <= facts["tasks_left"] < needed_tasks(1):
+        return (
+            f"its control group allows {facts['tasks_left']} more processes and threads (pids.max), and one rank needs {needed_tasks(1)}; "
+            f"ask for a higher limit there, or leave the host out"
+        )
     if not facts["has_folder"] and (host.cwd or not options.stage):
         return f"there is no folder {cwd} there; give --cwd{' to its --join' if joins else ', or cwd= in the host file'}"
     if not facts["has_target"] and not options.stage:

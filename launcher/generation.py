@@ -45,7 +45,7 @@ from syncvar_launcher.report import (
     interrupted_block,
     mask_arguments,
 )
-from syncvar_launcher.secret import KEY_FD, secret_descriptor
+from syncvar_launcher.secret import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.sharing import Sharing, sharing_of
 from syncvar_launcher.stacks import Stacks
 from syncvar_launcher.supervise import (
@@ -239,9 +239,11 @@ class Generation:
         named: dict[str, int] = {}
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if self._secret:
-                named[KEY_FD] = secret_descriptor(self._secret, self.directory.path)
             own = self.job.own_environment(number, self.rendezvous, self._directory_of(number), torch, self.number, self.restarts, incarnation)
+            if self._secret and chosen.kind == "command" and not serves:
+                own[KEY_FILE] = write_secret(self._secret, self.directory.path)
+            elif self._secret:
+                named[KEY_FD] = secret_descriptor(self._secret, self.directory.path)
             self.agent.start(
                 number,
                 argv,

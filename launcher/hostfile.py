@@ -338,9 +338,11 @@ def _names(name: str, place: _Place) -> list[str]:
         place.moved(max(name.find("["), 0)).fail(str(error))
     if len(found) > _MOST:
         place.fail(f"this range stands for more than {_MOST} hosts")
+    found = [one.removesuffix(".") if len(one) > 1 else one for one in found]  # "node1.example.org." is that name in full
     for one in found:
         if not _NAME.fullmatch(one) or len(one) > _NAME_MAX:
-            foreign = next((letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), one[:1])
+            ends = one[:1] if re.match(r"[._-]", one) else one[-1:]
+            foreign = next((letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), ends)
             place.fail(
                 f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a host's name has "
                 f"letters, digits, ., - and _, and begins and ends with a letter or digit"

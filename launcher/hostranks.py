@@ -23,7 +23,7 @@ from syncvar_launcher.forking import ForkServer, Refusal, ServerEnded
 from syncvar_launcher.inquiries import ANSWER_S
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.messages import FIRST_CREDIT
-from syncvar_launcher.secret import KEY_FD, secret_descriptor
+from syncvar_launcher.secret import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.sharing import Sharing
 from syncvar_launcher.stacks import Asked, Stacks
 from syncvar_launcher.terminal import open_terminal, resize
@@ -258,8 +258,12 @@ class HostRanks:
                 own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
                 if order.has_totals:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
+                is_program = order.kind_of_target == "command" and not serves
+                if is_program:
+                    own[KEY_FILE] = write_secret(order.secret, self._folder)
                 self.agent.start(
-                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source, named={KEY_FD: secret},
+                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source,
+                    named={} if is_program else {KEY_FD: secret},
                     is_fresh=is_fresh or serves,
                 )  # fmt: skip
                 self._begun[one.rank] = self.agent.workers[one.rank].process.pid

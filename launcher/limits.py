@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError, HostUnreachable
@@ -12,7 +13,7 @@ from syncvar.errors import ConfigError, HostUnreachable
 if TYPE_CHECKING:
     from syncvar_launcher.options import LaunchOptions
 
-__all__ = ["OF_LIMITS", "LimitTooLow", "TimePassed", "cannot_start", "check_limits", "needed_files", "needed_tasks"]
+__all__ = ["OF_LIMITS", "LimitTooLow", "TimePassed", "cannot_start", "check_limits", "needed_files", "needed_tasks", "tasks_left"]
 
 # Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
@@ -52,6 +53,36 @@ def needed_tasks(workers: int) -> int:
     return _TASKS + workers * _TASKS_OF_A_RANK
 
 
+def tasks_left(groups: str | None = None, mounts: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many more processes and threads the control groups of this process allow (pids.max); -1 for no limit.
+
+    Args:
+        groups: The text of `/proc/self/cgroup`, which is read by default.
+        mounts: Where control groups are mounted.
+    """
+    if groups is None:
+        try:
+            groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return -1
+    left = []
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "pids" not in controllers.split(","):
+            continue
+        top = mounts / "pids" if controllers else mounts
+        group = top / path.lstrip("/")
+        while group.is_relative_to(top):
+            try:
+                allowed, current = ((group / name).read_text(encoding="ascii").strip() for name in ("pids.max", "pids.current"))
+            except OSError:  # the topmost group has no limit
+                pass
+            else:
+                left += [max(int(allowed) - int(current), 0)] if allowed != "max" else []
+            group = group.parent
+    return min(left, default=-1)
+
+
 def check_limits(options: LaunchOptions) -> None:
     """Refuse a job that the limits of the system leave no room for.
 
@@ -66,6 +97,12 @@ def check_limits(options: LaunchOptions) -> None:
         raise LimitTooLow(
             f"{whose} needs {needed} open files for {_ranks(workers)}, and {soft} are allowed: "
             f"{_remedy('n', needed, hard)}, or start fewer ranks"
+        )
+    left = tasks_left()
+    if 0 <= left < needed_tasks(workers):
+        raise LimitTooLow(
+            f"{_ranks(workers)} need {needed_tasks(workers)} processes and threads, and the control group of the launcher allows {left} "
+            f"more (pids.max): ask for a higher limit of the container or session, or start fewer ranks"
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY or os.getuid() == 0:  # the system asks root for none

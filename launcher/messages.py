@@ -248,7 +248,7 @@ class Reader:
 _FACTS: dict[str, type] = {
     "host": str, "machine": str, "python": str, "syncvar": str, "numpy": str, "protocol": int, "byte_order": str,
     "cores": list, "cpu_count": int, "core_count": int, "processor": str, "interfaces": list, "launcher_at": str,
-    "reached_at": str, "has_folder": bool, "has_target": bool, "pid": int,
+    "reached_at": str, "has_folder": bool, "has_target": bool, "pid": int, "tasks_left": int,
 }  # fmt: skip
 _CORES_MAX = 1 << 14
 

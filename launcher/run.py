@@ -37,8 +37,9 @@ def program() -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Run `syncvar-launch`; returns its exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+            signal.signal(number, _end)
     for number in _EARLY:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _drop)
@@ -122,6 +123,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
 
 def _end(number: int, _frame: object) -> None:
     """End at once: no worker runs yet, and a server that they would be forked from ends with this process."""
+    os.write(2, f"syncvar-launch: {signal.Signals(number).name} came before the ranks began; nothing was started\n".encode())
     os._exit(128 + number)
 
 

@@ -82,7 +82,15 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     server = job.fork_server()
                 if server is not None:
                     stack.enter_context(server)
-                directory = JobDirectory(job.environ)
+                try:
+                    directory = JobDirectory(job.environ, waits=lambda: _raise_if_signalled(watch))
+                except _StartInterrupted:
+                    number_of_signal = watch.pending[0]
+                    code = 128 + number_of_signal
+                    name = exits.signal_name(number_of_signal)
+                    culprit = {"rank": None, "why": f"{name} while the launcher waited for the lock of the runtime directory"}
+                    forwarder.say(f"syncvar: interrupted by {culprit['why']}\n")
+                    break
                 stack.callback(directory.remove)
                 put_tallies(tallies, directory.path)
                 try:
@@ -139,6 +147,15 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
         if not code and events.lost_files():  # the last event was the first one that did not fit
             code = exits.LOST_FILE
     return code
+
+
+class _StartInterrupted(Exception):  # noqa: N818  (nothing has gone wrong)
+    """A signal asks for the end, while the launcher waits to start."""
+
+
+def _raise_if_signalled(watch: Watch) -> None:
+    if watch.pending:
+        raise _StartInterrupted
 
 
 def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, code: int) -> int:

@@ -1,19 +1,30 @@
-"""How workers get the job's secret: as an open file that has no name, never on a command line or in a variable."""
+"""How workers get the job's secret: as an open file that has no name, never on a command line or in a variable.
+
+Programs of `--no-python` get it as a file in the private folder of the job: a wrapper may close the descriptors that it
+inherits before it starts the program.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+from syncvar.private_files import create_private
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["KEY_FD", "WITHHELD", "secret_descriptor"]
+__all__ = ["KEY_FD", "KEY_FILE", "WITHHELD", "secret_descriptor", "write_secret"]
 
 KEY_FD = "SYNCVAR_KEY_FD"
 """The variable in which a worker finds the number of the descriptor."""
 
-WITHHELD = frozenset((KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE"))
+KEY_FILE = "SYNCVAR_KEY_FILE"
+"""The variable in which a program finds the path of the file."""
+
+_FILE_NAME = "key"
+
+WITHHELD = frozenset((KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PROCESS", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE"))
 """Variables of the launcher itself, and of whoever started it: no worker gets them."""
 
 
@@ -27,8 +38,22 @@ def secret_descriptor(secret: bytes, directory: Path) -> int:
     try:
         descriptor = os.memfd_create("syncvar-key", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
-        path = directory / "key"
+        path = directory / "nameless-key"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         path.unlink()
     os.write(descriptor, secret)
     return descriptor
+
+
+def write_secret(secret: bytes, directory: Path) -> str:
+    """Write the job's secret to a file that only this user can read, unless it is there already; return its path.
+
+    Args:
+        secret: What the programs are to read.
+        directory: The private folder of the job on this host, which is removed with the job.
+    """
+    path = directory / _FILE_NAME
+    if not path.exists():
+        with os.fdopen(create_private(path), "w", encoding="ascii") as file:
+            file.write(secret.hex() + "\n")
+    return str(path)

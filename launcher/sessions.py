@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["busy_ticks", "kill_sessions", "members", "process_state", "signal_sessions", "start_time"]
+__all__ = ["busy_ticks", "followers", "kill_sessions", "members", "process_state", "signal_sessions", "start_time"]
 
 _KILL, _STOP = 9, 19
 _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
@@ -68,6 +68,17 @@ def _may_be_of(sessions: dict[int, int], pid: int) -> bool:
         return False
     except OSError:  # somebody's rules forbid to ask; what /proc shows is shown to all
         return True
+
+
+def followers(leader: int) -> list[int]:
+    """Return the other processes of the process group that a process leads."""
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit() and int(name) != leader:
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(name)) == leader:
+                    found.append(int(name))
+    return found
 
 
 def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:

@@ -6,9 +6,7 @@ by an exception (with its traceback), or by exit. It joins nothing: the script d
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
 import importlib.machinery
 import importlib.util
 import io
@@ -24,7 +22,8 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from syncvar import stacks
+from syncvar import fork_cleanup, stacks
+from syncvar.joining.rank_process import claim_rank
 from syncvar.roles import server_number
 from syncvar.word import Word, adopt
 
@@ -70,18 +69,19 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     word = Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()
-    faulthandler.enable()
+    claim_rank(os.environ)
+    fork_cleanup.enable_fault_handler()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+        fork_cleanup.handle_signal(signal.SIGTERM, _terminate)
         directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
         if word.is_open and directory:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
                 rank = int(os.environ["SYNCVAR_RANK"])
                 stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
-    atexit.register(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
+    fork_cleanup.register_exit(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
         _settled(run or _run)
     except SystemExit as request:
@@ -89,6 +89,9 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
             failure = failure_of(request)
             _let_go(f"SystemExit: {failure.message}", request)
             word.failed("SystemExit", failure.message, failure.text, failure.exit_code, written=f"{failure.text}\n" if failure.text else "")
+            if isinstance(request.code, int) and failure.text:
+                sys.stderr.write(f"{failure.text}\n")
+                raise SystemExit(failure.exit_code) from None
         raise
     except BaseException as error:  # noqa: BLE001  (the last frame that sees it)
         if os.getpid() != process:
@@ -200,7 +203,10 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
-        return Failure(name, str(error.code), text, text, code & 0xFF)
+        status = code & 0xFF
+        if code and not status:  # the system would report success
+            status, text = 1, f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are 0; it counts as 1. Use 1 to 255"
+        return Failure(name, str(error.code), text, text, status)
     code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
     text, brief = _traceback_texts(error)
     return Failure(name, _message(error), text, brief, code)

@@ -19,7 +19,7 @@ __all__ = ["Knob", "RuntimeConfig", "doubtful_variables", "nearest"]
 
 _INTERNAL = frozenset(
     PREFIX + name for name in (
-        "KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE", "RESULT_DIR", "CALL_FD", "FORK_FD",
+        "KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE", "RESULT_DIR", "CALL_FD", "PROCESS", "FORK_FD",
         "FULL_TRACEBACK", "MEETING_DIR",
     )
 )  # fmt: skip

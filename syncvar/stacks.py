@@ -14,9 +14,7 @@ take these three for itself; where it ignores them, or has closed the file, noth
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
 import gc
 import os
 import re
@@ -25,6 +23,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar import fork_cleanup
 from syncvar.roles import SERVING
 
 if TYPE_CHECKING:
@@ -106,10 +105,10 @@ def listen(path: str) -> None:
             os.write(descriptor, _dump(_of_program(frame), all_threads=number == ALL_THREADS))
 
     for number in (MAIN_THREAD, ALL_THREADS):
-        signal.signal(number, answer)
+        fork_cleanup.handle_signal(number, answer)
         signal.siginterrupt(number, False)  # noqa: FBT003  (system calls of libraries go on)
-    faulthandler.register(WITHOUT_PYTHON, descriptor, all_threads=False)
-    atexit.register(_be_deaf)  # the interpreter's end would give the signals back their default, which is to end the process
+    fork_cleanup.register_fault_dump(WITHOUT_PYTHON, descriptor)
+    fork_cleanup.register_exit(_be_deaf)  # the interpreter's end would give the signals back their default, which is to end the process
     os.write(descriptor, b"%d\n" % descriptor)
 
 
@@ -128,7 +127,7 @@ def _of_no_answer(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 def _be_deaf() -> None:
     for number in (MAIN_THREAD, ALL_THREADS):
-        signal.signal(number, signal.SIG_IGN)
+        fork_cleanup.handle_signal(number, signal.SIG_IGN)
 
 
 def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import UsageError
+from syncvar.fork_cleanup import handle_signal, release_signal
 from syncvar.joining.process import current, is_initialized
 from syncvar.word import tell
 
@@ -43,7 +44,7 @@ class Notice:
                     "on_preemption=True takes SIGTERM, which only the main thread can: make the manager there, or call "
                     "manager.request_stop() where you learn of it"
                 )
-            self._before = signal.signal(signal.SIGTERM, self._signalled)
+            self._before = handle_signal(signal.SIGTERM, self._signalled)
             tell("takes_notice", on=1)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
@@ -66,7 +67,7 @@ class Notice:
         if self._listens and threading.current_thread() is threading.main_thread():
             self._listens = False
             if signal.getsignal(signal.SIGTERM) == self._signalled:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+                release_signal(signal.SIGTERM, self._signalled)
                 tell("takes_notice", on=int(isinstance(getattr(self._before, "__self__", None), Notice)))
 
     def end(self) -> None:
@@ -74,4 +75,4 @@ class Notice:
         listened = self._listens
         self.close()
         if listened and not self._listens:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            handle_signal(signal.SIGTERM, signal.SIG_IGN)

@@ -8,7 +8,6 @@ of the user's alone that all hosts have, as a home is on a cluster, named after 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError, RendezvousError
 from syncvar.exits import is_failing
+from syncvar.fork_cleanup import register_exit
 from syncvar.private_files import make_private_folder, write_private
 from syncvar.topology.engines.placing import host_of_each, placed
 
@@ -196,7 +196,7 @@ class ProcessManager(Cards):
 
     def done(self) -> None:
         """Note that this rank may end without the others."""
-        atexit.register(self._finish)
+        register_exit(self._finish)
 
     def _finish(self) -> None:
         # Where this process fails, the others are to be ended, wherever they are.

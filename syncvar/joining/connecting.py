@@ -7,10 +7,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.mapping import Arena
-from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.context import Context
 from syncvar.joining.freed_memory import keep_freed_memory
+from syncvar.joining.rank_process import environment_of
 from syncvar.joining.secret import job_secret, keys_of
 from syncvar.logs import log_at
 from syncvar.topology import is_meant_alone, told_elsewhere, why_not_alone
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import zmq
 
     from syncvar.config import RuntimeConfig
+    from syncvar.env import RankEnvironment
     from syncvar.joining.mpi_meeting import MpiCards
     from syncvar.topology import Told
     from syncvar.transports import Transport
@@ -43,11 +44,11 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     Raises:
         RendezvousError: Not all ranks came in time.
         ConfigError: The environment or a setting is wrong, launchers contradict each other, or a secret is missing.
-        UsageError: This process is a server.
+        UsageError: This process is a server, or another process is the rank.
     """
     from syncvar.config import RuntimeConfig, doubtful_variables
 
-    environment = RankEnvironment.from_mapping(environ)
+    environment = environment_of(environ, alone=alone)
     if environment is not None and environment.role == "server":
         raise UsageError(f"server {environment.rank} is none of the ranks: an update rule that runs there makes no call of syncvar")
     if alone and environment is not None and environment.world_size > 1:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,20 +16,40 @@ from syncvar.errors import ConfigError
 from syncvar.private_files import make_private_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["JobDirectory", "base_directory", "runtime_directory"]
 
 _SOCKET_NAME_MAX = 24
+_DIRECTORY_NAME_MAX = 9
 _UNIX_PATH_MAX = 107
+_LAST_RESORT = "/tmp"  # noqa: S108  (base_directory checks what is made there)
+_LOCK_LIMIT_S = 60.0
+_LOCK_NOTICE_S = 5.0
+_LOCK_PAUSE_S = 0.05
+
+_log = logging.getLogger("syncvar")
 
 
 def runtime_directory(environ: Mapping[str, str]) -> tuple[Path, bool]:
-    """Return the folder for what lives as long as a job, and whether it is meant for this user alone."""
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.access(runtime, os.W_OK | os.X_OK):
-        return Path(runtime), True
-    return Path(environ.get("TMPDIR") or "/tmp"), False  # noqa: S108  (base_directory checks what is made there)
+    """Return the folder for what lives as long as a job, and whether it is meant for this user alone.
+
+    It is the first of XDG_RUNTIME_DIR, TMPDIR and /tmp that exists, that this user may write to, and that is short enough
+    for the paths of sockets in it.
+    """
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        path, is_private = environ.get(name, ""), name == "XDG_RUNTIME_DIR"
+        if os.path.isabs(path) and os.access(path, os.W_OK | os.X_OK) and _is_short_enough(_base(Path(path), is_private=is_private)):
+            return Path(path), is_private
+    return Path(_LAST_RESORT), False
+
+
+def _base(parent: Path, *, is_private: bool) -> Path:
+    return parent / ("syncvar" if is_private else f"syncvar-{os.getuid()}")
+
+
+def _is_short_enough(base: Path) -> bool:
+    return len(os.fsencode(base)) + 1 + _DIRECTORY_NAME_MAX + _SOCKET_NAME_MAX <= _UNIX_PATH_MAX
 
 
 def base_directory(environ: Mapping[str, str]) -> Path:
@@ -37,7 +59,7 @@ def base_directory(environ: Mapping[str, str]) -> Path:
         ConfigError: It belongs to somebody else, others can write to it, or it cannot be made.
     """
     parent, is_private = runtime_directory(environ)
-    base = parent / ("syncvar" if is_private else f"syncvar-{os.getuid()}")
+    base = _base(parent, is_private=is_private)
     make_private_folder(base, "runtime directory", "set XDG_RUNTIME_DIR to a private folder of yours")
     return base
 
@@ -48,21 +70,17 @@ class JobDirectory:
     Args:
         environ: Where XDG_RUNTIME_DIR or TMPDIR say what to use.
         name: What it is called, where processes have to find it that nobody tells; None for a random name.
+        waits: Called again and again while another process holds the lock of the runtime directory; it may raise.
 
     Raises:
-        ConfigError: It cannot be made; a named one may be another job's.
+        ConfigError: It cannot be made; a named one may be another job's. Or another process holds the lock for 60 s.
     """
 
-    def __init__(self, environ: Mapping[str, str], name: str | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str], name: str | None = None, waits: Callable[[], None] | None = None) -> None:
         base = base_directory(environ)
         self.path = base / (name or os.urandom(4).hex())
-        if len(os.fsencode(self.path)) + _SOCKET_NAME_MAX > _UNIX_PATH_MAX:
-            raise ConfigError(
-                f"the runtime directory {base} has too long a path: socket files in it would exceed "
-                f"{_UNIX_PATH_MAX} bytes; set XDG_RUNTIME_DIR to a shorter one"
-            )
         try:
-            with _guarded(base):
+            with _guarded(base, waits):
                 self.swept = _sweep(base)
                 self.path.mkdir(mode=0o700)
                 self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
@@ -89,14 +107,51 @@ class JobDirectory:
 
 
 @contextlib.contextmanager
-def _guarded(base: Path) -> Iterator[None]:
+def _guarded(base: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
     """Keep others from making, finding or removing directories of jobs."""
     guard = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+        _await_lock(guard, base / ".lock", waits)
         yield
     finally:
         os.close(guard)
+
+
+def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> None:
+    """Take a lock. After a while, say who holds it; at last, give up.
+
+    Raises:
+        ConfigError: Another process has held it for too long.
+    """
+    began, has_said = time.monotonic(), False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        waited_s = time.monotonic() - began
+        if waited_s >= _LOCK_LIMIT_S:
+            raise ConfigError(
+                f"process {os.getpid()} has waited {waited_s:.0f} s for the lock {path}, which {_holder(guard)} holds: end that "
+                f"process if it does not go on, or set XDG_RUNTIME_DIR to another private folder"
+            )
+        if waited_s >= _LOCK_NOTICE_S and not has_said:
+            has_said = True
+            _log.warning("process %d waits for the lock %s, which %s holds (at most %.0f s)", os.getpid(), path, _holder(guard), _LOCK_LIMIT_S)
+        if waits is not None:
+            waits()
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _holder(descriptor: int) -> str:
+    """Return which process holds the lock of a file, in words."""
+    status = os.fstat(descriptor)
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            fields = line.split()  # 1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
+            if fields[1] == "FLOCK" and place in fields:
+                return f"process {fields[4]}"
+    return "another process"
 
 
 def _is_held(directory: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -17,6 +16,7 @@ from syncvar.arena.creating import CreatedArena, create, why_not_here
 from syncvar.arena.handing import Handing, arena_path
 from syncvar.arena.room import core_quota
 from syncvar.exits import is_failing
+from syncvar.fork_cleanup import register_exit
 from syncvar.joining.store import Store
 from syncvar.transports.sockets import why_closed
 
@@ -86,7 +86,7 @@ class Host:
             self._thread = threading.Thread(target=self._serve, name="syncvar-meeting", daemon=True)
             self._thread.start()
         (directory.path / READY).touch()
-        atexit.register(self.end)  # registered before the context's: it runs after that has left
+        register_exit(self.end)  # registered before the context's: it runs after that has left
 
     def end(self, patience_s: float | None = None) -> None:
         """Serve until the others have left, then end. A rank that fails tells them.

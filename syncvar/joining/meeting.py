@@ -8,7 +8,6 @@ they can read, one that rank 0 draws.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
+from syncvar.fork_cleanup import unregister_exit
 from syncvar.joining.cards import Folder, ProcessManager
 from syncvar.joining.directory import JobDirectory
 from syncvar.joining.host import READY, Host
@@ -82,7 +82,7 @@ def leave(patience_s: float) -> None:
     _met.clear()
     while _hosts:
         host = _hosts.pop()
-        atexit.unregister(host.end)
+        unregister_exit(host.end)
         host.end(patience_s)
 
 

@@ -6,7 +6,6 @@ over its own channel: it tells of a rank that ends, which MPI does not.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, RendezvousError, UsageError
 from syncvar.exits import is_failing
+from syncvar.fork_cleanup import register_exit
 from syncvar.joining.cards import Cards
 from syncvar.recording.recorder import boot_identity
 from syncvar.topology import MPI, Told, started_with_others, told_elsewhere
@@ -114,7 +114,7 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
         )
     mpi, is_ours = _library()
     if is_ours:  # before those of the meeting and the context are registered: it runs after them
-        atexit.register(_finalize, mpi, os.getpid(), config.rendezvous_timeout_s)
+        register_exit(_finalize, mpi, os.getpid(), config.rendezvous_timeout_s)
     world = mpi.COMM_WORLD
     rank, size = world.rank, world.size
     _compare(rank, size, mpi.Get_library_version().partition("\n")[0].partition(",")[0].strip("\0 "), environ)

@@ -5,20 +5,21 @@ There is one context per process. Threads of an in-process test world each have 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.exits import is_failing
+from syncvar.fork_cleanup import register_exit
+from syncvar.joining.rank_process import environment_of
 from syncvar.kernel import entrance, message_entrance, note_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
+    from syncvar.env import RankEnvironment
     from syncvar.joining.context import Context
     from syncvar.stacks import Frame
 
@@ -48,7 +49,7 @@ class _State:
         self.is_bound = False  # some thread has had a context of its own
         self.forked: UsageError | None = None
         self.generations = 0
-        self.hooked = False
+        self.is_exit_registered = False
         self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
         self.joiners: list[Callable[[Context], None]] = []
 
@@ -116,7 +117,7 @@ def joined() -> Context | None:
 
 def environment_here() -> RankEnvironment | None:
     """Return who a launcher says that this process is, without joining."""
-    return RankEnvironment.from_mapping(_state.environ)
+    return environment_of(_state.environ)
 
 
 def on_join(listener: Callable[[Context], None]) -> None:
@@ -209,14 +210,14 @@ def _join(*, alone: bool) -> Context:
         for listener in _state.joiners:
             listener(_state.default)
         _state.generations += 1
-        if not _state.hooked:
-            _state.hooked = True
-            os.register_at_fork(after_in_child=_forked)
-            atexit.register(_at_exit)
+        if not _state.is_exit_registered:
+            _state.is_exit_registered = True
+            register_exit(_at_exit)
         return _state.default
 
 
 def _forked() -> None:
+    _state.lock = threading.RLock()  # a thread that the child does not have may have held it
     if _state.default is not None:
         _state.forked = _state.default.disown()
         _state.default = None
@@ -229,3 +230,6 @@ def _at_exit() -> None:
     _state.default = None
     with contextlib.suppress(SyncvarError):
         context.close(orderly=not is_failing())
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -7,7 +7,6 @@ the lock, and looks at what has something then. What comes while nobody waits is
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import InternalError, SyncvarError, UsageError, WireError
+from syncvar.fork_cleanup import register_exit, unregister_exit
 from syncvar.joining.secret import keys_of
 from syncvar.roles import SERVER_0, heirs_of, is_server, server_hosts
 from syncvar.servers import Client, Session, frames_of, message_of
@@ -88,7 +88,7 @@ class Edge(Session):
             raise
         self._thread = threading.Thread(target=self._look, name="syncvar-servers", daemon=True)
         self._thread.start()
-        atexit.register(self._close_at_exit)
+        register_exit(self._close_at_exit)
         _edges.append(self)
 
     # -- the session ----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Edge(Session):
                 self._thread.join()
             with self._changed:
                 self._let_go(self._config.shutdown_timeout_s)
-            atexit.unregister(self._close_at_exit)
+            unregister_exit(self._close_at_exit)
             _edges.remove(self)
 
     def settle_own(self, what: str) -> None:

@@ -21,6 +21,7 @@ from syncvar.arena.layout import bytes_in_words
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, WireError
+from syncvar.fork_cleanup import handle_signal
 from syncvar.joining.secret import keys_of
 from syncvar.logs import log_at
 from syncvar.recording.entries import Told
@@ -67,7 +68,7 @@ def _serve(_arguments: list[str]) -> None:
     config = RuntimeConfig.from_mapping(os.environ).consistent()
     log_at(config.log_level)
     with contextlib.closing(Serving(environment, config, os.environ)) as serving:
-        signal.signal(signal.SIGTERM, lambda *_: serving.end())
+        handle_signal(signal.SIGTERM, lambda *_: serving.end())
         try:
             serving.run()
         except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import importlib
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.fork_cleanup import register_exit
 from syncvar.servers.asking import Asking
 from syncvar.strategies.parameter_server import ParameterServerStrategy
 from syncvar.wire import pack_object, unpack_object
@@ -111,7 +111,7 @@ class ClusterCoordinator:
         if strategy.replica_id != 0:
             self._serve()
         if self._alone is None:
-            atexit.register(self._close)
+            register_exit(self._close)
 
     def schedule(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> RemoteValue:
         """Let a worker call `fn(*args, **kwargs)`; returns at once.

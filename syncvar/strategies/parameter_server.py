@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -15,6 +14,7 @@ import numpy as np
 from syncvar.config import RuntimeConfig
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.fork_cleanup import register_exit
 from syncvar.joining.process import current, environment_here, joined, on_join
 from syncvar.loading import unexpected
 from syncvar.optimizers.slots import compute_dtype
@@ -547,7 +547,7 @@ def _of_job(environment: RankEnvironment | None) -> ServersHere:
         edge.before_end.append(made.settle)
     else:
         made = ServersHere(LocalServers(1).session(0, current().config.collective_timeout_s), 0, 1)
-    atexit.register(made.leave)
+    register_exit(made.leave)
 
     def join(context: Joined) -> None:
         take_places_along(context)

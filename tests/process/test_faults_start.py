@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from fault_table import bound_s
@@ -58,7 +57,8 @@ sv.all_reduce(1)
 if probe.RANK == 0:
     claims = {"again": {}, "twice": {"SYNCVAR_RANK": "1", "SYNCVAR_LOCAL_RANK": "1"}, "too many": {"SYNCVAR_RANK": "2", "SYNCVAR_LOCAL_RANK": "2"}}
     line = [sys.executable, "-c", "import syncvar as sv; sv.init()"]
-    begun = {name: subprocess.Popen(line, env={**os.environ, **more}, stderr=subprocess.PIPE, text=True) for name, more in claims.items()}
+    strangers = {name: value for name, value in os.environ.items() if name != "SYNCVAR_PROCESS"}  # which only children of a rank have
+    begun = {name: subprocess.Popen(line, env={**strangers, **more}, stderr=subprocess.PIPE, text=True) for name, more in claims.items()}
     for name, process in begun.items():
         _, text = process.communicate(timeout=20)
         probe.note("claimed", how=name, code=process.returncode, text=text)
@@ -171,15 +171,11 @@ def namespace():
     return None
 
 
-@pytest.mark.parametrize("how", ["unwritable", "full", "long", "a file"])
+@pytest.mark.parametrize("how", ["unwritable", "full", "a file"])
 def test_f39_a_runtime_directory_that_cannot_be_used(launch, tmp_path, how):
-    env, prefix, words = {"XDG_RUNTIME_DIR": ""}, (), "cannot be"
+    env, prefix = {"XDG_RUNTIME_DIR": ""}, ()
     if how == "unwritable":
         env["TMPDIR"] = "/proc"  # nobody can make a folder there, not even root
-    elif how == "long":
-        env["TMPDIR"] = str(tmp_path / ("x" * 100))
-        Path(env["TMPDIR"]).mkdir()
-        words = "too long a path"
     elif how == "a file":
         (tmp_path / f"syncvar-{os.getuid()}").write_text("")
         env["TMPDIR"] = str(tmp_path)
@@ -195,7 +191,7 @@ def test_f39_a_runtime_directory_that_cannot_be_used(launch, tmp_path, how):
     assert job.wait() == 78, str(job)
     check_bound(f"F39-{how}", job.ended - began, bound_s("F39"))
     assert "the runtime directory" in job.err, str(job)
-    assert words in job.err, str(job)
+    assert "cannot be" in job.err, str(job)
     assert "set XDG_RUNTIME_DIR to a" in job.err, str(job)
     assert "Traceback" not in job.err, str(job)
     assert job.events() == [], "nothing was started"

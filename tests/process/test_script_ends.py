@@ -16,6 +16,7 @@ CASES = {
     "syntax": ("import os\nif True print(1)\n", 1, "SyntaxError"),
     "keyboard": ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
     "exit 3": ("import sys; sys.exit(3)", 3, "exited with status 3"),
+    "exit 256": ("import sys; sys.exit(256)", 1, "sys.exit(256): an exit code has 8 bits"),
     "exit 0": ("import sys; sys.exit(0)", 0, None),
     "exit none": ("import sys; sys.exit()", 0, None),
     "exit text": ("import sys; sys.exit('out of luck')", 1, "out of luck"),

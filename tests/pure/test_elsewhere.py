@@ -44,7 +44,7 @@ def test_tf_config():
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "x", "MASTER_PORT": "1"}, {"TF_CONFIG": " "}],
+    [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "x", "MASTER_PORT": "1"}, {"TF_CONFIG": " "}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"cluster": {}, "task": {"type": "worker", "index": 0}}'}],
 )
 def test_what_says_nothing_of_this_process(environ):
     assert told_elsewhere(environ) is None

@@ -80,7 +80,7 @@ def test_what_is_put_together_is_told():
         ("n\u0430me", 1, 1, "(U+0430)"),
         ("a;b", 1, 1, "with ';' (U+003B)"),
         ("$(x)", 1, 1, "is not allowed here"),
-        ("a.", 1, 1, "begins and ends with a letter or digit"),
+        ("a..", 1, 1, "begins and ends with a letter or digit"),
         ("Ann@a", 1, 1, "no name of a user"),
         ("ann@", 1, 5, "is not allowed here"),
         ("fd00::7", 1, 1, "an IPv6 address stands in brackets: [fd00::7]"),
@@ -133,6 +133,9 @@ def test_hosts_on_the_command_line():
     assert [(one.name, one.slots, one.user) for one in parse_hosts("a:2,ann@n[1,3]:4,[fd00::7]:1").hosts] == [
         ("a", 2, None), ("n1", 4, "ann"), ("n3", 4, "ann"), ("fd00::7", 1, None),
     ]  # fmt: skip
+    assert [one.name for one in parse_hosts("node1.example.org.:2,b").hosts] == ["node1.example.org", "b"], "a name in full"
+    with pytest.raises(HostfileError, match=r"with '-' \(U\+002D\) is not allowed here"):
+        parse_hosts("node1-")
     for wrong, column in (("a,,b", 3), ("a, b", 3), ("a b", 1), ("", 1), ("a,-x", 3)):
         with pytest.raises(HostfileError) as raised:
             parse_hosts(wrong)
@@ -172,7 +175,7 @@ def test_any_bytes_are_understood_or_refused(content):
 
 HOSTILE_NAMES = [
     "-oProxyCommand=touch${IFS}x", "-oProxyCommand", "-v", "--", "a b", "a;b", "a|b", "a&b", "a`b`", "a$(b)", "a${b}", "a$b", "a>b", "a<b", "a'b", 'a"b', "a\\b", "a\nb", "a\rb",
-    "a\tb", "a\0b", "a/b", "../a", "a*", "a?", "a~", "~", "a!b", "a%h", "a=b", "a(b)", "a{b,c}", "\u0430bc", "a\u200bb", "a\u202eb", "\uff41", "ä", ".", "..", ".a", "a.", "_a", "a_",
+    "a\tb", "a\0b", "a/b", "../a", "a*", "a?", "a~", "~", "a!b", "a%h", "a=b", "a(b)", "a{b,c}", "\u0430bc", "a\u200bb", "a\u202eb", "\uff41", "ä", ".", "..", ".a", "a..", "_a", "a_",
     "a-", "a" * 254, "[::1", "::1]", "[x]", "[fd00::1%eth0;id]", "[fe80::1%$(id)]", "\x1b[31ma", "user name@a", "-l@a", "Root@a", "$(id)@a", "a;b@a", "@a", "a@b@c d",
 ]  # fmt: skip
 

@@ -18,8 +18,17 @@ class TfConfig(Engine):
     rank = "TF_CONFIG"
 
     def is_present(self) -> bool:
-        """Return whether it holds something."""
-        return bool(self.environ.get("TF_CONFIG", "").strip())
+        """Return whether it describes a cluster. TensorFlow takes `{}`, and an empty cluster, for no cluster."""
+        text = self.environ.get("TF_CONFIG", "").strip()
+        if not text:
+            return False
+        import json  # only TF_CONFIG needs it
+
+        try:
+            config = json.loads(text)
+        except ValueError:
+            return True  # and `told` says what is wrong
+        return not isinstance(config, dict) or bool(config.get("cluster", {}))
 
     def told(self) -> Told:
         """Return what it says of this process.

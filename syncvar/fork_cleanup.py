@@ -1,0 +1,134 @@
+"""What syncvar sets in a process, and undoes in each child that the process forks.
+
+A child that the program forks (`os.fork`, `multiprocessing` with "fork") belongs to the program. There, signals have the
+handlers that they have under plain `python`, no exit handler of syncvar runs, and the fault handler is off again.
+So syncvar sets such things through this module only.
+
+A signal may reach a child before the child has undone anything. The interpreter would drop it, or call the handler of the
+parent. So the forking thread blocks these signals from before the fork until the child has undone its copies. The hooks
+that do so are C functions: the interpreter runs no signal handler between them, so the parent loses no signal either.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import functools
+import os
+import signal
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from syncvar.parent import libc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["enable_fault_handler", "handle_signal", "register_exit", "register_fault_dump", "release_signal", "unregister_exit"]
+
+_SIGSET_BYTES = 128  # sizeof(sigset_t) on Linux
+_STDERR = 2
+
+_handlers: list[tuple[int, Any, Any]] = []  # signal, our handler, what the signal had before; oldest first
+_exit_handlers: list[Callable[..., None]] = []
+_fault_dumps: list[int] = []  # signals to which the fault handler writes stacks
+
+
+class _Stderr:
+    """The file that syncvar gives to the fault handler: as long as it lives, nobody else has set the fault handler."""
+
+    def fileno(self) -> int:
+        return _STDERR
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered."""
+
+
+_fault_file: weakref.ref[_Stderr] | None = None
+
+
+def handle_signal(number: int, handler: Any) -> Any:
+    """Set the handler of a signal in this process, but in no child that it forks; in the main thread.
+
+    Args:
+        number: The signal.
+        handler: As `signal.signal` takes it.
+
+    Returns:
+        What the signal had before.
+    """
+    before = signal.signal(number, handler)
+    if number not in (one[0] for one in _handlers):
+        libc.sigaddset(_ours, number)
+    _handlers.append((number, handler, before))
+    return before
+
+
+def release_signal(number: int, handler: Any) -> None:
+    """Give a signal back what it had before `handler`, unless somebody else has set it since; in the main thread."""
+    entry = next((one for one in reversed(_handlers) if one[:2] == (number, handler)), None)
+    if entry is not None:
+        _handlers.remove(entry)
+        if signal.getsignal(number) == handler:
+            signal.signal(number, signal.SIG_DFL if entry[2] is None else entry[2])
+
+
+def register_exit(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function at the exit of this process, but of no child that it forks; as `atexit.register`."""
+    atexit.register(function, *arguments)
+    _exit_handlers.append(function)
+
+
+def unregister_exit(function: Callable[..., None]) -> None:
+    """Undo `register_exit`."""
+    atexit.unregister(function)
+    if function in _exit_handlers:
+        _exit_handlers.remove(function)
+
+
+def enable_fault_handler() -> None:
+    """Let the interpreter write a stack when this process crashes, unless somebody has asked for that already."""
+    global _fault_file  # noqa: PLW0603  (of the process, as the fault handler is)
+    if not faulthandler.is_enabled():
+        file = _Stderr()
+        faulthandler.enable(file)  # which asks for fileno and flush only
+        _fault_file = weakref.ref(file)
+
+
+def register_fault_dump(number: int, descriptor: int) -> None:
+    """Let the fault handler write the main thread's stack to a descriptor when a signal comes; not in forked children."""
+    faulthandler.register(number, descriptor, all_threads=False)
+    _fault_dumps.append(number)
+
+
+def _undo() -> None:
+    """Undo in a forked child what this module has set in the parent."""
+    for number in {one[0] for one in _handlers}:
+        current = now = signal.getsignal(number)
+        for _, handler, before in (one for one in reversed(_handlers) if one[0] == number):
+            if now == handler:
+                now = before
+        if now != current:
+            signal.signal(number, signal.SIG_DFL if now is None else now)
+    for number in _fault_dumps:
+        faulthandler.unregister(number)
+    if _fault_file is not None and _fault_file() is not None:
+        faulthandler.disable()
+    for function in _exit_handlers:
+        atexit.unregister(function)
+    for kept in (_handlers, _fault_dumps, _exit_handlers):
+        kept.clear()
+
+
+_ours, _saved = ctypes.create_string_buffer(_SIGSET_BYTES), ctypes.create_string_buffer(_SIGSET_BYTES)
+_forking = threading.RLock()  # one thread forks at a time: `_saved` is its mask
+_restore = functools.partial(libc.pthread_sigmask, int(signal.SIG_SETMASK), _saved, None)
+
+libc.sigemptyset(_ours)
+# Those before a fork run last registered first, those after it in the order of their registration.
+os.register_at_fork(before=functools.partial(libc.pthread_sigmask, int(signal.SIG_BLOCK), _ours, _saved))
+os.register_at_fork(before=_forking.acquire, after_in_child=_undo)
+os.register_at_fork(after_in_child=_restore, after_in_parent=_restore)
+os.register_at_fork(after_in_child=_forking.release, after_in_parent=_forking.release)
