@@ -210,6 +210,9 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], the
         return {_checked_key(key, shown): _parted(item, (*place, key), arrays, above, there) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_parted(item, (*place, index), arrays, above, there) for index, item in enumerate(value))
+    if isinstance(value, Optimizer):
+        restored = value.slots.waiting_by_name()
+        return _parted({**value.tracked(), **restored}, place, arrays, above, there)
     if callable(getattr(value, "tracked", None)):
         return _parted(value.tracked(), place, arrays, above, there)
     if isinstance(value, np.random.Generator):

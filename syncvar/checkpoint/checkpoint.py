@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from syncvar.checkpoint.naming import checked_path
@@ -17,22 +16,23 @@ from syncvar.checkpoint.objects import (
 )
 from syncvar.checkpoint.on_servers import StepperThere, VariableThere, sorted_out
 from syncvar.checkpoint.one_for_all import SavedElsewhere, restore_for_all
+from syncvar.checkpoint.optimizer_state import SlotLeaf
 from syncvar.checkpoint.pending import PendingSave, write_now
 from syncvar.checkpoint.restoring import Found, check_arguments, is_local, restore_leaves, stage_leaves
 from syncvar.checkpoint.saving import Saving
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import ConfigError
+from syncvar.optimizers import Optimizer
 from syncvar.strategies import get_strategy
 from syncvar.strategies.server_variables import ServerVariable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from syncvar.checkpoint.objects import Leaf
     from syncvar.checkpoint.on_servers import Collected, Walked
     from syncvar.checkpoint.together import Together
     from syncvar.engine.group import Communicator
-    from syncvar.variables import Variable
 
 __all__ = ["Checkpoint"]
 
@@ -50,15 +50,28 @@ class _Waiting:
         timeout: Seconds.
         keys: Of the entries; shared by nested checkpoints.
         prefix: What the keys have before those of this checkpoint.
+        partial: As for `restore`.
     """
 
-    def __init__(self, path: str, identity: str, policy: str, timeout: float | None, keys: set[str], prefix: str = "") -> None:
+    def __init__(
+        self,
+        path: str,
+        identity: str,
+        policy: str,
+        timeout: float | None,
+        keys: set[str],
+        prefix: str = "",
+        *,
+        partial: bool,
+    ) -> None:
         self.path, self.identity, self.policy, self.timeout = path, identity, policy, timeout
-        self.keys, self.prefix = keys, prefix
+        self.keys, self.prefix, self.partial = keys, prefix, partial
 
     def under(self, key: str) -> _Waiting:
         """Return what waits for the checkpoint nested under a key."""
-        return _Waiting(self.path, self.identity, self.policy, self.timeout, self.keys, f"{self.prefix}{key}/")
+        prefix = f"{self.prefix}{key}/"
+        given = self.path, self.identity, self.policy, self.timeout, self.keys, prefix
+        return _Waiting(*given, partial=self.partial)
 
 
 class Checkpoint:
@@ -100,10 +113,9 @@ class Checkpoint:
     _objects: dict[str, Any]
     _waiting: _Waiting | None
     _pending: PendingSave | None
-    _followed: weakref.WeakSet[Any]
 
     def __init__(self, **objects: Any) -> None:
-        self.__dict__.update(_objects={}, _waiting=None, _pending=None, _followed=weakref.WeakSet())
+        self.__dict__.update(_objects={}, _waiting=None, _pending=None)
         for name, value in objects.items():
             setattr(self, name, value)
 
@@ -126,7 +138,7 @@ class Checkpoint:
         self._objects[name] = value
         try:
             if self._waiting is not None:
-                self._restore_late(list(self._walk(name, value)))
+                self._restore_late()
                 self._follow(name, value)
         except BaseException:
             self._objects.clear()
@@ -179,8 +191,9 @@ class Checkpoint:
         after: Callable[[], None] | None = None,
         refused: Exception | None = None,
     ) -> str | PendingSave:
-        leaves, communicator, missing, there = self._collect()
-        refused = refused or missing
+        leaves, communicator, missing, there, unsaved = self._collect()
+        leaves = [leaf for leaf in leaves if not isinstance(leaf, SlotLeaf) or leaf.is_present]
+        refused = refused or missing or unsaved
         with outside():
             self._finish_pending()
             waiting = self._waiting
@@ -230,21 +243,25 @@ class Checkpoint:
     ) -> None:
         """Restore everything, or nothing. Collective, right in every context.
 
-        An entry without an object waits: it is restored when `checkpoint.name = object` adds one, or when an optimizer makes
-        the slot.
+        An entry without an object waits until `checkpoint.name = object` adds one; the log names
+        it. State of an optimizer needs no such wait: the optimizer keeps it until its first step.
+        State belongs to the variable that has the same name in the checkpoint.
 
         Args:
             path: The folder of the checkpoint.
             restore_policy: What replica r takes of what was saved replica by replica: "same_rank_or_initial": entry r, or
                 it keeps what it has; "cycle": entry r modulo the number saved; "error": the numbers must be equal.
-            partial: Objects without an entry stay as they are; else they are an error.
+            partial: Objects without an entry stay as they are, state of an optimizer without a
+                variable or slot is left out, and so is state of another kind of optimizer. Without
+                it these three are errors.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
         Raises:
             ConfigError: A wrong argument; the others raise MismatchError.
             NotFound: There is no checkpoint; on every rank, as the next two.
             Corrupt: Bytes are not those that were saved.
-            CheckpointError: An object has another shape, dtype or kind than its entry, or no entry.
+            CheckpointError: An object has another shape, dtype or kind than its entry, or no entry;
+                or the state of an optimizer has no owner.
 
         Cost: every rank reads all values, and of the copies its own; two exchanges of some bytes.
         """
@@ -270,8 +287,16 @@ class Checkpoint:
             )
         if found_at is None:
             return None
-        waiting = _Waiting(found_at, found.identity, policy, timeout, set(found.left))
+        waiting = _Waiting(found_at, found.identity, policy, timeout, set(found.left), partial=partial)
         self.__dict__["_waiting"] = waiting
+        if waiting.keys and not partial and collected.group.rank == 0:
+            shown = sorted(waiting.keys)
+            _log.warning(
+                "%d entries of the checkpoint %s have no object in this program and are not restored: "
+                "%s%s. Add the object, checkpoint.name = object, or say that this is meant: "
+                "restore(…, partial=True)",
+                len(shown), found_at, ", ".join(shown[:8]), ", …" * (len(shown) > 8),
+            )  # fmt: skip
         for name, value in list(self._objects.items()):
             self._follow(name, value)
         return found_at
@@ -290,7 +315,7 @@ class Checkpoint:
         prefix: str = "",
     ) -> tuple[str | None, Found]:
         """Restore objects, by the group that they belong to."""
-        leaves, _, refused, there = collected
+        leaves, _, refused, there, _unsaved = collected
         everything = leaves if there is None else [*leaves, *there.leaves()]
         if isinstance(group, Alone):
             assert there is not None, "whoever restores alone does so for what is on servers"
@@ -309,26 +334,26 @@ class Checkpoint:
         )
         return path, found
 
-    def _restore_late(self, leaves: Sequence[Walked]) -> None:
+    def _restore_late(self) -> None:
         """Restore objects that came after `restore`, from the entries that wait for them."""
         waiting = self._waiting
-        if waiting is None:
+        if waiting is None or not waiting.keys:
             return
-        wanted = [leaf for leaf in leaves if waiting.prefix + leaf.key in waiting.keys or isinstance(leaf, StepperThere)]
-        if all(isinstance(leaf, StepperThere) for leaf in wanted):
+        found = [leaf for name, value in self._objects.items() for leaf in self._walk(name, value)]
+        collected = sorted_out(found, _default, prefix=waiting.prefix, only=waiting.keys)
+        if not collected.leaves and collected.there is None:
             return
-        collected = sorted_out(wanted, _default)
         group = None if collected.there is None and is_local(collected.leaves) else collected.group
         with outside():
             self._restored(
                 collected, group, waiting.path, None, waiting.policy, waiting.timeout,
-                partial=False, identity=waiting.identity, prefix=waiting.prefix,
+                partial=waiting.partial, identity=waiting.identity, prefix=waiting.prefix,
             )  # fmt: skip
         taken = [*collected.leaves, *([] if collected.there is None else collected.there.leaves())]
         waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in taken)
 
     def _follow(self, key: str, value: Any) -> None:
-        """Let nested checkpoints, and slots that are made later, have the entries that wait for them."""
+        """Let nested checkpoints have the entries that wait for their objects."""
         waiting = self._waiting
         if waiting is None:
             return
@@ -339,16 +364,6 @@ class Checkpoint:
         elif is_nested(value):
             for inner, item in _items(value):
                 self._follow(f"{key}/{inner}", item)
-        elif hasattr(value, "on_build") and value not in self._followed:
-            self._followed.add(value)
-            this = weakref.ref(self)
-
-            def built(made: dict[str, Variable]) -> None:
-                checkpoint = this()
-                if checkpoint is not None:
-                    checkpoint._restore_late([VariableLeaf(f"{key}/{name}", one) for name, one in made.items()])  # noqa: SLF001
-
-            value.on_build(built)
 
     # -- what it holds --------------------------------------------------------------------------------------------
 
@@ -376,11 +391,11 @@ class Checkpoint:
         elif is_nested(value):
             for name, inner in _items(value):
                 yield from self._walk(f"{key}/{name}", inner, above, _refuse)
+        elif isinstance(value, Optimizer):
+            yield StepperThere(key, value)
         elif callable(getattr(value, "tracked", None)):
             for name, variable in value.tracked().items():
                 yield VariableLeaf(f"{key}/{name}", variable)
-            if getattr(value, "elsewhere", None) is not None:
-                yield StepperThere(key, value)
         elif isinstance(value, ServerVariable):
             yield VariableThere(key, value)
         else:

@@ -26,6 +26,7 @@ from syncvar.variables import Variable, VariableSynchronization
 from syncvar.variables.places import places
 from syncvar.variables.policy import Context, Effect, Operation, Travel, decide
 from syncvar.variables.splitting import share_of
+from syncvar.variables.stepping import are_parts, replace_copy
 from syncvar.wire import is_plain, pack_object, unpack_object
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class VariableLeaf:
         self.variable = variable
         self._reading = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.SYNC)
         self.is_own = variable.synchronization is VariableSynchronization.NONE or self._reading.error is not None
+        self.are_parts = isinstance(variable, Variable) and are_parts(variable)
 
     def bring(self, communicator: Together) -> Brought:
         """Return its mode, dtype and shape."""
@@ -120,7 +122,7 @@ class VariableLeaf:
         require_kind(self.key, entry, "variable", f"variable {variable.name!r}")
         stored = entry.choose(self.key, replicas.member_rank, replicas.size, policy, own=self.is_own)
         parts = [] if stored is None else [stored]
-        if variable._are_parts and entry.copies and entry.replicas != replicas.size:  # noqa: SLF001
+        if self.are_parts and entry.copies and entry.replicas != replicas.size:
             parts = [entry.copies[replica] for replica in sorted(entry.copies)]
         if not parts:
             return KEEP
@@ -136,7 +138,7 @@ class VariableLeaf:
 
     def put(self, staged: Any) -> None:
         """Make it this replica's copy; sends nothing."""
-        self.variable._keep(staged)  # noqa: SLF001  (the one writer of copies)
+        replace_copy(self.variable, staged)
 
 
 def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:

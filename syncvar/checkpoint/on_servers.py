@@ -20,6 +20,7 @@ from syncvar.checkpoint.objects import (
     require_fit,
     require_kind,
 )
+from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_saved_variables
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from syncvar.optimizers import Optimizer
     from syncvar.servers.shard import RuleKey
     from syncvar.strategies.server_state import ServerState
+    from syncvar.variables import Variable
 
 __all__ = ["Collected", "OnServers", "StepperThere", "VariableThere", "Walked", "sorted_out", "taken_alone"]
 
@@ -121,6 +123,7 @@ class _IterationsLeaf(_ArrayLeaf):
         elsewhere = self._optimizer.elsewhere
         assert elsewhere is not None, "it steps variables on servers"
         elsewhere.steps = staged
+        self._optimizer.slots.expect_iterations(staged)
 
 
 class VariableThere(NamedTuple):
@@ -136,11 +139,11 @@ class VariableThere(NamedTuple):
 
 
 class StepperThere:
-    """Stands for what an optimizer keeps on servers, likewise.
+    """Stands for an optimizer, until all variables of a checkpoint are known.
 
     Args:
         key: Of the optimizer.
-        optimizer: It.
+        optimizer: The optimizer.
     """
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
@@ -173,26 +176,30 @@ class OnServers:
     Args:
         found: Its variables.
         steppers: Optimizers that may keep something of them.
+        keys: The key of each variable in the whole checkpoint, by its identity.
     """
 
-    def __init__(self, found: Iterable[VariableThere], steppers: Iterable[StepperThere]) -> None:
+    def __init__(
+        self, found: Iterable[VariableThere], steppers: Iterable[StepperThere], keys: dict[int, str]
+    ) -> None:
         variables = dict(found)
         self._variables = {key: _ArrayLeaf(key, one.shape, one.dtype, is_optional=False) for key, one in variables.items()}
-        self._found = variables
-        self._steppers = [one for one in steppers if one.can_be_there]
-        self._slots: dict[tuple[str, str], dict[str, _ArrayLeaf]] = {}  # key of an optimizer, name of a variable -> slots
+        self._found, self._keys = variables, keys
+        self._steppers = list(steppers)
+        self._slots: dict[tuple[str, str], dict[str, _ArrayLeaf]] = {}  # key of an optimizer, key of a variable -> slots
         self._iterations = {one.key: _IterationsLeaf(f"{one.key}/iterations", one.optimizer) for one in self._steppers}
         for stepper in self._steppers:
             rule = rule_of(stepper.rule[0], dict(stepper.rule[1]))
             for variable in variables.values():
-                below = f"{stepper.key}/{variable.name}/"
+                known = keys[id(variable)]
+                below = f"{stepper.key}/{known}/"
                 slots = {
                     name: _ArrayLeaf(below + name, variable.shape, compute_dtype(variable.dtype), is_optional=True)
                     for name in slot_names(rule, variable.dtype)
                 }
                 if rule._counts_steps:  # noqa: SLF001  (a rule as its variables see it)
                     slots[_STEPS] = _ArrayLeaf(below + _STEPS, (), np.dtype(np.int64), is_optional=True)
-                self._slots[stepper.key, variable.name] = slots
+                self._slots[stepper.key, known] = slots
 
     @property
     def strategy(self) -> Any:
@@ -221,7 +228,7 @@ class OnServers:
         state: ServerState = take([(variable, rules) for variable in self._found.values()], timeout)
         made: list[Leaf] = []
         steps = dict.fromkeys(self._iterations, 0)
-        for (key, leaf), kept in zip(self._variables.items(), state.variables, strict=True):
+        for leaf, kept in zip(self._variables.values(), state.variables, strict=True):
             leaf.array = kept.value
             made.append(leaf)
             for stepper in self._steppers:
@@ -229,7 +236,7 @@ class OnServers:
                 steps[stepper.key] = max(steps[stepper.key], one.steps)
                 if not one.steps:
                     continue
-                for name, slot in self._slots[stepper.key, self._found[key].name].items():
+                for name, slot in self._slots[stepper.key, self._keys[id(kept.variable)]].items():
                     slot.array = np.array(one.steps, np.int64) if name == _STEPS else one.slots[name]
                     made.append(slot)
         for stepper in self._steppers:
@@ -257,7 +264,7 @@ class OnServers:
             variable = self._found[key]
             slots: dict[RuleKey, Slots] = {}
             for stepper in self._steppers:
-                arrays = {name: slot.array for name, slot in self._slots[stepper.key, variable.name].items() if slot.array is not None}
+                arrays = {name: slot.array for name, slot in self._slots[stepper.key, self._keys[id(variable)]].items() if slot.array is not None}
                 steps = arrays.pop(_STEPS, None)
                 if arrays or steps is not None:
                     count = max(1, stepper.optimizer.iterations if steps is None else int(steps))
@@ -319,16 +326,23 @@ class Collected(NamedTuple):
         group: Who saves it.
         refused: What cannot be saved, for the group to be told; or None.
         there: What is on servers, or None.
+        unsaved: State of an optimizer that a save would leave out, as an error; or None.
     """
 
     leaves: list[Leaf]
     group: Together
     refused: Exception | None
     there: OnServers | None
+    unsaved: ConfigError | None = None
 
 
 def sorted_out(
-    found: Sequence[Walked], default: Callable[[], Communicator], refused: Exception | None = None
+    found: Sequence[Walked],
+    default: Callable[[], Communicator],
+    refused: Exception | None = None,
+    *,
+    prefix: str = "",
+    only: Collection[str] | None = None,
 ) -> Collected:
     """Return what a checkpoint holds, sorted out.
 
@@ -336,12 +350,27 @@ def sorted_out(
         found: All of it.
         default: Returns the group of a checkpoint without variables.
         refused: What cannot be saved.
+        prefix: What the keys in a restored checkpoint have before those of `found`.
+        only: The keys in that checkpoint to which the result is limited; None for no limit.
     """
     variables = [one for one in found if isinstance(one, VariableThere)]
     steppers = [one for one in found if isinstance(one, StepperThere)]
-    leaves = sorted((one for one in found if not isinstance(one, VariableThere | StepperThere)), key=lambda leaf: leaf.key)
-    there = OnServers(variables, steppers) if variables else None
-    if there is None:
+    leaves: list[Leaf] = [one for one in found if not isinstance(one, VariableThere | StepperThere)]
+    keys: dict[int, str] = {}
+    local: dict[str, Variable] = {}
+    for one in found:
+        if isinstance(one, VariableThere | VariableLeaf) and keys.setdefault(id(one.variable), prefix + one.key) == prefix + one.key:
+            local |= {prefix + one.key: one.variable} if isinstance(one, VariableLeaf) else {}
+    steppers_there = [one for one in steppers if variables and one.optimizer.elsewhere is not None and one.can_be_there]
+    for stepper in steppers:
+        leaves.append(RuleLeaf(stepper.key, stepper.optimizer))
+        leaves += local_leaves(stepper.key, stepper.optimizer, local, has_own=stepper not in steppers_there)
+    leaves.sort(key=lambda leaf: leaf.key)
+    if only is not None:
+        leaves = [leaf for leaf in leaves if prefix + leaf.key in only]
+        variables = [one for one in variables if prefix + one.key in only]
+    there = OnServers(variables, steppers_there, keys) if variables else None
+    if there is None and only is None:
         try:
             _require_variables(steppers, ())
         except ConfigError as error:
@@ -351,4 +380,9 @@ def sorted_out(
         group = there.group
     else:
         group = communicator_of_leaves(leaves, default)
-    return Collected(leaves, group, refused, there)
+    unsaved = None
+    try:
+        require_saved_variables([(one.key, one.optimizer) for one in steppers], keys)
+    except ConfigError as error:
+        unsaved = error
+    return Collected(leaves, group, refused, there, unsaved)

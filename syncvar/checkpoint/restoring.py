@@ -9,13 +9,20 @@ What changes is kept until all ranks say that it went well; an object that refus
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.checkpoint.agreement import failure_of, raise_failures
 from syncvar.checkpoint.objects import KEEP, VariableLeaf
+from syncvar.checkpoint.optimizer_state import (
+    RuleLeaf,
+    SlotLeaf,
+    ownerless_keys,
+    refuse_ownerless,
+)
 from syncvar.checkpoint.reading import Source
 from syncvar.checkpoint.together import gathered
-from syncvar.errors import CheckpointError, ConfigError, NotFound
+from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound
 from syncvar.variables import VariableSynchronization
 
 if TYPE_CHECKING:
@@ -32,6 +39,7 @@ POLICIES = ("same_rank_or_initial", "cycle", "error")
 _TRIES = 3  # of one rank
 _ROUNDS = 10  # of all: one saved meanwhile makes some ranks see the old one, and some the new one
 _NOTHING = "nothing was restored"
+_log = logging.getLogger("syncvar")
 
 
 class Found(NamedTuple):
@@ -149,13 +157,20 @@ def stage_leaves(
                     f"restored from it: add them (or run one step) before the next save"
                 )
             try:
+                skipped = _skipped_prefixes(leaves, communicator, source, policy, prefix) if partial else ()
                 found, missing = [], []
                 for leaf in leaves:
-                    entry = manifest.entries.get(prefix + leaf.key)
-                    if entry is None:
-                        missing += [] if leaf.is_optional else [leaf.key]
+                    if skipped and leaf.key.startswith(skipped):
                         continue
-                    value = leaf.stage(entry, functools.partial(source.array, prefix + leaf.key), policy, communicator or _alone(leaf))
+                    entry = manifest.entries.get(prefix + leaf.key)
+                    if entry is not None:
+                        read = functools.partial(source.array, prefix + leaf.key)
+                        value = leaf.stage(entry, read, policy, communicator or _alone(leaf))
+                    elif isinstance(leaf, SlotLeaf):
+                        value = leaf.stage_absent(manifest.entries, prefix)
+                    else:
+                        value = KEEP
+                        missing += [] if leaf.is_optional else [leaf.key]
                     if value is not KEEP:
                         found.append((leaf, value))
                 if missing and not partial:
@@ -164,13 +179,39 @@ def stage_leaves(
                         f"{', '.join(map(repr, sorted(manifest.entries)[:16])) or 'nothing'}. restore(…, partial=True) leaves "
                         f"such objects as they are"
                     )
+                if not partial:
+                    refuse_ownerless(path, ownerless_keys(leaves, manifest.entries, prefix))
             except CheckpointError:
                 if left and source.was_replaced():
                     continue
                 raise
             taken = {prefix + leaf.key for leaf in leaves}
+            taken |= {key for key in manifest.entries if key.startswith(tuple(prefix + one for one in skipped))}
             return found, Found(manifest.identity, frozenset(manifest.entries.keys() - taken), manifest.pushes)
     raise CheckpointError(f"the checkpoint at {path} was replaced again and again while it was read")
+
+
+def _skipped_prefixes(
+    leaves: list[Leaf], communicator: Together | None, source: Source, policy: str, prefix: str
+) -> tuple[str, ...]:
+    """Return the beginnings of the keys of optimizers that cannot use what the checkpoint has."""
+    skipped = []
+    for leaf in leaves:
+        if not isinstance(leaf, RuleLeaf):
+            continue
+        entry = source.manifest.entries.get(prefix + leaf.key)
+        if entry is None:
+            skipped.append(leaf.below)
+            continue
+        assert communicator is not None, "optimizers are restored by a group"
+        try:
+            leaf.stage(entry, functools.partial(source.array, prefix + leaf.key), policy, communicator)
+        except Corrupt:
+            raise
+        except CheckpointError as error:
+            _log.warning("%s. This optimizer stays as it is", error)
+            skipped.append(leaf.below)
+    return tuple(skipped)
 
 
 def _alone(leaf: Leaf) -> Communicator:

@@ -124,7 +124,9 @@ class Optimizer(Taught, Rule):
     def iterations(self) -> int:
         """Steps made so far."""
         made = self._slots.iterations
-        return self._elsewhere.steps if made is None else int(copy_of(made))
+        if made is not None:
+            return int(copy_of(made))
+        return self._elsewhere.steps or self._slots.restored_iterations
 
     @property
     def variables(self) -> list[Variable]:
@@ -132,10 +134,11 @@ class Optimizer(Taught, Rule):
         return list(self._slots.tracked.values())
 
     def tracked(self) -> dict[str, Variable]:
-        """Return its own variables that exist by the keys under which a checkpoint keeps them.
+        """Return its own variables that exist, by key.
 
-        The keys do not depend on the names that the slots were given: "iterations", "<variable>/<slot>", such as
-        "w/m", and "NONE:<variable>/<slot>" for NONE variables, whose names are a namespace of their own.
+        The keys are "iterations", "<name of the variable>/<slot>", such as "w/m", and
+        "NONE:<name>/<slot>" for NONE variables, whose names are a namespace of their own. A
+        checkpoint writes the key that the variable has there, instead of its name.
         """
         return dict(self._slots.tracked)
 
@@ -144,12 +147,10 @@ class Optimizer(Taught, Rule):
         """What it knows of variables on servers; None where it steps others. Of use to this package only."""
         return self._elsewhere if self._slots.iterations is None else None
 
-    def on_build(self, listener: Callable[[dict[str, Variable]], None]) -> None:
-        """Call `listener(new variables by key)` whenever slots have been made, on every replica at the same call.
-
-        A checkpoint that was restored before the slots existed restores them so.
-        """
-        self._slots.listeners.append(listener)
+    @property
+    def slots(self) -> Slots:
+        """What it keeps of each variable, and what a restore has left for it. For this package only."""
+        return self._slots
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Make the slots of variables now rather than at their first step. Collective, except for NONE variables.

@@ -19,16 +19,21 @@ import numpy as np
 from syncvar.errors import ConfigError
 from syncvar.variables.creation import Wish
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
-from syncvar.variables.stepping import copy_of, make_beside
+from syncvar.variables.stepping import copy_of, make_beside, replace_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from syncvar.variables import Variable
     from syncvar.variables.places import Owner
 
-__all__ = ["Slots", "State", "compute_dtype", "is_apart", "is_half"]
+__all__ = ["ITERATIONS", "SavedSlot", "SlotSpec", "Slots", "State", "compute_dtype", "is_apart", "is_half"]
 
+ITERATIONS, CALLS, MASTER, ACCUMULATED = "iterations", "calls", "master", "accumulated"
+_WEIGHT, _REPLICAS = "accumulated_weight", "accumulated_replicas"
+_WITHIN_STEP = (CALLS, ACCUMULATED, _WEIGHT, _REPLICAS)  # of use only until the step is complete
 _APART = VariableSynchronization.NONE
 _NAME_MAX = 128
 
@@ -65,6 +70,110 @@ class State(NamedTuple):
     accumulator: Variable | None
 
 
+class SlotSpec(NamedTuple):
+    """What one slot is, before it exists.
+
+    Args:
+        initial: Its first value, for every element.
+        shape: Its shape.
+        dtype: Its dtype.
+        synchronization: Its mode; the aggregation is always NONE.
+        is_part: The copies are parts of a sum; see `make_beside`.
+    """
+
+    initial: float
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    synchronization: VariableSynchronization
+    is_part: bool = False
+
+
+class WaitingValue(NamedTuple):
+    """A value that a checkpoint has restored for a slot that does not exist yet.
+
+    Args:
+        variable: Whose slot it is, which this keeps alive; None for those of the optimizer itself.
+        value: This replica's copy.
+    """
+
+    variable: Variable | None
+    value: NDArray[Any]
+
+
+class SavedSlot:
+    """One slot as a checkpoint sees it, whether its variable exists yet or not.
+
+    A checkpoint may be restored before the first step makes the slots. The value then waits in the optimizer, and the slot
+    begins with it.
+
+    Args:
+        slots: All slots of the optimizer.
+        name: Of the slot.
+        spec: What it is.
+        beside: Whose slot it is; None for those of the optimizer itself.
+        strategy: Whose replicas have it.
+    """
+
+    aggregation = VariableAggregation.NONE
+
+    def __init__(self, slots: Slots, name: str, spec: SlotSpec, beside: Variable | None, strategy: Any) -> None:
+        self._spec, self._slots, self._slot, self._beside = spec, slots, name, beside
+        self._key = _owner_id(beside), name
+        self.is_own = beside is None
+        self._variable = slots.built.get(self._key)
+        self.name = slots.name_of(name, beside)
+        self.strategy = strategy if self._variable is None else self._variable.strategy
+        self.shape, self.dtype, self.synchronization = spec.shape, spec.dtype, spec.synchronization
+        self.are_parts = spec.is_part
+        self.is_apart = spec.synchronization is _APART
+
+    @property
+    def is_built(self) -> bool:
+        """Whether its variable exists."""
+        return self._variable is not None
+
+    @property
+    def has_value(self) -> bool:
+        """Whether its variable exists, or a checkpoint has restored a value for it."""
+        return self.is_built or self._key in self._slots.waiting
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it has a value that a checkpoint must keep."""
+        return self.has_value and (self._slot not in _WITHIN_STEP or self._slots.is_in_step)
+
+    def local_value(self) -> NDArray[Any]:
+        """Return this replica's copy; what slots begin with, where there is none yet."""
+        if self._variable is not None:
+            return self._variable.local_value()
+        waiting = self._slots.waiting.get(self._key)
+        return self._initial() if waiting is None else waiting.value
+
+    read_value = local_value
+
+    def replace(self, value: NDArray[Any] | None, *, is_apart: bool) -> None:
+        """Make a value this replica's copy; sends nothing.
+
+        Args:
+            value: None for the value with which slots begin.
+            is_apart: Whether the optimizer steps NONE variables only.
+        """
+        if self._variable is None:
+            self._slots.waiting.pop(self._key, None)
+            if self.is_own:
+                self._slots.is_waiting_apart = is_apart
+            if value is not None:
+                copied = np.array(value, self.dtype).reshape(self.shape)
+                self._slots.waiting[self._key] = WaitingValue(self._beside, copied)
+        elif value is not None:
+            replace_copy(self._variable, value)
+        elif self._slot != MASTER:  # a step takes a master from its variable wherever the two differ
+            replace_copy(self._variable, self._initial())
+
+    def _initial(self) -> NDArray[Any]:
+        return np.full(self.shape, self._spec.initial, self.dtype)
+
+
 class Slots:
     """All variables of one optimizer.
 
@@ -81,8 +190,10 @@ class Slots:
         self._counts = counts
         self._accumulates = accumulates
         self._states: dict[int, State] = {}  # by the identity of the variable, which the state keeps alive
+        self.built: dict[tuple[int, str], Variable] = {}  # by the identity of the variable, and the slot's name
+        self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
+        self.is_waiting_apart = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
-        self.listeners: list[Callable[[dict[str, Variable]], None]] = []
         self.apart = False
         self.owner: Owner | None = None
         self.iterations: Variable | None = None
@@ -119,63 +230,129 @@ class Slots:
     def build(self, owner: Owner, variables: Sequence[Variable], *, apart: bool) -> None:
         """Make the slots of variables that have none. Collective, except where all variables are NONE.
 
+        A slot for which a checkpoint has restored a value begins with that value.
+
         Args:
             owner: The variables' strategy.
             variables: In the same order on every replica.
             apart: All variables of this optimizer are each replica's own.
         """
-        before = set(self.tracked)
         self.apart, self.owner = apart, owner
         if self.iterations is None:
-            mode = _APART if apart else VariableSynchronization.ON_WRITE
-            self.iterations = self._make(owner, "iterations", np.int64(0), mode)
-            if self._accumulates:
-                own = _APART if apart else VariableSynchronization.ON_READ
-                self.calls = self._make(owner, "calls", np.int64(0), mode)
-                self.weight = self._make(owner, "accumulated_weight", np.float64(0), own, parts=not apart)
-                self.replicas = self._make(owner, "accumulated_replicas", np.float64(0), own, parts=not apart)
+            made = {
+                slot: self._make(owner, slot, spec, np.full((), spec.initial, spec.dtype))
+                for slot, spec in self.own_specs(apart=apart).items()
+            }
+            self.calls, self.weight = made.get(CALLS), made.get(_WEIGHT)
+            self.replicas, self.iterations = made.get(_REPLICAS), made[ITERATIONS]
         for variable in variables:
             if id(variable) not in self._states:
                 self._states[id(variable)] = self._build(owner, variable)
-        made = {key: variable for key, variable in self.tracked.items() if key not in before}
-        if made:
-            for listener in list(self.listeners):
-                listener(made)
 
     def _build(self, owner: Owner, variable: Variable) -> State:
-        mode = variable.synchronization
-        shape, dtype = variable.shape, compute_dtype(variable.dtype)
-        changed = [variable]
-
-        def slot(name: str, value: Any) -> None:
-            changed.append(self._make(owner, name, value, mode, variable))
-
-        if is_half(variable.dtype):
-            slot("master", copy_of(variable).astype(dtype))
-        for name, initial in self._initials.items():
-            slot(name, np.full(shape, initial, dtype))
-        if self._counts:
-            slot("steps", np.int64(0))
-        accumulator = None
-        if self._accumulates:
-            own = _APART if is_apart(variable) else VariableSynchronization.ON_READ
-            zeros = np.zeros(shape, dtype)
-            accumulator = self._make(owner, "accumulated", zeros, own, variable, parts=not is_apart(variable))
-        return State(tuple(changed), accumulator)
+        made = {}
+        for slot, spec in self.specs_of(variable).items():
+            is_master = slot == MASTER
+            value = copy_of(variable).astype(spec.dtype) if is_master else np.full(spec.shape, spec.initial, spec.dtype)
+            made[slot] = self._make(owner, slot, spec, value, variable)
+        changed = [one for slot, one in made.items() if slot != ACCUMULATED]
+        return State((variable, *changed), made.get(ACCUMULATED))
 
     def _make(
-        self,
-        owner: Owner,
-        slot: str,
-        value: Any,
-        mode: VariableSynchronization,
-        beside: Variable | None = None,
-        *,
-        parts: bool = False,
+        self, owner: Owner, slot: str, spec: SlotSpec, value: NDArray[Any], beside: Variable | None = None
     ) -> Variable:
-        key = slot if beside is None else f"{self._key(beside)}/{slot}"
-        ending = f"{self._name}/{slot}"
-        name = ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
-        made = make_beside(owner, Wish(value, False, name, None, mode, VariableAggregation.NONE), parts=parts)
-        self.tracked[key] = made
+        wish = Wish(value, False, self.name_of(slot, beside), None, spec.synchronization, VariableAggregation.NONE)
+        made = make_beside(owner, wish, parts=spec.is_part)
+        self.tracked[self._tracked_key(slot, beside)] = made
+        self.built[_owner_id(beside), slot] = made
+        waiting = self.waiting.pop((_owner_id(beside), slot), None)
+        if waiting is not None:
+            replace_copy(made, waiting.value)
         return made
+
+    def name_of(self, slot: str, beside: Variable | None) -> str:
+        """Return the name of the variable that is a slot."""
+        ending = f"{self._name}/{slot}"
+        return ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
+
+    def _tracked_key(self, slot: str, beside: Variable | None) -> str:
+        return slot if beside is None else f"{self._key(beside)}/{slot}"
+
+    # -- what each slot is, and what a checkpoint sees of it ------------------------------------------------------
+
+    @property
+    def rule_slots(self) -> list[str]:
+        """Names of the slots of the rule: what a checkpoint compares before it restores an optimizer."""
+        return sorted([*self._initials, *(["steps"] if self._counts else [])])
+
+    def own_specs(self, *, apart: bool) -> dict[str, SlotSpec]:
+        """Return what the variables of the optimizer itself are, by name."""
+        mode = _APART if apart else VariableSynchronization.ON_WRITE
+        made = {ITERATIONS: SlotSpec(0, (), np.dtype(np.int64), mode)}
+        if self._accumulates:
+            own = _APART if apart else VariableSynchronization.ON_READ
+            made[CALLS] = SlotSpec(0, (), np.dtype(np.int64), mode)
+            made[_WEIGHT] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
+            made[_REPLICAS] = SlotSpec(0.0, (), np.dtype(np.float64), own, not apart)
+        return made
+
+    def specs_of(self, variable: Variable) -> dict[str, SlotSpec]:
+        """Return what the slots of a variable are, by name, in the order of `State`."""
+        mode, dtype, shape = variable.synchronization, compute_dtype(variable.dtype), variable.shape
+        made = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
+        made |= {name: SlotSpec(initial, shape, dtype, mode) for name, initial in self._initials.items()}
+        if self._counts:
+            made["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
+        if self._accumulates:
+            own = _APART if is_apart(variable) else VariableSynchronization.ON_READ
+            made[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_apart(variable))
+        return made
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether gradients of a step that is not complete are kept."""
+        waiting = self.waiting.get((_owner_id(None), CALLS))
+        calls = copy_of(self.calls) if self.calls is not None else None if waiting is None else waiting.value
+        return calls is not None and int(calls) > 0
+
+    def expect_iterations(self, steps: int) -> None:
+        """Let the count of steps begin with a restored number, unless there is one already."""
+        if self.iterations is None:
+            self.waiting[_owner_id(None), ITERATIONS] = WaitingValue(None, np.array(steps, np.int64))
+
+    @property
+    def restored_iterations(self) -> int:
+        """The count of steps that a checkpoint has restored before there were slots; else 0."""
+        waiting = self.waiting.get((_owner_id(None), ITERATIONS))
+        return 0 if waiting is None else int(waiting.value)
+
+    @property
+    def stepped(self) -> list[Variable]:
+        """The variables of which this optimizer keeps something."""
+        built = {key: state.changed[0] for key, state in self._states.items()}
+        waiting = {id(one.variable): one.variable for one in self.waiting.values() if one.variable is not None}
+        return list((built | waiting).values())
+
+    def saved_slots(self, variable: Variable) -> dict[str, SavedSlot]:
+        """Return the slots of a variable as a checkpoint sees them, by name; also before they exist."""
+        return {
+            slot: SavedSlot(self, slot, spec, variable, variable.strategy) for slot, spec in self.specs_of(variable).items()
+        }
+
+    def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
+        """Return the variables of the optimizer itself as a checkpoint sees them, by name; also before they exist.
+
+        Args:
+            strategy: Whose replicas have them, before they exist.
+        """
+        apart = self.is_waiting_apart if self.iterations is None else self.apart
+        return {slot: SavedSlot(self, slot, spec, None, strategy) for slot, spec in self.own_specs(apart=apart).items()}
+
+    def waiting_by_name(self) -> dict[str, NDArray[Any]]:
+        """Return what waits for slots that do not exist yet, under the keys that `tracked` will have."""
+        return {self._tracked_key(slot, one.variable): one.value for (_, slot), one in self.waiting.items()}
+
+
+def _owner_id(variable: Variable | None) -> int:
+    """Return the number under which the slots of a variable are found; 0 for those of the optimizer itself."""
+    return 0 if variable is None else id(variable)

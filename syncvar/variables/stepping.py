@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from syncvar.variables.places import Owner
 
-__all__ = ["change_copies", "copy_of", "make_beside"]
+__all__ = ["are_parts", "change_copies", "copy_of", "make_beside", "replace_copy"]
 
 
 def change_copies(variables: Sequence[Variable], change: Callable[..., None], *arguments: Any) -> None:
@@ -56,6 +56,24 @@ def change_copies(variables: Sequence[Variable], change: Callable[..., None], *a
 def copy_of(variable: Variable) -> NDArray[Any]:
     """Return this replica's copy itself, to look at now and not to keep; counts as no read, and exposes nothing."""
     return variable._storage.array  # noqa: SLF001
+
+
+def replace_copy(variable: Variable, value: NDArray[Any]) -> None:
+    """Make a value this replica's copy; sends nothing. For state that comes from a checkpoint or from another variable.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> v = sv.Variable([1.0, 2.0])
+        >>> replace_copy(v, np.array([5.0, 6.0]))
+        >>> v.numpy()
+        array([5., 6.], dtype=float32)
+    """
+    variable._keep(value)  # noqa: SLF001  (the one writer of copies)
+
+
+def are_parts(variable: Variable) -> bool:
+    """Return whether the copies are parts of a whole; see `make_beside`."""
+    return variable._are_parts  # noqa: SLF001
 
 
 def make_beside(owner: Owner, wish: Wish, *, parts: bool = False) -> Variable:

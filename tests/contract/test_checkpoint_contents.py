@@ -265,8 +265,7 @@ def test_an_optimizer_whose_slots_are_made_later(tmp_path):
 
     expected = world(2, whole)
     assert world(2, resumed, False) == expected
-    if hasattr(sv.optimizers.Adam, "on_build"):
-        assert world(2, resumed, True) == expected
+    assert world(2, resumed, True) == expected
 
 
 # -- deferred, partial, all or nothing ----------------------------------------------------------------------------

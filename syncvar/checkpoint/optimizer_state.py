@@ -1,0 +1,199 @@
+"""The state of optimizers as entries of a checkpoint.
+
+The key of a slot consists of the checkpoint's own keys: "<optimizer>/<variable>/<slot>", such as
+"optimizer/w/momentum". The names of variables play no part, because they depend on the order in
+which a program makes its variables. The entry "<optimizer>/rule" says which slots the optimizer has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.checkpoint.objects import KEEP, PlainLeaf, VariableLeaf
+from syncvar.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from syncvar.checkpoint.manifest import Entry, Stored
+    from syncvar.checkpoint.objects import Leaf
+    from syncvar.checkpoint.together import Together
+    from syncvar.optimizers import Optimizer
+    from syncvar.optimizers.slots import SavedSlot
+    from syncvar.variables import Variable
+
+__all__ = [
+    "RuleLeaf",
+    "SlotLeaf",
+    "local_leaves",
+    "ownerless_keys",
+    "refuse_ownerless",
+    "require_saved_variables",
+]
+
+
+class StagedSlot(NamedTuple):
+    """What a slot becomes.
+
+    Args:
+        value: This replica's copy; None for the value with which slots begin.
+        is_apart: Whether the optimizer steps NONE variables only.
+    """
+
+    value: NDArray[Any] | None
+    is_apart: bool
+
+
+class SlotLeaf(VariableLeaf):
+    """A slot of an optimizer, whether its variable exists yet or not.
+
+    Args:
+        key: Its key.
+        slot: The slot.
+        owners: Keys that a checkpoint has if it has the state of this optimizer and variable.
+    """
+
+    is_optional = True
+
+    def __init__(self, key: str, slot: SavedSlot, owners: tuple[str, ...]) -> None:
+        super().__init__(key, slot)  # type: ignore[arg-type]  # has what the leaf reads of a variable
+        self.slot, self.are_parts = slot, slot.are_parts
+        self._owners = owners
+
+    @property
+    def is_present(self) -> bool:
+        """Whether a checkpoint must keep it."""
+        return self.slot.is_present
+
+    def stage(
+        self,
+        entry: Entry,
+        read: Callable[[Stored], NDArray[Any]],
+        policy: str,
+        communicator: Together,
+    ) -> Any:
+        """Return what `put` takes, or KEEP."""
+        is_apart = entry.mode.startswith("NONE")
+        if self.slot.is_own and not self.slot.is_built:
+            self.is_own = self.is_own or is_apart
+        value = super().stage(entry, read, policy, communicator)
+        return StagedSlot(value, is_apart) if value is not KEEP else value
+
+    def stage_absent(self, saved: Collection[str], prefix: str) -> Any:
+        """Return what `put` takes where a checkpoint has no entry for the slot, or KEEP."""
+        if all(prefix + owner in saved for owner in self._owners):
+            return StagedSlot(None, self.slot.is_apart)
+        return KEEP
+
+    def now(self) -> Any:
+        """Return what `put` takes to make the slot what it is now."""
+        value = self.slot.local_value() if self.slot.has_value else None
+        return StagedSlot(value, self.slot.is_apart)
+
+    def put(self, staged: Any) -> None:
+        """Make it what was staged; sends nothing."""
+        self.slot.replace(staged.value, is_apart=staged.is_apart)
+
+
+class RuleLeaf(PlainLeaf):
+    """Which slots an optimizer has: a checkpoint of another rule must not be restored into it.
+
+    Args:
+        key: Of the optimizer.
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, key: str, optimizer: Optimizer) -> None:
+        super().__init__(f"{key}/rule", "state", self._describe, self._ignore, self._check_rule)
+        self.below = f"{key}/"
+        self._optimizer_key, self._optimizer = key, optimizer
+
+    def _describe(self) -> dict[str, Any]:
+        rule, slots = type(self._optimizer).__name__, self._optimizer.slots.rule_slots
+        return {"rule": rule, "slots": slots}
+
+    def _ignore(self, state: Any) -> None:
+        """Change nothing: the rule is a part of the program."""
+
+    def _check_rule(self, state: Any) -> None:
+        mine = self._describe()
+        if not isinstance(state, dict) or state.get("slots") != mine["slots"]:
+            saved = state if isinstance(state, dict) else {}
+            raise CheckpointError(
+                f"{self._optimizer_key!r}: the checkpoint has the state of {saved.get('rule')!s:.40} "
+                f"({_listed(saved.get('slots') or [])}), and this program has {mine['rule']} "
+                f"({_listed(mine['slots'])}), which cannot use it. Make the optimizer that was saved, "
+                f"or leave this one as it is: restore(…, partial=True)"
+            )
+
+
+def _listed(slots: list[str]) -> str:
+    return f"slots {', '.join(map(str, slots))}"[:200] if slots else "no slots"
+
+
+def local_leaves(
+    key: str, optimizer: Optimizer, variables: Mapping[str, Variable], *, has_own: bool
+) -> Iterator[Leaf]:
+    """Yield the leaves of an optimizer, for variables that are not on servers.
+
+    Args:
+        key: Of the optimizer.
+        optimizer: The optimizer.
+        variables: All variables of the checkpoint that are not on servers, by key.
+        has_own: Whether to yield the variables of the optimizer itself, such as its count of steps.
+    """
+    slots, rule = optimizer.slots, f"{key}/rule"
+    for below, variable in variables.items():
+        for name, slot in slots.saved_slots(variable).items():
+            yield SlotLeaf(f"{key}/{below}/{name}", slot, (rule, below))
+    home = next(iter([*slots.stepped, *variables.values()]), None)
+    if has_own and home is not None:
+        for name, slot in slots.saved_own(home.strategy).items():
+            yield SlotLeaf(f"{key}/{name}", slot, (rule,))
+
+
+def require_saved_variables(
+    optimizers: Iterable[tuple[str, Optimizer]], saved: Collection[int]
+) -> None:
+    """Raise ConfigError where an optimizer keeps state of a variable that is not saved with it.
+
+    Args:
+        optimizers: With their keys.
+        saved: Identities of the variables that are saved.
+    """
+    for key, optimizer in optimizers:
+        left_out = [one for one in optimizer.slots.stepped if id(one) not in saved]
+        if left_out:
+            name = left_out[0].name
+            raise ConfigError(
+                f"{key!r} has state of the variable {name!r}, and the checkpoint does not hold that "
+                f"variable. A restore finds state by the key of its variable: add the variable, "
+                f"sv.Checkpoint(…, {key}={key}, name=variable)"
+            )
+
+
+def ownerless_keys(leaves: Iterable[Leaf], saved: Collection[str], prefix: str) -> list[str]:
+    """Return the keys of saved state that no optimizer of this program takes.
+
+    Args:
+        leaves: Everything that is restored.
+        saved: The keys in the checkpoint.
+        prefix: What the keys in the checkpoint have before those of the leaves.
+    """
+    leaves = list(leaves)
+    below = tuple(prefix + leaf.below for leaf in leaves if isinstance(leaf, RuleLeaf))
+    taken = {prefix + leaf.key for leaf in leaves}
+    return sorted(key for key in saved if below and key.startswith(below) and key not in taken)
+
+
+def refuse_ownerless(path: str, ownerless: list[str]) -> None:
+    """Raise CheckpointError about state that no optimizer of this program takes."""
+    if ownerless:
+        raise CheckpointError(
+            f"the checkpoint at {path} has state for which this program has no variable or slot: "
+            f"{', '.join(map(repr, ownerless[:8]))}{', …' if len(ownerless) > 8 else ''}. State is "
+            f"found by the names that sv.Checkpoint(name=variable, …) had when it was saved. Give the "
+            f"same names, or leave this state out: restore(…, partial=True)"
+        )
