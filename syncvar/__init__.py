@@ -15,35 +15,37 @@ from syncvar.loading import attributes_of
 if TYPE_CHECKING:
     from syncvar import data, engines, optimizers, partitioners
     from syncvar.checkpoint import Checkpoint, CheckpointManager, PendingSave, load, save
+
+    # mypy mistakes a name for the submodule of that name where it checks the package later, so it is imported from there.
     from syncvar.collectives import (
         Group,
         Mesh,
-        all_gather,
         all_gather_object,
-        all_reduce,
-        all_reduce_shards,
-        all_to_all,
-        barrier,
-        broadcast,
         broadcast_object,
         exscan,
-        gather,
         gather_object,
-        mesh,
         new_group,
         recv,
         recv_object,
-        reduce,
-        reduce_scatter,
         register_op,
-        scan,
-        scatter,
         scatter_object,
         send,
         send_object,
         sendrecv,
-        tree_sum,
     )
+    from syncvar.collectives.all_gather import all_gather
+    from syncvar.collectives.all_reduce import all_reduce
+    from syncvar.collectives.all_reduce_shards import all_reduce_shards
+    from syncvar.collectives.all_to_all import all_to_all
+    from syncvar.collectives.barrier import barrier
+    from syncvar.collectives.broadcast import broadcast
+    from syncvar.collectives.gather import gather
+    from syncvar.collectives.mesh import mesh
+    from syncvar.collectives.reduce import reduce
+    from syncvar.collectives.reduce_scatter import reduce_scatter
+    from syncvar.collectives.scan import scan
+    from syncvar.collectives.scatter import scatter
+    from syncvar.collectives.tree_sum import tree_sum
     from syncvar.engine.waiting import wait_all, wait_any
     from syncvar.engine.work import Work
     from syncvar.errors import (
@@ -104,8 +106,8 @@ if TYPE_CHECKING:
         get_strategy,
         has_strategy,
         in_cross_replica_context,
-        uneven,
     )
+    from syncvar.strategies.uneven import uneven
     from syncvar.variables import (
         DistributedValues,
         Explanation,

@@ -22,7 +22,8 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from syncvar import fork_cleanup, stacks
+from syncvar import stacks
+from syncvar.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.joining.rank_process import claim_rank
 from syncvar.roles import server_number
 from syncvar.word import Word, adopt
@@ -70,18 +71,18 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     adopt(word)
     process = os.getpid()
     claim_rank(os.environ)
-    fork_cleanup.enable_fault_handler()
+    enable_fault_handler()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     if threading.current_thread() is threading.main_thread():
-        fork_cleanup.handle_signal(signal.SIGTERM, _terminate)
+        handle_signal(signal.SIGTERM, _terminate)
         directory = os.environ.get("SYNCVAR_HOST_DIRECTORY", "")
         if word.is_open and directory:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
                 rank = int(os.environ["SYNCVAR_RANK"])
                 stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
-    fork_cleanup.register_exit(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
+    register_exit(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
         _settled(run or _run)
     except SystemExit as request:

@@ -23,7 +23,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar import fork_cleanup
+from syncvar.fork_cleanup import handle_signal, register_exit, register_fault_dump
 from syncvar.roles import SERVING
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ def listen(path: str) -> None:
             os.write(descriptor, _dump(_of_program(frame), all_threads=number == ALL_THREADS))
 
     for number in (MAIN_THREAD, ALL_THREADS):
-        fork_cleanup.handle_signal(number, answer)
+        handle_signal(number, answer)
         signal.siginterrupt(number, False)  # noqa: FBT003  (system calls of libraries go on)
-    fork_cleanup.register_fault_dump(WITHOUT_PYTHON, descriptor)
-    fork_cleanup.register_exit(_be_deaf)  # the interpreter's end would give the signals back their default, which is to end the process
+    register_fault_dump(WITHOUT_PYTHON, descriptor)
+    register_exit(_be_deaf)  # the interpreter's end would give the signals back their default, which is to end the process
     os.write(descriptor, b"%d\n" % descriptor)
 
 
@@ -127,7 +127,7 @@ def _of_no_answer(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 def _be_deaf() -> None:
     for number in (MAIN_THREAD, ALL_THREADS):
-        fork_cleanup.handle_signal(number, signal.SIG_IGN)
+        handle_signal(number, signal.SIG_IGN)
 
 
 def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:
