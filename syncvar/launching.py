@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Never
 
-from syncvar.begin import command_of
+from syncvar.begin import command_of, pack_path
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError, LaunchError, RankFailed
 from syncvar.wire import pack_object, unpack_object
@@ -140,7 +140,7 @@ def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> lis
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
     try:
         with open(call_fd, "wb", closefd=False) as file:  # noqa: PTH123
-            file.write(call)
+            file.write(pack_path() + call)
         command = [*command_of("syncvar_launcher.run"), "--workers", str(workers)]
         if limit_s != math.inf:
             command += ["--timeout", str(limit_s)]
@@ -153,7 +153,6 @@ def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> lis
             "SYNCVAR_CALL_FD": str(call_fd),
             "SYNCVAR_RESULT_DIR": str(folder),
             "SYNCVAR_OUTCOME_FILE": str(folder / "outcome"),
-            "PYTHONPATH": os.pathsep.join(path for path in (*sys.path, os.environ.get("PYTHONPATH", "")) if path),
         }
         process = subprocess.Popen(  # noqa: S603
             [*command, "-m", "syncvar.remote_call"],

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from syncvar.begin import adopt_path, unpack_call
 from syncvar.errors import ConfigError
 from syncvar.launching import finding
 from syncvar.wire import pack_object, unpack_object
@@ -22,8 +23,8 @@ def main() -> None:
     descriptor = int(os.environ.pop("SYNCVAR_CALL_FD"))
     folder = Path(os.environ.pop("SYNCVAR_RESULT_DIR"))
     rank = int(os.environ["SYNCVAR_RANK"])
-    # All workers share the descriptor's position: read at an offset.
-    call = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    adopt_path(descriptor)  # again: `-m` has put the working folder before it
+    call = unpack_call(descriptor)
     os.close(descriptor)
     data = called(call, rank, folder)
     partial = folder / f"result.{rank}.part"
@@ -60,7 +61,9 @@ def _find(folder: Path | None, how: str, *where: str) -> Any:
         if how == "module":
             found: Any = importlib.import_module(place)
         else:
-            sys.path.insert(0, str(Path(place).parent))
+            script_folder = str(Path(place).parent)
+            if script_folder not in sys.path:
+                sys.path.insert(0, script_folder)
             found = SimpleNamespace(**runpy.run_path(place, run_name="__syncvar_main__"))
     try:
         for part in name.split("."):
