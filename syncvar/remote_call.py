@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import runpy
@@ -14,6 +15,7 @@ from syncvar.begin import adopt_path, unpack_call
 from syncvar.errors import ConfigError
 from syncvar.launching import finding
 from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.exceptions import pack_exception
 
 __all__ = ["called", "main"]
 
@@ -26,10 +28,20 @@ def main() -> None:
     adopt_path(descriptor)  # again: `-m` has put the working folder before it
     call = unpack_call(descriptor)
     os.close(descriptor)
-    data = called(call, rank, folder)
-    partial = folder / f"result.{rank}.part"
+    (folder / f"error.{rank}").unlink(missing_ok=True)  # of a start before this one
+    try:
+        data = called(call, rank, folder)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the caller has gone
+            _write(folder / f"error.{rank}", pack_exception(error))
+        raise
+    _write(folder / f"result.{rank}", data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(f"{path.suffix}.part")
     partial.write_bytes(data)
-    partial.rename(folder / f"result.{rank}")
+    partial.rename(path)
 
 
 def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
@@ -48,14 +60,14 @@ def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
     try:
         return pack_object(result)
     except ConfigError as error:
-        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from error
+        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from None
 
 
-def _find(folder: Path | None, how: str, *where: str) -> Any:
+def _find(folder: Path | None, how: str, *where: Any) -> Any:
     if how == "copy":
         from syncvar.notebook import unpack_function
 
-        return unpack_function(bytes.fromhex(where[0]))
+        return unpack_function(*where)
     place, name = where
     with finding(place, folder):
         if how == "module":
