@@ -12,7 +12,7 @@ import linecache
 import os
 from collections import ChainMap
 from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from syncvar.errors import ConfigError
 
@@ -68,8 +68,11 @@ def _dumped(value: Any, pickler: Any) -> tuple[bytes, set[str]]:
         places.add(code.co_filename)
         return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
+    class PlacedPickler(pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar[Any] = ChainMap(
+            {CodeType: reduce_with_place}, pickler.dispatch_table
+        )
+
     file = io.BytesIO()
-    dumper = pickler(file)
-    dumper.dispatch_table = ChainMap({CodeType: reduce_with_place}, pickler.dispatch_table)
-    dumper.dump(value)
+    PlacedPickler(file).dump(value)
     return file.getvalue(), places
