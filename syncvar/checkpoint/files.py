@@ -178,6 +178,14 @@ class Folder:
         """Return whether there is something of this name."""
         return os.access(name, os.F_OK, dir_fd=self._descriptor, follow_symlinks=False)
 
+    def nbytes_of(self, name: str) -> int | None:
+        """Return the length of a file, None where there is no ordinary file of this name."""
+        try:
+            about = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError:
+            return None
+        return about.st_size if stat.S_ISREG(about.st_mode) else None
+
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[tuple[int, int]]:
         """Open a file to read; gives its descriptor and length.

@@ -105,7 +105,8 @@ PREEMPTED = """
     import probe, syncvar as sv
 
     w = sv.Variable(np.zeros(4), name="w", aggregation="SUM")
-    with sv.CheckpointManager(sv.Checkpoint(w=w), sys.argv[1], on_preemption=True) as manager:
+    with sv.CheckpointManager(sv.Checkpoint(w=w), sys.argv[1], keep=1, on_preemption=True) as manager:
+        manager.save(10_000)  # a later step of a run before
         for step in range(10_000):
             w.assign(np.full(4, float(step)) / sv.world_size())
             if step == 3:
@@ -126,6 +127,7 @@ def test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75(
     assert set(stops) == {0, 1, 2}, job
     assert len(set(stops.values())) == 1
     assert os.listdir(tmp_path / "c") == [f"step-{stops[0]:010d}"], "and nothing else, the lock neither"
+    assert f"step-{stops[0]:010d} has all that is needed to go on" in job.err
 
 
 @pytest.mark.slow  # by default test_restarts.py tells the launcher to end, lets the ranks save and goes on
