@@ -330,7 +330,7 @@ class CheckpointManager(Taught):
                 f"Repair one, or remove their folders to begin anew"
             )
         for fault in faults:
-            _log.warning("restore_latest takes the checkpoint before, %s: %s", path, fault)
+            _log.warning("restore_latest takes %s and passes over one that is damaged: %s", path, fault)
         return path
 
     def _communicator(self) -> Together:

@@ -113,7 +113,7 @@ class Source:
             file = self.manifest.shard_file(rank)
             nbytes = self._folder.nbytes_of(file)
             if nbytes is None:
-                return f"the checkpoint {self._folder.path} has no file {file}"
+                return f"the checkpoint {self._folder.path} has no ordinary file {file}"
             if nbytes != shard.nbytes:
                 return f"{self._folder.path}/{file} has {nbytes} bytes instead of {shard.nbytes}"
         return ""

@@ -18,13 +18,13 @@ class Kept(NamedTuple):
         step: Of the program.
         metric: How good it is, or None.
         number: Of the save, counted in the directory; 0 where the manifest has none.
-        is_readable: Whether its manifest can be read.
+        is_whole: Nothing is known to be wrong with it.
     """
 
     step: int
     metric: float | None = None
     number: int = 0
-    is_readable: bool = True
+    is_whole: bool = True
 
     @property
     def place(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
 def superfluous(kept: Sequence[Kept], keep: int | None, best: str | None) -> list[Kept]:
     """Return the checkpoints to remove, oldest first: all but the `keep` latest saves and the best.
 
-    One that cannot be read does not count; it is removed when it is older than all that stay.
+    One that is not whole does not count; it is removed when it is older than all that stay.
 
     Args:
         kept: In any order.
@@ -66,8 +66,8 @@ def superfluous(kept: Sequence[Kept], keep: int | None, best: str | None) -> lis
         [2]
     """
     ordered = sorted(kept, key=lambda one: one.place)
-    readable = [at for at, one in enumerate(ordered) if one.is_readable]
-    if keep is None or len(readable) <= keep:
+    whole = [at for at, one in enumerate(ordered) if one.is_whole]
+    if keep is None or len(whole) <= keep:
         return []
     winner = best_of(ordered, best)
-    return [one for one in ordered[: readable[-keep]] if one is not winner]
+    return [one for one in ordered[: whole[-keep]] if one is not winner]

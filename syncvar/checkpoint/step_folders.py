@@ -58,7 +58,8 @@ class StepFolders:
     def committed(self) -> list[Kept]:
         """Return the committed checkpoints in the order of saving.
 
-        Each manifest is read once. One that cannot be read stands behind the step below it.
+        Each manifest is read once. Where one cannot be read, the number of its save is not known: it
+        stands behind the step below it.
         """
         signatures = self._signatures()
         self._read = {step: one for step, one in self._read.items() if step in signatures}
@@ -68,7 +69,7 @@ class StepFolders:
                 self._read[step] = signature, self._look_at(step)
             kept = self._read[step][1]
             if kept is None:
-                kept = Kept(step, None, found[-1].number if found else 0, is_readable=False)
+                kept = Kept(step, None, found[-1].number if found else 0, is_whole=False)
             found.append(kept)
         return sorted(found, key=lambda one: one.place)
 
@@ -87,19 +88,30 @@ class StepFolders:
     def next_number(self) -> int:
         """Return a number that is higher than that of any checkpoint here."""
         committed = self.committed()
-        unreadable = sum(not one.is_readable for one in committed)
-        return max([one.number for one in committed], default=0) + unreadable + 1
+        unknown = sum(not one.is_whole for one in committed)
+        return max([one.number for one in committed], default=0) + unknown + 1
 
     def latest(self) -> tuple[str | None, list[str]]:
-        """Return (the path of the latest save that is whole, the faults of later ones)."""
+        """Return (the path of the latest save that is whole, the faults of those that may be later)."""
         faults: list[str] = []
+        for kept in self.committed():
+            if not kept.is_whole:
+                self._check(kept, faults)
         for kept in reversed(self.committed()):
-            path = self.path(kept.step)
-            try:
-                fault = fault_of(path)
-            except NotFound:  # another job has just removed it
-                continue
-            if not fault:
-                return path, faults
-            faults.append(fault)
+            if kept.is_whole and self._check(kept, faults):
+                return self.path(kept.step), faults
         return None, faults
+
+    def _check(self, kept: Kept, faults: list[str]) -> bool:
+        """Return whether a checkpoint is whole, and remember that; else append its fault."""
+        try:
+            fault = fault_of(self.path(kept.step))
+        except NotFound:  # another job has just removed it
+            return False
+        if fault:
+            faults.append(fault)
+            signature = self._read[kept.step][0]
+            self._read[kept.step] = signature, kept._replace(is_whole=False)
+        elif not kept.is_whole:  # somebody has repaired it
+            self.forget(kept.step)
+        return not fault

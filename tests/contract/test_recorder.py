@@ -100,7 +100,7 @@ def test_a_refused_call_is_written_once_and_the_end_replaces_it(tmp_path):
     assert os.listdir(tmp_path / "new") == ["flight-rank0.json"]
 
 
-def test_a_record_is_for_this_user_only_in_a_folder_of_its_own_and_goes_where_no_other_user_leads_it(tmp_path, foreign_link):
+def test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it(tmp_path, foreign_link):
     before = os.umask(0)
     try:
         Recorder(folder=str(tmp_path / "new"), trace=str(tmp_path)).ended("x")

@@ -325,7 +325,7 @@ def test_retention_goes_by_the_number_of_the_save_and_a_damaged_one_does_not_cou
     assert [one.step for one in superfluous(saves, 2, None)] == [90, 100, 50]
     assert [one.step for one in superfluous(saves, 1, "max")] == [90, 100, 50]
     assert best_of(saves, "min").step == 45
-    saves[-1] = Kept(45, None, 3, is_readable=False)
+    saves[-1] = Kept(45, None, 3, is_whole=False)
     assert [one.step for one in superfluous(saves, 2, None)] == [90, 100]
     assert superfluous([*saves, Kept(60, None, 4)], 1, None) == [Kept(90), Kept(100), *saves[2:]]
 
