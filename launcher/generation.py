@@ -40,6 +40,7 @@ from syncvar_launcher.report import (
     Failure,
     Other,
     Raised,
+    ending_sentence,
     failure_block,
     failure_sentence,
     interrupted_block,
@@ -480,7 +481,14 @@ class Generation:
             return
         if self.supervisor.interrupted or self.supervisor.is_over:
             self.outlets.patience_s = 0.0  # at once means at once; and where no rank runs, only a reader is left to wait for
-        self._do(self.supervisor.signalled(number, now))
+            self._do(self.supervisor.signalled(number, now))
+            return
+        actions = self.supervisor.signalled(number, now)
+        grace_s = self.supervisor.grace_s(now)
+        if grace_s is not None:  # before the ranks are told, which may take a while
+            self.forwarder.say(f"syncvar: {ending_sentence(number, grace_s)}\n")
+            self.forwarder.flush()
+        self._do(actions)
 
     def _pass_on(self) -> None:
         """Pass on signals to the ranks and to what they have started, as mpirun does; where there are no ranks yet, drop them."""
@@ -593,13 +601,21 @@ class Generation:
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
         text = failure_block(
             self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records,
-            raised=self._raised(exits.OF_OTHERS), is_whole=self.options.verbose,
+            raised=self._raised(exits.OF_OTHERS), remedies=self._remedies(cause), is_whole=self.options.verbose,
         )  # fmt: skip
         if outcome_file and is_last:
             told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
             Path(outcome_file).write_bytes(pack_object(told_file))
         else:
             self.forwarder.say(text)
+
+    def _remedies(self, cause: Cause) -> list[list[str]]:
+        """Return options with which the job would have gone on without a server that failed."""
+        chosen = self.options
+        if not is_server(cause.rank):
+            return []
+        copies = [["--server-replicas", "1"]] if chosen.servers > 1 and not chosen.server_replicas else []
+        return copies + ([] if chosen.max_restarts else [["--max-restarts", "3"]])
 
     def _failure(self, cause: Cause) -> Failure:
         return Failure(
