@@ -28,7 +28,7 @@ def pack_function(fn: Callable[..., Any]) -> bytes:
     except ImportError:
         raise ConfigError(
             f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions of a notebook or "
-            f"inner functions: define it at the top of a file, or pip install 'syncvar[notebook]'"
+            f"inner functions: define it at the top of a file, or pip install cloudpickle"
         ) from None
     try:
         return cast("bytes", cloudpickle.dumps(fn))
