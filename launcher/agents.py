@@ -15,7 +15,7 @@ from syncvar.errors import WireError
 from syncvar.exits import CONFIGURATION, INTERNAL, LIMITS
 from syncvar.roles import SERVER_0
 from syncvar.stacks import Frame, Thread, where
-from syncvar_launcher.agent import Ended, Event, Gone, Output, Spoke, Started
+from syncvar_launcher.agent import Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.environment import carried
 from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.output import escape
@@ -228,10 +228,11 @@ class Agents:
         for site, own in self._by_site(ranks):
             site.remote.send("signal", ranks=own, number=number)
 
-    def send_groups(self, number: int) -> None:
-        """Send a signal to the sessions of all workers that run."""
+    def send_groups(self, number: int) -> list[int]:
+        """Send a signal to the process groups of all ranks; the hosts name those later that do not expect it, as `Spared`."""
         for site in self._fleet.sites:
             site.remote.send("signal_groups", number=number)
+        return []
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""
@@ -420,6 +421,8 @@ class Agents:
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":
             self._input.fed(message["count"])
+        elif kind == "spared":
+            yield Spared(message["number"], [each for each in message["ranks"] if isinstance(each, int) and self.workers.get(each) is site])
         elif kind == "said":
             self._said.append(escape(f"{site.name}: {message['sentence']}"))
         elif kind == "refused":

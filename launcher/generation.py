@@ -28,7 +28,7 @@ from syncvar.transports.addresses import tcp_endpoint
 from syncvar.wire import pack_object
 from syncvar.wire.health import Health
 from syncvar.wire.keys import KEY_BYTES
-from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
+from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.beginning import Beginning
 from syncvar_launcher.forking import Refusal, ServerEnded
@@ -45,6 +45,7 @@ from syncvar_launcher.report import (
     failure_sentence,
     interrupted_block,
     mask_arguments,
+    spared_block,
 )
 from syncvar_launcher.secret import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.sharing import Sharing, sharing_of
@@ -140,7 +141,6 @@ class Generation:
         self.store.seen = self._activity
         self.store.place = self.stacks.place_now
         self.busy: dict[int, tuple[float, float]] = {}
-        self.passed: set[int] = set()
         self.ends: dict[int, tuple[Ended, float]] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
         self._secret = b""  # of the hosts as which this machine poses
@@ -378,6 +378,8 @@ class Generation:
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
             elif event.record.get("event") == LOST_FILE_EVENT:
                 self.job.lost_files.add_record(event.rank, event.record)
+        elif isinstance(event, Spared):
+            self._spare(event)
         elif isinstance(event, Started):
             self.events.add(**_event("start", event.rank), host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
         elif isinstance(event, Gone):
@@ -401,10 +403,7 @@ class Generation:
             if event.status in _IN_ORDER and self._is_member(rank) and is_open:
                 continue
             del self.ends[rank]
-            beyond = event.beyond
-            if not beyond and -event.status in self.passed:
-                beyond = "passed on to all ranks, and the script has no handler for it"
-            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=beyond))
+            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=event.beyond))
             has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
@@ -496,11 +495,17 @@ class Generation:
             drop_passing(self.forwarder, self.watch, "before the ranks began")
         while self.watch.passing:
             number = self.watch.passing.popleft()
-            self.passed.add(number)
-            self.agent.send_groups(number)
             self.events.add("signal_forwarded", signal=number, name=exits.signal_name(number))
-            if self.options.verbose:
+            spared = self.agent.send_groups(number)
+            if spared:
+                self._spare(Spared(number, spared))
+            elif self.options.verbose:
                 self.forwarder.say(f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n")
+
+    def _spare(self, event: Spared) -> None:
+        """Say that ranks got no signal, since it would have ended them, and what they do."""
+        places = [Other(rank, self._known(rank)) for rank in event.ranks]
+        self.forwarder.say(spared_block(event.number, places, os.getpid()))
 
     def _stop(self) -> None:
         """Stop all ranks and this process, as Ctrl-Z asks, until somebody continues it, and then them.

@@ -30,6 +30,7 @@ __all__ = [
     "interrupted_block",
     "mask_arguments",
     "mask_environment",
+    "spared_block",
 ]
 
 _CTRL_C = 2
@@ -206,6 +207,32 @@ def ending_sentence(number: int, grace_s: float) -> str:
     if number == _CTRL_C:
         return f"ending the ranks, up to {grace_s:g} s; Ctrl-C again kills them"
     return f"{signal_name(number)} came: ending the ranks, up to {grace_s:g} s; a second signal kills them"
+
+
+def spared_block(number: int, places: Sequence[Other], launcher: int) -> str:
+    """Say that a signal was not passed on to ranks, and what these do.
+
+    Args:
+        number: The signal.
+        places: What each of these ranks does; equal texts share one line.
+        launcher: The process of the launcher.
+
+    Example:
+        >>> print(spared_block(10, [Other(0, "computing"), Other(1, "computing")], 4711), end="")
+        syncvar: SIGUSR1 would end ranks 0, 1, which have no handler for it: they do not get it. What they do:
+          ranks 0, 1: computing
+        syncvar: `syncvar stacks 4711` shows where they are in the script
+    """
+    ranks = process_list(place.rank for place in places)
+    have = "has" if len(places) == 1 else "have"
+    they = "it does" if len(places) == 1 else "they do"
+    name = signal_name(number) or number
+    lines = [
+        f"syncvar: {name} would end {ranks}, which {have} no handler for it: {they} not get it. What {they}:",
+        *_others(places),
+        f"syncvar: `syncvar stacks {launcher}` shows where {'it is' if len(places) == 1 else 'they are'} in the script",
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def mask_environment(environ: Mapping[str, str]) -> dict[str, str]:
