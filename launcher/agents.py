@@ -6,13 +6,13 @@ by messages. Output is taken on credit: a host sends no more than was used here,
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncvar.errors import WireError
 from syncvar.exits import CONFIGURATION, INTERNAL, LIMITS
+from syncvar.requested_files import EVIDENCE, LostFile, why_unwritten
 from syncvar.roles import SERVER_0
 from syncvar.stacks import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spared, Spoke, Started
@@ -441,8 +441,11 @@ class Agents:
             return
         folder = self._job.records.folder if is_record(name) else self._folder if re.fullmatch(r"stats-\d+\.\d+\.json", name) else None
         if folder is not None:
-            with contextlib.suppress(OSError):
+            try:
                 write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
+            except OSError as error:
+                lost = LostFile(str(folder / name), EVIDENCE if is_record(name) else "--stats", why_unwritten(error))
+                self._job.lost_files.add([lost], site.name)
 
     def _lose(self, site: Site) -> Iterator[Event]:
         """Give up the ranks of a host that is gone."""

@@ -145,9 +145,11 @@ def test_totals_and_output_that_are_lost_change_the_exit_code(launch):
     assert "cannot write the standard output of the launcher: No space left" in job.report, str(job)
 
 
-def test_flight_records_that_are_lost_are_named(launch, disk):
+@pytest.mark.parametrize("hosts", [[], ["-H", "localhost:2"]], ids=str)
+def test_flight_records_that_are_lost_are_named(launch, disk, hosts):
     fill(disk)
-    job = launch("import syncvar as sv\nsv.barrier()\nassert sv.rank()\nsv.barrier()", env={"XDG_STATE_HOME": str(disk)})
+    script = "import syncvar as sv\nsv.barrier()\nassert sv.rank()\nsv.barrier()"
+    job = launch(script, env={"XDG_STATE_HOME": str(disk)}, options=hosts)
     assert job.wait() == 1, str(job)
     assert "of flight records: No space left on device" in job.report, str(job)
     assert "set XDG_STATE_HOME to a folder with free space" in job.report, str(job)
