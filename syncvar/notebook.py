@@ -33,7 +33,7 @@ def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
     except ImportError:
         raise ConfigError(
             f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions of a notebook or "
-            f"inner functions: define it at the top of a file, or pip install 'syncvar[notebook]'"
+            f"inner functions: define it at the top of a file, or pip install cloudpickle"
         ) from None
     try:
         data, places = _dumped(fn, cloudpickle.CloudPickler)

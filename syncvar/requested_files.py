@@ -19,6 +19,7 @@ from syncvar.private_files import PRIVATE, create_file
 from syncvar.word import tell
 
 __all__ = [
+    "AUTO_LOG",
     "EVIDENCE",
     "LOST_FILE_EVENT",
     "LostFile",
@@ -30,6 +31,9 @@ __all__ = [
 
 LOST_FILE_EVENT = "lost_file"
 """The name of the record by which a rank reports a lost file to its launcher."""
+
+AUTO_LOG = "SYNCVAR_AUTO_LOG"
+"""The origin of the file of AUTO's decisions."""
 
 EVIDENCE = "flight records"
 """The origin of flight records. Their loss does not change the exit code: the user has not asked for them."""

@@ -84,10 +84,24 @@ def test_a_rank_without_a_launcher_tries_its_trace_first(tmp_path):
     assert "reduced" not in ended.stdout
 
 
-def test_logs_events_and_traces_that_are_lost_are_named(launch, disk):
+def test_a_rank_without_a_launcher_names_the_trace_that_it_loses(tmp_path):
+    trace = tmp_path / "trace"
+    (trace / "flight-rank0.json").mkdir(parents=True)
+    script = "import syncvar as sv; sv.barrier(); sv.shutdown(); print('after the shutdown')"
+    environ = {**os.environ, "SYNCVAR_TRACE": str(trace)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ended.returncode == 0, ended
+    assert "after the shutdown" in ended.stdout
+    assert ended.stderr.count(f"cannot write {trace}/flight-rank0.json of SYNCVAR_TRACE: Is a dir") == 1
+
+
+@pytest.mark.parametrize("hosts", [[], ["--fake-hosts", "2"], ["-H", "localhost:2"]], ids=str)
+def test_logs_events_and_traces_that_are_lost_are_named(launch, disk, hosts):
     job = launch(
         FILL, arguments=[str(disk)], env={"SYNCVAR_TRACE": f"{disk}/trace"},
-        options=["--log-dir", f"{disk}/logs", "--output", "none", "--events", "/dev/full"],
+        options=["--log-dir", f"{disk}/logs", "--output", "none", "--events", "/dev/full", *hosts],
     )  # fmt: skip
     assert job.wait() == 74, str(job)
     for rank in range(2):
@@ -149,6 +163,30 @@ def test_files_that_a_user_asks_for_honour_the_umask_and_the_others_are_private(
     assert modes == wanted
 
 
+def test_a_benchmark_tries_its_files_first_and_names_those_it_loses():
+    command = [sys.executable, "-m", "syncvar", "bench", "barrier", "--no-model", "--workers", "2", "-J"]
+    for path, code, why in (
+        ("/nonexistent/file", 2, "cannot write /nonexistent/file of --json: No such file or directory"),
+        ("/dev/full", 74, "rank 0: cannot write /dev/full of --json: No space left on device"),
+    ):
+        ended = subprocess.run([*command, path], capture_output=True, text=True, timeout=110, check=False)
+        assert ended.returncode == code, ended
+        assert why in ended.stderr, ended
+        assert ("Avg bus bandwidth" in ended.stdout) == (code == 74), ended
+
+
+def test_a_merged_trace_goes_to_a_pipe_as_it_is(tmp_path):
+    environ = {**os.environ, "SYNCVAR_TRACE": str(tmp_path / "trace")}
+    subprocess.run([sys.executable, "-c", "import syncvar as sv; sv.barrier()"], env=environ, timeout=110, check=True)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with open(reader, "rb") as file:
+        command = [sys.executable, "-m", "syncvar", "trace", "merge", f"{tmp_path}/trace", "-o", f"{tmp_path}/pipe"]
+        subprocess.run(command, timeout=110, check=True)
+        assert "traceEvents" in json.loads(file.read())
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_totals_and_output_that_are_lost_change_the_exit_code(launch):
     job = launch(CHAT, options=["--stats=/dev/full"])
     assert job.wait() == 74, str(job)
@@ -159,9 +197,11 @@ def test_totals_and_output_that_are_lost_change_the_exit_code(launch):
     assert "cannot write the standard output of the launcher: No space left" in job.report, str(job)
 
 
-def test_flight_records_that_are_lost_are_named(launch, disk):
+@pytest.mark.parametrize("hosts", [[], ["-H", "localhost:2"]], ids=str)
+def test_flight_records_that_are_lost_are_named(launch, disk, hosts):
     fill(disk)
-    job = launch("import syncvar as sv\nsv.barrier()\nassert sv.rank()\nsv.barrier()", env={"XDG_STATE_HOME": str(disk)})
+    script = "import syncvar as sv\nsv.barrier()\nassert sv.rank()\nsv.barrier()"
+    job = launch(script, env={"XDG_STATE_HOME": str(disk)}, options=hosts)
     assert job.wait() == 1, str(job)
     assert "of flight records: No space left on device" in job.report, str(job)
     assert "set XDG_STATE_HOME to a folder with free space" in job.report, str(job)
