@@ -22,6 +22,7 @@ from syncvar.collectives.flat import gather_bytes, gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import given_back
 from syncvar.collectives.tree_sum import summed
+from syncvar.config import word_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError, MismatchError
@@ -144,7 +145,7 @@ def shards_request(
     """Check the arguments of an all-reduce of shards and return the request; `digest` must be the same on all ranks too."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
-    op = op.lower() if isinstance(op, str) else op
+    op = word_of(op, _OPS) or op
     if op not in _OPS:
         from syncvar.foreign_names import op_hint, op_of
 

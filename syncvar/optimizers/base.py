@@ -309,9 +309,7 @@ class Optimizer(Taught, Rule):
                 self._bases[identities] = known  # keeps the variables, and with them their identities
         owner, variables, _, travels, base, shown = known
         context = context_of(owner, "apply_gradients")
-        op = getattr(reduce, "value", reduce)
-        if op is not None:
-            op = checked_choice("reduce", op.lower() if isinstance(op, str) else op, ("mean", "sum"))
+        op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
         is_given = op is None or context in (Context.CROSS, Context.MERGE)
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
         if shards:

@@ -39,8 +39,10 @@ CASES = {
         [],
     ),
     "a name that a function binds": (
-        [HELPER, STEP, "def fill():\n    global rate\n    rate = 1\n", MADE, "rate = 2\n"]
-        + [SCHEDULED],
+        [
+            *(HELPER, STEP, "def fill():\n    global rate\n    rate = 1\n"),
+            *(MADE, "rate = 2\n", SCHEDULED),
+        ],
         [],
     ),
     "a local of the same name": (
