@@ -7,7 +7,6 @@ a TOML file, or by its default, in this order. The launcher hands its result to 
 from __future__ import annotations
 
 import math
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
 from syncvar.env import PREFIX, RankEnvironment
@@ -16,7 +15,7 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["Knob", "RuntimeConfig", "doubtful_variables", "nearest", "word_of"]
+__all__ = ["Knob", "RuntimeConfig", "doubtful_variables", "nearest"]
 
 _INTERNAL = frozenset(
     PREFIX + name for name in (
@@ -41,31 +40,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def word_of(given: Any, known: Iterable[str]) -> str | None:
-    """Return which of some words is given: as text in any case, or as a member of any enumeration.
-
-    The members of enumerations of other libraries count by their names, or by their values where
-    these are texts.
-
-    Args:
-        given: Anything.
-        known: The words.
-
-    Returns:
-        The word as `known` spells it; None where it is none of them.
-
-    Example:
-        >>> from enum import Enum
-        >>> word_of("Mean", ["sum", "mean"]), word_of(Enum("Op", "SUM MEAN").SUM, ["sum", "mean"])
-        ('mean', 'sum')
-    """
-    texts = [given] if isinstance(given, str) else []
-    if isinstance(given, Enum):
-        texts += [given.value, given.name]
-    lower = [text.lower() for text in texts if isinstance(text, str)]
-    return next((word for text in lower for word in known if word.lower() == text), None)
 
 
 class Knob:

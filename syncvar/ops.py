@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.config import word_of
+from syncvar.choices import word_of
 from syncvar.errors import ConfigError
 from syncvar.wire import dtype_index
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.choices import word_of
 from syncvar.collectives import finite
 from syncvar.collectives.flat import gather_bytes, gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import given_back
 from syncvar.collectives.tree_sum import summed
-from syncvar.config import word_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError, MismatchError
@@ -149,7 +149,7 @@ def shards_request(
     if op not in _OPS:
         from syncvar.foreign_names import op_hint, op_of
 
-        given, op = op, op_of(str(op))
+        given, op = op, op_of(str(op).lower())
         if op not in _OPS:
             raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {given!r}{op_hint(given, _OPS)}")
     for index, _ in () if kind is None else kind.arrays:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from syncvar.config import nearest, word_of
+from syncvar.choices import word_of
+from syncvar.config import nearest
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from syncvar.collectives.all_reduce_shards import shards_request
 from syncvar.collectives.sync_points import meet
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, UsageError
-from syncvar.loading import Taught
+from syncvar.loading import Taught, explained_attribute
 from syncvar.ops import quiet
 from syncvar.optimizers.arguments import (
     Options,
@@ -108,6 +108,13 @@ class Optimizer(Taught, Rule):
         self._variables_of_step: tuple[int, ...] | None = None
         self._elsewhere = Elsewhere(type(self).__name__, self._settings)
         self._refused: str | None = None  # why an earlier call of this step was refused here
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("_") and explained_attribute(type(self), name):
+                getattr(self, name)  # raises: to set it would change nothing
+            super().__setattr__(name, value)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncvar.config import nearest, word_of
+from syncvar.choices import word_of
+from syncvar.config import nearest
 from syncvar.errors import ConfigError, NoAggregation, UsageError
 
 if TYPE_CHECKING:
