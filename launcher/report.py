@@ -40,6 +40,7 @@ _FURTHER = 2  # errors that are not the first one's, each with a traceback
 _FURTHER_LINES = 12
 _MESSAGES = 3
 _COMMANDS = 2
+_OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # what torch.distributed misses without --torch-env
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -141,7 +142,7 @@ def failure_block(
     others = [other for other in others if other.rank not in shown]
     if others:
         lines += ["others:", *_others(others)]
-    advice = list(hints) + _commands(failure.rank, arguments, log_dir)
+    advice = list(hints) + _commands(failure, arguments, log_dir)
     if advice:
         lines += ["try:", *(f"  {escape(line)}" for line in advice[: max(_COMMANDS, len(hints))])]
     if log_dir:
@@ -325,10 +326,15 @@ def _others(others: Sequence[Other]) -> list[str]:
     return [*lines, f"  {process_list(rest)}: elsewhere"] if rest else lines
 
 
-def _commands(rank: int, arguments: Sequence[str], log_dir: str) -> list[str]:
+def _commands(failure: Failure, arguments: Sequence[str], log_dir: str) -> list[str]:
     if not arguments:
         return []
-    options = [] if rank < 0 or is_server(rank) or "--debug" in arguments else [["--debug", str(rank)]]
+    rank, options = failure.rank, []
+    said = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
+    if "--torch-env" not in arguments and any(name in said for name in _OF_TORCH):
+        options.append(["--torch-env"])
+    if rank >= 0 and not is_server(rank) and "--debug" not in arguments:
+        options.append(["--debug", str(rank)])
     if not log_dir:
         options.append(["--log-dir", "logs"])
     return [shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options]
