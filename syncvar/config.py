@@ -148,7 +148,7 @@ class RuntimeConfig(_Settings):
     restart_delay_s: float = _knob("s", "pause before the first restart; each further one waits twice as long, up to 30 s", default=1.0)
     shutdown_timeout_s: float = _knob("s", "longest wait for the peers' goodbye at the end", default=2.0)
     window_bytes: int = _knob("B", "unconsumed bytes allowed on a link for each group", 4096, default=64 << 20)
-    segment_bytes: int = _knob("B", "largest payload of one frame", 1024, default=1 << 20)
+    segment_bytes: int = _knob("B", "largest payload of one frame, which is also what a stranger at a port can make a rank hold", 1024, default=1 << 20)
     arena_bytes: int = _knob("B", "virtual size of the memory that the processes of one host share", 16 << 20, default=1 << 40)
     algorithm: str = _knob("list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree", default="", is_shared=True)
     eager_bytes: int = _knob("B", "longest message of send that does not wait for its receiver", 0, default=65536)

@@ -14,6 +14,7 @@ from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     close_monitor,
     events_of,
+    limit_frames,
     monitor_of,
     set_family,
     why_closed,
@@ -78,7 +79,7 @@ class ZeromqControl:
         self._keeper = keeper
         self._is_up = self._is_lost = self._has_told = False
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
-        self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
+        limit_frames(self.socket, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.LINGER, 0)
         if endpoint.startswith("tcp://"):

@@ -29,6 +29,7 @@ from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
     job_nonce,
+    limit_frames,
     milliseconds,
     set_family,
     why_closed,
@@ -274,7 +275,7 @@ class ZeromqTransport:
         socket.set_hwm(0)  # bytes are bounded by credit above; messages need no second bound
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.MAXMSGSIZE, config.segment_bytes + 4096)
+        limit_frames(socket, config.segment_bytes)
         socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
         # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
         # closes the connections of a process that ends, and the agent sees one that is stopped.
