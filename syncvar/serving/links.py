@@ -133,7 +133,6 @@ class Links:
                 self._gate = gate_for_hosts(self._context, self._router, self._keys, config, self._number, f"server {me.rank}")
                 place = tcp_endpoint(me.host_address)
                 set_family(self._router, place)
-                self._router.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
                 self.outside = f"{place}:{self._router.bind_to_random_port(place)}"
                 self._gate.guard(self.outside)
         except (zmq.ZMQError, OSError) as error:
@@ -319,6 +318,7 @@ class Links:
         socket.set_hwm(0)  # a worker waits for answers before it sends much more
         socket.setsockopt(zmq.LINGER, 0)
         limit_frames(socket, FRAME_NBYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(self._config.link_opening_s))
 
     @staticmethod
     def _put(socket: Any, part: Any, flags: int) -> None:

@@ -276,7 +276,7 @@ class ZeromqTransport:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         limit_frames(socket, config.segment_bytes)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.link_opening_s))
         # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
         # closes the connections of a process that ends, and the agent sees one that is stopped.
         if address.startswith("tcp://"):
@@ -399,8 +399,8 @@ class ZeromqTransport:
                 if link.has_said_goodbye():
                     self._departed.add(peer)
                 self._closing.setdefault(peer, now + _OTHER_HALF_S)
-            elif not link.is_connected and now - link.opened > self._config.handshake_timeout_s:
-                self._lose(peer, f"no connection within {self._config.handshake_timeout_s:g} s")
+            elif not link.is_connected and now - link.opened > self._config.link_opening_s:
+                self._lose(peer, f"no connection within {self._config.link_opening_s:g} s")
 
     def _judge_closing(self) -> None:
         # The ROUTER was empty after the disconnection was seen: all that had arrived, goodbyes too, has been taken.

@@ -299,7 +299,7 @@ def test_every_socket_has_limits():
             store.close()
     frame, control = CONFIG.segment_bytes + FRAMING_NBYTES, CONTROL_NBYTES_MAX + FRAMING_NBYTES
     assert limits == {
-        "router": (frame, 2000, 0), "link": (frame, 2000, 0), "control": (control, 10_000, 0), "store": (control, 2000, 0),
+        "router": (frame, 3400, 0), "link": (frame, 3400, 0), "control": (control, 300_000, 0), "store": (control, 3400, 0),
     }  # fmt: skip
 
 

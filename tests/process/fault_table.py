@@ -82,7 +82,10 @@ ROWS = {
     "F06": Row("SIGSTOP of a rank, for ever", (17, 2), _lost("F06-SIGSTOP", "RHCXVKE")),
     "F07": Row("SIGSTOP for less than `lost_after_s`, then SIGCONT", None, {
         "C": (f"{LAUNCHER}test_a_rank_that_stops_itself_and_goes_on_is_forgiven",),
-        "X": ("process/test_shared_soak.py::test_stopped_and_continued",),
+        "X": (
+            "process/test_shared_soak.py::test_stopped_and_continued",
+            f"{SLOW}test_f07_a_rank_that_is_stopped_answers_new_links_when_it_goes_on",
+        ),
     }),
     "F08": Row("SIGSTOP for longer than `lost_after_s`, then SIGCONT", (17, 2), {
         "X": (f"{SLOW}test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced",),
