@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -194,6 +195,37 @@ class Optimizer(Taught, Rule):
     def __repr__(self) -> str:
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
         return f"<sv.optimizers.{type(self).__name__} learning_rate={rate} iterations={self.iterations}>"
+
+    def __copy__(self) -> Optimizer:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Optimizer:
+        if self._elsewhere.variables:
+            raise TypeError(
+                f"{self!r} cannot be copied: its slots are on servers, beside their variables. Make "
+                f"another one, sv.optimizers.{type(self).__name__}(…)"
+            )
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        own = {
+            "_slots": self._slots.copied(memo),
+            "_plans": {},
+            "_bases": {},
+            "_variables_of_step": None,
+        }
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = own[name] if name in own else copy.deepcopy(value, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._slots.stepped or self._elsewhere.variables:
+            raise TypeError(
+                f"{self!r} cannot be pickled: its slots live in several processes, as variables do. Save it "
+                f"with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or copy.deepcopy(optimizer)"
+            )
+        return super().__reduce_ex__(protocol)
 
     # -- one call -------------------------------------------------------------------------------------------------
 
