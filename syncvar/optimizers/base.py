@@ -36,6 +36,7 @@ from syncvar.optimizers.elsewhere import Elsewhere, stepper_of
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
+from syncvar.optimizers.sparse import dense_gradient
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import context_of, current_owner
 from syncvar.variables.policy import Context
@@ -245,7 +246,8 @@ class Optimizer(Taught, Rule):
 
         Args:
             grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a variable, the same
-                variables in the same order on every replica. A None gradient leaves its variable and slots as they are; it
+                variables in the same order on every replica. A gradient may name rows, (indices,
+                values) or a tf.IndexedSlices: all other rows count as zero. A None gradient leaves its variable and slots as they are; it
                 must be None on all replicas (NONE variables excepted).
             reduce: "mean" or "sum" of the replicas' gradients; None means that they are combined already, as in cross
                 context. The calls of one step (accumulate) are combined likewise, None as the mean.
@@ -345,7 +347,11 @@ class Optimizer(Taught, Rule):
         if op is not None:
             op = checked_choice("reduce", op.lower() if isinstance(op, str) else op, ("mean", "sum"))
         is_given = op is None or context in (Context.CROSS, Context.MERGE)
-        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        gradients = [
+            one if type(one) is np.ndarray or shards else dense_gradient(one, variable)
+            for one, variable in pairs
+            if one is not None
+        ]
         if shards:
             self._check_sharded(variables, is_given=is_given, weighted=weight is not None)
         call = Call(

@@ -976,3 +976,82 @@ def test_an_optimizer_of_variables_on_servers_is_not_copied():
         return True
 
     assert run_ranks(1, program, servers=LocalServers(1, 1), timeout_s=60) == [True]
+
+
+# -- gradients of rows --------------------------------------------------------------------------------------------
+
+
+class IndexedSlices:
+    """As TensorFlow's gradients of an embedding."""
+
+    def __init__(self, indices, values):
+        self.indices, self.values, self.dense_shape = indices, values, None
+
+
+@pytest.mark.parametrize("kind", [lambda *rows: rows, IndexedSlices])
+@pytest.mark.parametrize(("dtype", "options"), [("float32", {}), ("float16", {"accumulate": 2}), ("float64", {"clip_norm": 1.0})])
+def test_gradients_that_name_rows_are_those_with_zeros_elsewhere(kind, dtype, options):
+    def program():
+        table, twin = (sv.Variable(np.ones((4, 2), dtype), name=name, aggregation="MEAN") for name in ("a", "b"))
+        optimizers = [OPT.Adam(0.1, **options) for _ in range(2)]
+        rank = sv.rank()
+        for step in range(4):
+            indices = np.array([rank, 3, rank])
+            values = np.arange(6.0).reshape(3, 2) + step
+            dense = np.zeros((4, 2))
+            np.add.at(dense, indices, values)
+            optimizers[0].apply_gradients([(kind(indices, values.astype("float32")), table)])
+            optimizers[1].apply_gradients([(dense.astype("float32"), twin)])
+        assert table.numpy().tobytes() == twin.numpy().tobytes()
+        return table.numpy().tolist()
+
+    first, second = everywhere(2, program)
+    assert first == second
+
+
+def test_gradients_of_rows_of_shards():
+    def program():
+        table, twin = (sv.Variable(np.ones((4, 2)), name=name, aggregation="MEAN") for name in ("a", "b"))
+        rank, value = sv.rank(), np.full((1, 2), 2.0)
+        dense = np.zeros((4, 2))
+        dense[rank] = 2.0
+        OPT.SGD(0.5).apply_gradients([({rank: ([rank], value)}, table)], shards=True)
+        OPT.SGD(0.5).apply_gradients([({rank: dense}, twin)], shards=True)
+        return table.numpy().tolist(), twin.numpy().tolist()
+
+    for made, wanted in everywhere(2, program):
+        assert made == wanted == [[0.5, 0.5]] * 2 + [[1.0, 1.0]] * 2
+
+
+def test_a_tuple_of_two_values_for_two_rows_is_no_gradient_of_rows():
+    v, w = sv.Variable([1.0, 1.0]), sv.Variable(np.ones((2, 2)))
+    OPT.SGD(1.0).apply_gradients([((1.0, 2.0), v), (([1.0, 2.0], [3.0, 4.0]), w)])
+    assert v.numpy().tolist() == [0.0, -1.0]
+    assert w.numpy().tolist() == [[0.0, -1.0], [-2.0, -3.0]]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "words"),
+    [
+        (([4], np.ones((1, 2))), "row 4 is outside the variable's rows 0 to 3"),
+        (([0.5], np.ones((1, 2))), "indices must be integers, not float64"),
+        (([0, 1], np.ones((1, 2))), r"gradient of variable 'v': values: the value has shape \(1, 2\)"),
+    ],
+)
+def test_wrong_gradients_of_rows_change_nothing_anywhere(gradient, words):
+    def program():
+        v = sv.Variable(np.ones((4, 2)), name="v")
+        optimizer = OPT.SGD(0.5)
+        mine = gradient if sv.rank() else ([0], np.ones((1, 2)))
+        with pytest.raises(sv.ConfigError if sv.rank() else sv.MismatchError, match=words if sv.rank() else None):
+            optimizer.apply_gradients([(mine, v)])
+        optimizer.apply_gradients([(([0], np.ones((1, 2))), v)])
+        return v.numpy().tolist()
+
+    assert everywhere(2, program) == [[[0.5, 0.5]] + [[1.0, 1.0]] * 3] * 2
+
+
+def test_a_gradient_of_rows_that_is_not_finite_is_named():
+    v = sv.Variable(np.ones((4, 2)), name="v")
+    with pytest.raises(sv.ConfigError, match=r"gradient of variable 'v\w*': it holds an infinity"):
+        OPT.SGD(0.5, nonfinite="error").apply_gradients([(([1], np.full((1, 2), np.nan)), v)])
