@@ -246,9 +246,9 @@ class Optimizer(Taught, Rule):
 
         Args:
             grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a variable, the same
-                variables in the same order on every replica. A gradient may name rows, (indices,
-                values) or a tf.IndexedSlices: all other rows count as zero. A None gradient leaves its variable and slots as they are; it
-                must be None on all replicas (NONE variables excepted).
+                variables in the same order on every replica. A None gradient leaves its variable and slots as they are; it
+                must be None on all replicas (NONE variables excepted). A gradient may name rows,
+                (indices, values) or a tf.IndexedSlices: all other rows count as zero.
             reduce: "mean" or "sum" of the replicas' gradients; None means that they are combined already, as in cross
                 context. The calls of one step (accumulate) are combined likewise, None as the mean.
             weight: Of this replica's gradients in the mean, such as the number of its examples:

@@ -23,11 +23,11 @@ def rows_of(gradient: Any) -> tuple[Any, Any] | None:
         >>> rows_of(([0, 2], np.ones((2, 3))))[0], rows_of(np.ones(3))
         ([0, 2], None)
     """
-    if isinstance(gradient, tuple):
-        return gradient if len(gradient) == 2 else None
     pair = getattr(gradient, "indices", None), getattr(gradient, "values", None)
     # Tensors of PyTorch have methods of these names.
-    return None if any(one is None or callable(one) for one in pair) else pair
+    if not any(one is None or callable(one) for one in pair):
+        return pair
+    return gradient if isinstance(gradient, tuple) and len(gradient) == 2 else None
 
 
 def dense_gradient(gradient: Any, variable: Variable) -> Any:
@@ -47,8 +47,8 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
     if pair is None:
         return gradient
     shape, dtype = variable.shape, compute_dtype(variable.dtype)
-    if isinstance(gradient, tuple) and shape[:1] == (2,) and np.shape(gradient[0]) == shape[1:]:
-        return gradient  # a value for each of the two rows
+    if pair is gradient and shape[:1] == (2,) and np.shape(pair[0]) == shape[1:]:
+        return gradient  # a tuple of two values, for the two rows
     what = f"gradient of variable {variable.name!r}"
     rows = checked_rows(Operation.SCATTER_ADD, *pair, shape, dtype, what)
     made = np.zeros(shape, dtype)

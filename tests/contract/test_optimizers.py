@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -981,14 +982,17 @@ def test_an_optimizer_of_variables_on_servers_is_not_copied():
 # -- gradients of rows --------------------------------------------------------------------------------------------
 
 
-class IndexedSlices:
+class IndexedSlices(NamedTuple):
     """As TensorFlow's gradients of an embedding."""
 
-    def __init__(self, indices, values):
-        self.indices, self.values, self.dense_shape = indices, values, None
+    values: Any
+    indices: Any
+    dense_shape: Any = None
 
 
-@pytest.mark.parametrize("kind", [lambda *rows: rows, IndexedSlices])
+@pytest.mark.parametrize(
+    "kind", [lambda indices, values: (indices, values), lambda indices, values: IndexedSlices(values, indices)]
+)
 @pytest.mark.parametrize(("dtype", "options"), [("float32", {}), ("float16", {"accumulate": 2}), ("float64", {"clip_norm": 1.0})])
 def test_gradients_that_name_rows_are_those_with_zeros_elsewhere(kind, dtype, options):
     def program():
