@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from syncvar.engine.call_ledger import CallBlock
 from syncvar.engine.links import Links, NoOutlet
@@ -184,6 +184,13 @@ class Communicator(CommunicatorState):
             engine.book.announce(identity, self.next_call)
             if channel is not None:
                 engine.book.count_by(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        ranks = ", ".join(map(str, self.whole[:8])) + (", …" if len(self.whole) > 8 else "")
+        raise TypeError(
+            f"the group of ranks {ranks} cannot be copied or pickled: its sockets and memory belong to this "
+            f"process. Use the same group in the copy, or make another one there: sv.new_group(ranks)"
+        )
 
     def forced(self, collective: str) -> str | None:
         """Return the algorithm that the job's setting demands for a collective."""

@@ -18,6 +18,7 @@ from syncvar.fork_cleanup import register_exit
 from syncvar.joining.process import current, environment_here, joined, on_join
 from syncvar.loading import unexpected
 from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.sparse import rows_of
 from syncvar.servers import Ticket
 from syncvar.servers.asking import Asking
 from syncvar.servers.local import LocalServers
@@ -459,8 +460,9 @@ class ParameterServerStrategy(Strategy):
             if variable.dtype.kind not in "fV":
                 raise ConfigError(f"variable {variable.name!r} is {variable.dtype.name}; an optimizer steps real floating numbers")
             what, dtype = f"gradient of variable {variable.name!r}", compute_dtype(variable.dtype)
-            if isinstance(gradient, tuple) and len(gradient) == 2:
-                rows = checked_rows(Operation.SCATTER_ADD, *gradient, variable.shape, dtype, what)
+            pair = rows_of(gradient)
+            if pair is not None:
+                rows = checked_rows(Operation.SCATTER_ADD, *pair, variable.shape, dtype, what)
                 checked.append((variable, rows.values, rows.indices))
             else:
                 checked.append((variable, operand_array(gradient, variable.shape, dtype, what), None))

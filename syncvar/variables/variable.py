@@ -55,7 +55,11 @@ if TYPE_CHECKING:
     from syncvar.variables.prepared import Look, Read, Write
     from syncvar.variables.side_by_side import SideBySide
 
-__all__ = ["Variable"]
+__all__ = ["COPIED", "Variable"]
+
+COPIED = "syncvar: whom to tell of copied variables"
+"""Where a deep copy's memo has the functions that its optimizers want called with (variable, copy)."""
+
 
 UFUNCS: dict[Operation, Any] = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
 _ASSIGN, _ADD, _SUB = UFUNCS
@@ -435,12 +439,14 @@ class Variable(Taught, ArrayProtocol):
         if self._is_counted and roster is not None and self._entry is not None:
             roster.pinned(self._entry, self.counts(), is_pinned=self._is_pinned)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Variable:
         self._settle()
         made = Variable.__new__(Variable)
         memo[id(self)] = made
         wish = Wish(self._storage.expose(), self.trainable, self.name, None, self._requested, self._aggregation)
         made._take(make_on_replicas(self._owner, wish, own=True))  # noqa: SLF001  (one of its own)
+        for note in memo.get(COPIED, ()):
+            note(self, made)
         return made
 
     # -- the two paths --------------------------------------------------------------------------------------------
