@@ -116,6 +116,7 @@ class Outgoing:
                 self._descriptor = value
             else:
                 closed = True
+                self._descriptor = -1  # another file may get this number
         return closed
 
     def unsent(self) -> tuple[int, int]:

@@ -95,7 +95,9 @@ class ZeromqTransport:
         self._sources: dict[bytes, int] = {}
         self._checksummed: frozenset[int] = frozenset()  # peers whose payloads nothing else protects
         self._lost: set[int] = set()
-        self._departed: set[int] = set()
+        self._departed: set[int] = set()  # peers that have said goodbye, on one of the two connections of a pair
+        self._complete: set[int] = set()  # those that said it behind their frames
+        self._ended: set[int] = set()  # peers whose frames come no more: that connection has ended
         self._closing: dict[int, float] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
         self._pending_losses: collections.deque[Lost] = collections.deque()
         self._watched = 0.0
@@ -367,6 +369,7 @@ class ZeromqTransport:
             return None
         if header.kind == Kind.BYE:
             self._departed.add(source)
+            self._complete.add(source)
             return None
         if self._closing.get(source):  # what it sent before it left may be long: its goodbye comes behind that
             self._closing[source] = time.monotonic() + _MORE_S
@@ -389,6 +392,7 @@ class ZeromqTransport:
 
     def _watch_router(self) -> None:
         for identity in self._connections.ended():
+            self._ended.add(self._sources[identity])
             self._closing[self._sources[identity]] = 0.0
 
     def _watch_links(self, now: float) -> None:
@@ -410,7 +414,8 @@ class ZeromqTransport:
             self._disconnected(peer)
 
     def _disconnected(self, peer: int) -> None:
-        if peer not in self._departed:
+        # A goodbye on the other connection may overtake frames, which then are lost with theirs.
+        if peer not in self._departed or peer in self._ended - self._complete:
             self._lose(peer, why_closed(self._config))
             return
         self._end_link(peer)
