@@ -226,6 +226,7 @@ except sv.SyncvarError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_for_too_long_is_lost_and_the_text_says_for_how_long(start):
     limits = {"SYNCVAR_HEARTBEAT_INTERVAL_S": "0.1", "SYNCVAR_LOST_AFTER_S": "2", "SYNCVAR_SUSPECT_AFTER_S": "1", "SYNCVAR_HANDSHAKE_TIMEOUT_S": "0.3"}
     (first, out), _ = start([one | limits for one in places(2, 2)], script=CUT)  # the other has what it needs when it wakes
