@@ -34,6 +34,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "poison": {"group": int, "members": _Ranks, "call": int, "what": str, "reason": str},
     "left_run": {"group": int, "members": _Ranks, "call": int, "epoch_end": int, "reason": str},
     "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
+    "failed": {"reason": str},
     "here": {"last": str, "age_s": float, "is_over": bool, "stack": str},
     "leaving": {"entered": _Counts, "skipped": list[int], "sent": list[int], "sites": _Texts},
     # server -> launcher

@@ -154,6 +154,8 @@ class Coordinator:
                 waits=False,
             )
             return self._tell(message["members"], data, but=rank)
+        if kind == "failed":  # where no launcher sees how it ends
+            return self.ended(rank, message["reason"], now)
         if kind == "broke":
             self._drop_reports(rank)
             if self.broken_by is None:

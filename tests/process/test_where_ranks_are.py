@@ -11,6 +11,7 @@ import pytest
 from launching import await_true, line_of
 
 from syncvar.cli import main
+from syncvar.joining.directory import MEETING, JobDirectory
 from syncvar.parent import libc
 from syncvar.stacks import ALL_THREADS, END, MAIN_THREAD
 
@@ -221,6 +222,22 @@ def test_nobody_runs_a_job(stacks):
     assert "no job of yours is running that syncvar-launch or sv.run has started" in errors
     code, _, _, errors = stacks(os.getpid())
     assert (code, errors) == (2, f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running\n")
+
+
+def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(stacks, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = JobDirectory(os.environ, f"{MEETING}12345678")
+    try:
+        for asked in ((), (os.getpid(),)):
+            code, _, _, errors = stacks(*asked)
+            assert code == 2
+            assert "another launcher has started 1 that runs here" in errors
+            assert f"(first rank: process {os.getpid()}): syncvar stacks asks syncvar-launch" in errors
+    finally:
+        directory.remove()
+    code, _, _, errors = stacks()
+    assert code == 2
+    assert "another launcher" not in errors
 
 
 def test_a_process_of_another_user_is_named(stacks, monkeypatch):
