@@ -29,7 +29,7 @@ from syncvar.wire import pack_object
 from syncvar.wire.health import Health
 from syncvar.wire.keys import KEY_BYTES
 from syncvar.word import BEGUN
-from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
+from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.beginning import Beginning
 from syncvar_launcher.forking import Refusal, ServerEnded
@@ -41,10 +41,12 @@ from syncvar_launcher.report import (
     Failure,
     Other,
     Raised,
+    ending_sentence,
     failure_block,
     failure_sentence,
     interrupted_block,
     mask_arguments,
+    spared_block,
 )
 from syncvar_launcher.secret import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.sharing import Sharing, sharing_of
@@ -151,7 +153,6 @@ class Generation:
         telling = self.job.servers if chosen.kind == "command" else self._processes
         self.progress = StartProgress(telling, job.config.roll_call_s, job.config.rendezvous_timeout_s, self.began)
         self.busy: dict[int, tuple[float, float]] = {}
-        self.passed: set[int] = set()
         self.ends: dict[int, tuple[Ended, float]] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
         self._secret = b""  # of the hosts as which this machine poses
@@ -416,6 +417,8 @@ class Generation:
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
             elif event.record.get("event") == LOST_FILE_EVENT:
                 self.job.lost_files.add_record(event.rank, event.record)
+        elif isinstance(event, Spared):
+            self._spare(event)
         elif isinstance(event, Started):
             self.progress.advance(now)
             self.events.add(**_event("start", event.rank), host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
@@ -442,10 +445,7 @@ class Generation:
             if event.status in _IN_ORDER and self._is_member(rank) and is_open:
                 continue
             del self.ends[rank]
-            beyond = event.beyond
-            if not beyond and -event.status in self.passed:
-                beyond = "passed on to all ranks, and the script has no handler for it"
-            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=beyond))
+            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=event.beyond))
             has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
@@ -524,7 +524,14 @@ class Generation:
             return
         if self.supervisor.interrupted or self.supervisor.is_over:
             self.outlets.patience_s = 0.0  # at once means at once; and where no rank runs, only a reader is left to wait for
-        self._do(self.supervisor.signalled(number, now))
+            self._do(self.supervisor.signalled(number, now))
+            return
+        actions = self.supervisor.signalled(number, now)
+        grace_s = self.supervisor.grace_s(now)
+        if grace_s is not None:  # before the ranks are told, which may take a while
+            self.forwarder.say(f"syncvar: {ending_sentence(number, grace_s)}\n")
+            self.forwarder.flush()
+        self._do(actions)
 
     def _pass_on(self) -> None:
         """Pass on signals to the ranks and to what they have started, as mpirun does; where there are no ranks yet, drop them."""
@@ -532,11 +539,17 @@ class Generation:
             drop_passing(self.forwarder, self.watch, "before the ranks began")
         while self.watch.passing:
             number = self.watch.passing.popleft()
-            self.passed.add(number)
-            self.agent.send_groups(number)
             self.events.add("signal_forwarded", signal=number, name=exits.signal_name(number))
-            if self.options.verbose:
+            spared = self.agent.send_groups(number)
+            if spared:
+                self._spare(Spared(number, spared))
+            elif self.options.verbose:
                 self.forwarder.say(f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n")
+
+    def _spare(self, event: Spared) -> None:
+        """Say that ranks got no signal, since it would have ended them, and what they do."""
+        places = [Other(rank, self._known(rank)) for rank in event.ranks]
+        self.forwarder.say(spared_block(event.number, places, os.getpid()))
 
     def _stop(self) -> None:
         """Stop all ranks and this process, as Ctrl-Z asks, until somebody continues it, and then them.
@@ -679,13 +692,21 @@ class Generation:
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
         text = failure_block(
             self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records,
-            raised=self._raised(exits.OF_OTHERS), is_whole=self.options.verbose,
+            raised=self._raised(exits.OF_OTHERS), remedies=self._remedies(cause), is_whole=self.options.verbose,
         )  # fmt: skip
         if outcome_file and is_last:
             told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
             Path(outcome_file).write_bytes(pack_object(told_file))
         else:
             self.forwarder.say(text)
+
+    def _remedies(self, cause: Cause) -> list[list[str]]:
+        """Return options with which the job would have gone on without a server that failed."""
+        chosen = self.options
+        if not is_server(cause.rank):
+            return []
+        copies = [["--server-replicas", "1"]] if chosen.servers > 1 and not chosen.server_replicas else []
+        return copies + ([] if chosen.max_restarts else [["--max-restarts", "3"]])
 
     def _failure(self, cause: Cause) -> Failure:
         return Failure(

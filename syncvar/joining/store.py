@@ -74,7 +74,7 @@ class Store:
         try:
             bound_messages(self.socket, CONTROL_NBYTES_MAX, _QUEUED)
             self.socket.setsockopt(zmq.LINGER, 0)
-            self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
+            self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.link_opening_s))
             if endpoint.startswith("tcp://"):
                 self._listen_to_hosts(endpoint, config, keys)
             self.socket.bind(endpoint)
