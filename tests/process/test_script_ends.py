@@ -87,7 +87,7 @@ def test_an_error_of_all_ranks_is_told_once_without_our_frames(launch):
     assert job.err.count("Traceback") == 1, str(job)
     assert job.err.count("unsupported operand") == 2, f"in the headline and in the traceback\n{job}"
     assert "others:" not in job.report, str(job)
-    assert re.search(r"\n    \[\d+ frames of syncvar\]\n    File .*script\.py\", line 11, in make\n", job.err), str(job)
+    assert re.search(r"\n    \[\d+ frames of syncvar\]\n    File .*script\.py\", line 13, in make\n", job.err), str(job)
     assert "syncvar/strategies/" not in job.err, str(job)
     for rank in range(8):
         text = (job.folder / "logs" / f"rank-{rank}.err").read_text()

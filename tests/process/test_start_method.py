@@ -29,7 +29,7 @@ sv.barrier()
 sv.all_reduce(np.ones(3))
 probe.note("loaded", names=sorted(set(sys.modules) - before))
 sv.shutdown()
-OWN = {"SYNCVAR_JOB_ID", "SYNCVAR_RENDEZVOUS", "SYNCVAR_HOST_DIRECTORY", "SYNCVAR_FLIGHT_DIR"}
+OWN = {"SYNCVAR_JOB_ID", "SYNCVAR_RENDEZVOUS", "SYNCVAR_HOST_DIRECTORY", "SYNCVAR_FLIGHT_DIR", "SYNCVAR_PROCESS"}
 environ = {k: v for k, v in os.environ.items() if k not in OWN}
 print(sys.stdin.read(), end="")
 atexit.register(probe.note, "handler", code=len(sys.argv))
@@ -86,7 +86,7 @@ def test_workers_draw_different_numbers(launch, tmp_path):
 CARRIED = """
 import importlib.util, os, sys, threading
 
-before = [name for name in sys.modules if name.startswith(("numpy", "zmq", "syncvar.collectives", "syncvar.engine", "syncvar.execution", "syncvar.joining", "syncvar.kernel"))]
+before = [name for name in sys.modules if name.startswith(("numpy", "zmq", "syncvar.collectives", "syncvar.engine", "syncvar.execution", "syncvar.joining.", "syncvar.kernel")) and name != "syncvar.joining.rank_process"]
 os.environ.update(OPENBLAS_NUM_THREADS=sys.argv[1], OMP_NUM_THREADS="7")
 asked = importlib.util.find_spec("numpy")
 del os.environ["GOTO_NUM_THREADS"]

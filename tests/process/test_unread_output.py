@@ -249,7 +249,7 @@ def test_a_folder_of_logs_that_holds_a_pipe_blocks_nobody(launch, tmp_path):
     logs.mkdir()
     os.mkfifo(logs / "rank-0.out")
     job = launch("print('x' * 99)", workers=2, options=["--log-dir", str(logs)])
-    assert job.wait() == 0, str(job)
+    assert job.wait() == 74, str(job)  # a file is lost
     assert "rank-0.out" in job.report, str(job)
     assert (logs / "rank-1.out").read_text() == "x" * 99 + "\n"
 
