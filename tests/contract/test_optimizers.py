@@ -858,7 +858,7 @@ def test_the_strategys_timeout_holds():
             if sv.rank() == 0:
                 with pytest.raises(sv.DeadlineExceeded, match="apply_gradients"):
                     optimizer.apply_gradients([([1.0], v)])
-            late.wait(20)
+            late.wait(120)
             return v.local_value().item(), optimizer.iterations
 
     assert everywhere(2, fn) == [(1.0, 0)] * 2
@@ -873,7 +873,7 @@ try:
 except sv.ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert "got no gradient at all" in done.stdout
 
 

@@ -16,7 +16,7 @@ import syncvar as sv
 
 def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
     script = Path(__file__).with_name("killed_saves.py")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == 38

@@ -69,7 +69,7 @@ raise Silent
 
 
 def plain(folder, *line):
-    return subprocess.run([sys.executable, *line], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, *line], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])

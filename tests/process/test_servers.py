@@ -165,14 +165,14 @@ def test_what_an_earlier_incarnation_pushes_late_is_refused_and_the_later_one_go
         )
     """
     job = start(launch, "--max-restarts", "1", script="import os\n" + textwrap.dedent(outliving) + SCRIPT)
-    job.await_events("half", 2, limit_s=60)
-    job.await_events("outlives", 1, limit_s=60)
+    job.await_events("half", 2, limit_s=120)
+    job.await_events("outlives", 1, limit_s=120)
     os.kill(job.events("joined", rank=1)[0]["pid"], signal.SIGKILL)
-    await_true(lambda: len(job.events("joined", rank=1)) == 2, 30.0, "the worker's return")
+    await_true(lambda: len(job.events("joined", rank=1)) == 2, 60, "the worker's return")
     job.open_gate("late")
-    job.await_events("raised", 1, limit_s=60)
+    job.await_events("raised", 1, limit_s=120)
     job.open_gate("on")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     (event,) = job.events("raised")
     assert (event["error"], job.events("pushed")) == ("GroupBroken", []), job
     assert "another process has taken its place" in event["text"], job
@@ -269,8 +269,8 @@ def test_a_launcher_that_is_killed_leaves_no_server(launch):
     job.await_events("half", 2)
     found = servers_of(job)
     job.process.kill()
-    job.process.wait(10)
-    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()), 10.0, "the end of the servers")
+    job.process.wait(120)
+    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()), 60, "the end of the servers")
 
 
 @pytest.mark.slow

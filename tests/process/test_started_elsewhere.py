@@ -104,7 +104,7 @@ def start(tmp_path):
     for one in running:
         if one.poll() is None:
             one.kill()
-        one.wait(10)
+        one.wait(120)
     shutil.rmtree(runtime)
 
 
