@@ -269,7 +269,7 @@ _OPTIONS = (
     _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
     _Option("timeout", ("--timeout",), _LIMITS, "end the whole job after S seconds", "limit", "S", math.inf),
     _Option(
-        "forward_signals", ("--forward-signals",), _LIMITS, "to ranks too; unhandled USR1 kills", "signals", "LIST", signals.DEFAULT,
+        "forward_signals", ("--forward-signals",), _LIMITS, "to ranks that handle them", "signals", "LIST", signals.DEFAULT,
     ),
     _Option("max_restarts", ("--max-restarts",), _LIMITS, "start all again when one fails", "many", "K", 0),
     _Option(

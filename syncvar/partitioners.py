@@ -161,7 +161,7 @@ def _measured(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
     try:
         itemsize = np.dtype(dtype).itemsize
     except TypeError as error:
-        raise ConfigError(f"dtype {dtype!r} is none of NumPy's: {error}") from error
+        raise ConfigError(f"dtype {dtype!r} is none of NumPy's: {error}") from None
     return (lengths[0], prod(lengths[1:]) * itemsize) if lengths else (1, itemsize)
 
 

@@ -44,8 +44,8 @@ def listed(grads_and_vars: Any) -> list[Any]:
     """
     try:
         return list(grads_and_vars)
-    except TypeError as error:
-        raise ConfigError(_NO_PAIRS.format(repr(grads_and_vars)[:100])) from error
+    except TypeError:
+        raise ConfigError(_NO_PAIRS.format(repr(grads_and_vars)[:100])) from None
 
 
 def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
@@ -56,8 +56,8 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
     """
     try:
         pairs = [tuple(pair) for pair in listed(grads_and_vars)]
-    except TypeError as error:
-        raise ConfigError(_NO_PAIRS.format(repr(grads_and_vars)[:100])) from error
+    except TypeError:
+        raise ConfigError(_NO_PAIRS.format(repr(grads_and_vars)[:100])) from None
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[1], Variable):
             raise ConfigError(_no_pair(pair))

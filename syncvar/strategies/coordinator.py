@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import importlib
 import itertools
@@ -18,6 +17,7 @@ from syncvar.fork_cleanup import register_exit
 from syncvar.servers.asking import Asking
 from syncvar.strategies.parameter_server import ParameterServerStrategy
 from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.exceptions import pack_exception, unpack_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -266,7 +266,7 @@ class ClusterCoordinator:
                 raise SystemExit(0)
             failed, value = self._called(ticket.array(*at).tobytes())
             self._strategy.here.settle("a scheduled function", self._strategy.timeout)
-            outcome = told["task"], failed, _packed(value, failed=failed)
+            outcome = told["task"], *_packed(value, failed=failed)
 
     def _called(self, call: bytes) -> tuple[bool, Any]:
         """Make a call; returns whether it failed, and its result or its error."""
@@ -377,28 +377,23 @@ def _found(name: list[str]) -> Any:
     return found
 
 
-def _packed(value: Any, *, failed: bool) -> bytes:
+def _packed(value: Any, *, failed: bool) -> tuple[bool, bytes]:
+    """Return whether a function has failed, and its packed result or error; a result that cannot travel is an error."""
     if failed:
-        kind = type(value)
-        if isinstance(value, MissingFunctionError):
-            return pack_object([["syncvar.errors", "UsageError"], str(value), ""])
-        text = "".join(traceback.format_exception(value))
-        return pack_object([[kind.__module__, kind.__qualname__], str(value), text])
+        if isinstance(value, MissingFunctionError):  # its text says all there is to say
+            return True, pack_object([pack_exception(UsageError(str(value))), ""])
+        where = "".join(traceback.format_exception(value))
+        return True, pack_object([pack_exception(value), where])
     try:
-        return pack_object(value)
+        return False, pack_object(value)
     except ConfigError as error:
-        return pack_object([["syncvar.errors", "ConfigError"], f"what the function returned cannot travel: {error}", ""])
+        refusal = ConfigError(f"what the function returned cannot travel: {error}")
+        return True, pack_object([pack_exception(refusal), ""])
 
 
-def _error_of(name: list[str], text: str, where: str) -> Exception:
+def _error_of(packed: bytes, where: str) -> BaseException:
     """Return the error that a function has raised elsewhere."""
-    kind: Any = getattr(builtins, name[1], None) if name[0] == "builtins" else None
-    with contextlib.suppress(ImportError, AttributeError):
-        kind = kind or _found(name)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        kind = RuntimeError
-    error: Exception = kind.__new__(kind)
-    error.args = (text,)
+    error = unpack_exception(packed)
     if where:
         error.add_note(f"raised by a worker:\n{where}")
     return error

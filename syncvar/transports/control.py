@@ -59,6 +59,7 @@ class ZeromqControl:
         kind: Of the channel, as `control_identity` has it.
 
     Attributes:
+        keeper: As above.
         monitor: Tells of the channel's end; None where a launcher listens.
     """
 
@@ -75,7 +76,7 @@ class ZeromqControl:
         self.socket: Any = context.socket(zmq.DEALER)
         self.monitor: Any = None
         self._config = config
-        self._keeper = keeper
+        self.keeper = keeper
         self._is_up = self._is_lost = self._has_told = False
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
         self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
@@ -125,7 +126,7 @@ class ZeromqControl:
         if self._is_lost and not self._has_told:
             self._has_told = True
             return {
-                "kind": "abort", "rank": self._keeper, "host": "", "kind_of_break": "lost", "reason": why_closed(self._config),
+                "kind": "abort", "rank": self.keeper, "host": "", "kind_of_break": "lost", "reason": why_closed(self._config),
                 "group": -1, "call": -1, "missing": [],
             }  # fmt: skip
         return None

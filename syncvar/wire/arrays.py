@@ -48,7 +48,7 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
         except (TransportError, MismatchError):  # of a variable that is read: not about what it is
             raise
         except Exception as error:  # whatever the library, or an __array__, raises
-            raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {told(error)}") from error
+            raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {told(error)}") from None
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     if not _travels(value.dtype):

@@ -126,7 +126,7 @@ def parts_of(value: Any) -> list[Any]:
     try:
         return [getattr(value, name) for name in _field_names(value)]
     except AttributeError as error:
-        raise ConfigError(f"a field of the dataclass {type(value).__name__} is not set: {error}") from error
+        raise ConfigError(f"a field of the dataclass {type(value).__name__} is not set: {error}") from None
 
 
 def rebuilt(value: Any, parts: list[Any]) -> Any:
@@ -179,7 +179,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
         try:
             keys = tuple(sorted(value))
         except TypeError as error:
-            raise ConfigError(f"the keys of a structure must have an order: {error}") from error
+            raise ConfigError(f"the keys of a structure must have an order: {error}") from None
         return Structure("dict", keys, tuple(_flatten(value[key], leaves) for key in keys))
     if is_structure(value):
         kind, keys = "list" if isinstance(value, list) else "tuple", ()

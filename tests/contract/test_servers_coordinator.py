@@ -27,6 +27,20 @@ def fail(text):
     raise KeyError(text)
 
 
+class Foreign(ValueError):
+    def __init__(self, number):
+        super().__init__(f"number {number}")
+        self.number = number
+
+
+def fail_with_a_value(number):
+    raise Foreign(number)
+
+
+def returns_what_cannot_travel():
+    return object()
+
+
 def take(rows):
     return next(rows)
 
@@ -79,6 +93,12 @@ def test_functions_run_and_errors_are_told_once(workers):
             coordinator.schedule(fail, ("no such thing",))
             coordinator.join()
         coordinator.join()
+        with pytest.raises(Foreign, match="number 4") as raised:
+            coordinator.schedule(fail_with_a_value, (4,)).fetch()
+        assert raised.value.number == 4
+        if workers > 1:
+            with pytest.raises(sv.ConfigError, match="what the function returned cannot travel"):
+                coordinator.schedule(returns_what_cannot_travel).fetch()
         assert coordinator.schedule(double, (4,)).fetch() == 8
         with pytest.raises(sv.ConfigError, match="top level"):
             coordinator.schedule(lambda: 1)

@@ -96,6 +96,8 @@ def test_a_server_that_is_lost_without_a_copy_ends_the_job_and_is_named(launch):
     assert first.startswith("syncvar: server 1 on "), job
     assert "was killed by signal 9 (SIGKILL)" in first, job
     assert "  server 0: waiting for requests" in job.report.splitlines(), job
+    tried = job.report.split("\ntry:\n")[1].splitlines()[:2]
+    assert [line.split()[1:3] for line in tried] == [["--server-replicas", "1"], ["--max-restarts", "3"]], job
     (record,) = job.folder.glob("state/**/flight-server*.json")
     told = json.loads(record.read_text())
     assert (record.name, told["rank"], told["reason"]) == ("flight-server0.json", SERVER_0, "server 1 was lost: signal 9")
