@@ -380,7 +380,7 @@ def _found(name: list[str]) -> Any:
 def _packed(value: Any, *, failed: bool) -> tuple[bool, bytes]:
     """Return whether a function has failed, and its packed result or error; a result that cannot travel is an error."""
     if failed:
-        if isinstance(value, MissingFunctionError):
+        if isinstance(value, MissingFunctionError):  # its text says all there is to say
             return True, pack_object([pack_exception(UsageError(str(value))), ""])
         where = "".join(traceback.format_exception(value))
         return True, pack_object([pack_exception(value), where])
