@@ -320,9 +320,12 @@ class Agent:
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""
-        kill_sessions(
-            {worker.process.pid: worker.started for rank, worker in self.workers.items() if rank in ranks}
-        )
+        chosen = [worker for rank, worker in self.workers.items() if rank in ranks]
+        kill_sessions({worker.process.pid: worker.started for worker in chosen})
+        for worker in chosen:
+            if worker.status is None:  # a forked worker may have been stuck before it led a session
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, signal.SIGKILL)
 
     def close(self) -> Iterator[Event]:
         """Kill what is left, read what was written, and let the guardian go."""

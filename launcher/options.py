@@ -662,6 +662,11 @@ def _without_dashes(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_script(parser: _Parser, script: str, folder: Path) -> None:
+    if _is_interpreter(folder / script):
+        parser.error(
+            f"{script} is no script: leave out {script}, because the launcher starts Python by "
+            f"itself: syncvar-launch --workers 2 train.py"
+        )
     if (folder / script).exists():
         return
     try:
@@ -670,6 +675,17 @@ def _check_script(parser: _Parser, script: str, folder: Path) -> None:
         here = []
     hint = nearest(Path(script).name, here)
     parser.error(f"there is no script {script} in {folder}{hint}; a module is started with -m, a command with --no-python")
+
+
+def _is_interpreter(path: Path) -> bool:
+    """Return whether a path names Python itself: a program of that name, or no file at all."""
+    if path.name.rstrip("0123456789.") not in ("python", "pypy"):
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return not path.exists()
 
 
 # Reading values.

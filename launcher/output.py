@@ -15,6 +15,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from syncvar.private_files import REQUESTED
 from syncvar.requested_files import LostFile, check_folder, why_unwritten
 from syncvar.roles import SERVER_0, is_server, process_name, short_name
 from syncvar.topology import ranks_of
@@ -530,7 +531,7 @@ class _Logs:
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mark else os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC
         flags |= os.O_NONBLOCK  # nothing to a file; a pipe that stands there under this name must not block us
         try:
-            self._files[rank, stream] = os.open(self._path(rank, stream), flags, 0o666)
+            self._files[rank, stream] = os.open(self._path(rank, stream), flags, REQUESTED)
         except OSError as error:
             self._failed(rank, stream, error)
             return

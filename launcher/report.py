@@ -43,6 +43,7 @@ _FURTHER = 2  # errors that are not the first one's, each with a traceback
 _FURTHER_LINES = 12
 _MESSAGES = 3
 _COMMANDS = 2
+_OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # what torch.distributed misses without --torch-env
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -146,7 +147,7 @@ def failure_block(
     others = [other for other in others if other.rank not in shown]
     if others:
         lines += ["others:", *_others(others)]
-    advice = list(hints) + _commands(failure.rank, arguments, log_dir, remedies)
+    advice = list(hints) + _commands(failure, arguments, log_dir, remedies)
     if advice:
         lines += ["try:", *(f"  {escape(line)}" for line in advice[: max(_COMMANDS, len(hints))])]
     if log_dir:
@@ -375,11 +376,14 @@ def _others(others: Sequence[Other]) -> list[str]:
 
 
 def _commands(
-    rank: int, arguments: Sequence[str], log_dir: str, remedies: Sequence[Sequence[str]]
+    failure: Failure, arguments: Sequence[str], log_dir: str, remedies: Sequence[Sequence[str]]
 ) -> list[str]:
     if not arguments:
         return []
-    options = [*remedies]
+    rank, options = failure.rank, [*remedies]
+    said = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
+    if "--torch-env" not in arguments and any(name in said for name in _OF_TORCH):
+        options.append(["--torch-env"])
     if rank >= 0 and not is_server(rank) and "--debug" not in arguments:
         options.append(["--debug", str(rank)])
     if not log_dir:

@@ -12,7 +12,9 @@ import importlib.util
 import os
 import sys
 
-__all__ = ["command_of", "main"]
+__all__ = ["adopt_path", "command_of", "main", "pack_path", "unpack_call"]
+
+_LENGTH_BYTES = 8  # before the packed path
 
 
 def command_of(module: str) -> list[str]:
@@ -22,6 +24,39 @@ def command_of(module: str) -> list[str]:
         module: Name of a module of this package, or of the launcher.
     """
     return [sys.executable, os.path.abspath(__file__), module]
+
+
+def pack_path() -> bytes:
+    """Return where this program looks for modules, as the head of a call of `sv.run`.
+
+    The path must not travel in PYTHONPATH: programs that a worker starts would inherit it, other Pythons among them.
+    """
+    folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
+    data = os.fsencode("\0".join([sys.executable, *folders]))
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+def adopt_path(descriptor: int) -> None:
+    """Look for modules where the caller of `sv.run` does; another interpreter looks in its own places first.
+
+    Args:
+        descriptor: A file that begins with what `pack_path` returned. Its position stays.
+    """
+    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+    executable, *folders = os.fsdecode(os.pread(descriptor, length, _LENGTH_BYTES)).split("\0")
+    if executable == sys.executable:
+        sys.path[:] = folders
+    else:
+        sys.path += [one for one in folders if one not in sys.path and os.path.exists(one)]
+
+
+def unpack_call(descriptor: int) -> bytes:
+    """Return what follows the path in such a file."""
+    start = _LENGTH_BYTES + int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+    data, size = bytearray(), os.fstat(descriptor).st_size - start
+    while len(data) < size:  # one call reads 2 GiB at most
+        data += os.pread(descriptor, size - len(data), start + len(data))
+    return bytes(data)
 
 
 def main() -> None:
@@ -35,6 +70,8 @@ def main() -> None:
         assert spec.loader is not None
         sys.modules["syncvar"] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
+    if "SYNCVAR_CALL_FD" in os.environ:
+        adopt_path(int(os.environ["SYNCVAR_CALL_FD"]))
     sys.exit(importlib.import_module(sys.argv.pop(1)).main())
 
 

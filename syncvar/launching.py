@@ -19,10 +19,11 @@ import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Never
 
-from syncvar.begin import command_of
+from syncvar.begin import command_of, pack_path
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError, LaunchError, RankFailed
 from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.exceptions import unpack_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,7 +141,7 @@ def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> lis
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
     try:
         with open(call_fd, "wb", closefd=False) as file:  # noqa: PTH123
-            file.write(call)
+            file.write(pack_path() + call)
         command = [*command_of("syncvar_launcher.run"), "--workers", str(workers)]
         if limit_s != math.inf:
             command += ["--timeout", str(limit_s)]
@@ -153,7 +154,6 @@ def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> lis
             "SYNCVAR_CALL_FD": str(call_fd),
             "SYNCVAR_RESULT_DIR": str(folder),
             "SYNCVAR_OUTCOME_FILE": str(folder / "outcome"),
-            "PYTHONPATH": os.pathsep.join(path for path in (*sys.path, os.environ.get("PYTHONPATH", "")) if path),
         }
         process = subprocess.Popen(  # noqa: S603
             [*command, "-m", "syncvar.remote_call"],
@@ -168,7 +168,8 @@ def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> lis
         if code != 0:
             if (folder / _UNGUARDED).exists():
                 raise ConfigError((folder / _UNGUARDED).read_text())
-            raise _failure(folder, code)
+            failure = _failure(folder, code)
+            raise failure from failure.__cause__
         return [_result(folder, rank) for rank in range(workers)]
     finally:
         for descriptor in (call_fd, alive_read, alive_write):
@@ -189,7 +190,7 @@ def _seconds(timeout: Any) -> float:
     return seconds
 
 
-def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[str, ...]:
+def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
     """Return how a worker finds the function: ("module", …), ("file", …) or ("copy", …).
 
     Args:
@@ -212,7 +213,7 @@ def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[str, ...]:
             return ("file", str(Path(path).resolve()), name)
     from syncvar.notebook import pack_function
 
-    return ("copy", pack_function(fn).hex())
+    return ("copy", *pack_function(fn))
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
@@ -255,7 +256,10 @@ def _failure(folder: Path, code: int) -> LaunchError:
         outcome = unpack_object((folder / "outcome").read_bytes())
     except OSError:
         return LaunchError(f"the launcher ended with exit code {code}")
-    return RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
+    failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
+    with contextlib.suppress(OSError):  # its process was killed, or has ended by itself
+        failure.__cause__ = unpack_exception((folder / f"error.{failure.rank}").read_bytes())
+    return failure
 
 
 def _result(folder: Path, rank: int) -> Any:

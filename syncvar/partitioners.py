@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FixedShards", "MaxSize", "MinSize", "row_ranges"]
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        from syncvar.foreign_names import missing
+
+        raise missing("sv.partitioners", name, __all__)
+
 
 @dataclass(frozen=True, slots=True)
 class FixedShards:
@@ -154,7 +161,7 @@ def _measured(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
     try:
         itemsize = np.dtype(dtype).itemsize
     except TypeError as error:
-        raise ConfigError(f"dtype {dtype!r} is none of NumPy's: {error}") from error
+        raise ConfigError(f"dtype {dtype!r} is none of NumPy's: {error}") from None
     return (lengths[0], prod(lengths[1:]) * itemsize) if lengths else (1, itemsize)
 
 

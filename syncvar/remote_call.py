@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import runpy
@@ -10,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from syncvar.begin import adopt_path, unpack_call
 from syncvar.errors import ConfigError
 from syncvar.launching import finding
 from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.exceptions import pack_exception
 
 __all__ = ["called", "main"]
 
@@ -22,13 +25,23 @@ def main() -> None:
     descriptor = int(os.environ.pop("SYNCVAR_CALL_FD"))
     folder = Path(os.environ.pop("SYNCVAR_RESULT_DIR"))
     rank = int(os.environ["SYNCVAR_RANK"])
-    # All workers share the descriptor's position: read at an offset.
-    call = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    adopt_path(descriptor)  # again: `-m` has put the working folder before it
+    call = unpack_call(descriptor)
     os.close(descriptor)
-    data = called(call, rank, folder)
-    partial = folder / f"result.{rank}.part"
+    (folder / f"error.{rank}").unlink(missing_ok=True)  # of a start before this one
+    try:
+        data = called(call, rank, folder)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the caller has gone
+            _write(folder / f"error.{rank}", pack_exception(error))
+        raise
+    _write(folder / f"result.{rank}", data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(f"{path.suffix}.part")
     partial.write_bytes(data)
-    partial.rename(folder / f"result.{rank}")
+    partial.rename(path)
 
 
 def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
@@ -47,20 +60,22 @@ def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
     try:
         return pack_object(result)
     except ConfigError as error:
-        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from error
+        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from None
 
 
-def _find(folder: Path | None, how: str, *where: str) -> Any:
+def _find(folder: Path | None, how: str, *where: Any) -> Any:
     if how == "copy":
         from syncvar.notebook import unpack_function
 
-        return unpack_function(bytes.fromhex(where[0]))
+        return unpack_function(*where)
     place, name = where
     with finding(place, folder):
         if how == "module":
             found: Any = importlib.import_module(place)
         else:
-            sys.path.insert(0, str(Path(place).parent))
+            script_folder = str(Path(place).parent)
+            if script_folder not in sys.path:
+                sys.path.insert(0, script_folder)
             found = SimpleNamespace(**runpy.run_path(place, run_name="__syncvar_main__"))
     try:
         for part in name.split("."):

@@ -15,7 +15,7 @@ import sys
 from typing import NamedTuple
 
 from syncvar.errors import ConfigError
-from syncvar.private_files import create_private
+from syncvar.private_files import PRIVATE, create_file
 from syncvar.word import tell
 
 __all__ = [
@@ -146,7 +146,7 @@ def _remedy(error: OSError) -> str:
 def _probe(folder: str) -> None:
     """Write and remove a file: an empty file would fit on a full disk."""
     path = os.path.join(folder, f".syncvar-probe-{os.urandom(6).hex()}")
-    descriptor = create_private(path)
+    descriptor = create_file(path, PRIVATE)
     try:
         rest = bytes(_PROBE_NBYTES)
         while rest:

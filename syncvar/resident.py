@@ -73,14 +73,14 @@ def checked_kind(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]
     """Return the lengths and the dtype that are asked for; raise ConfigError unless processes can share such an array."""
     try:
         lengths = tuple(operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,)))
-    except TypeError as error:
-        raise ConfigError(f"shape must be an integer or a tuple of integers, not {shape!r}") from error
+    except TypeError:
+        raise ConfigError(f"shape must be an integer or a tuple of integers, not {shape!r}") from None
     if any(length < 0 for length in lengths):
         raise ConfigError(f"no length of a shape may be negative: {shape!r}")
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
-        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error})") from error
+        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error})") from None
     if kind.hasobject:
         raise ConfigError(f"an array of {kind} cannot be shared between processes: its elements are references")
     return lengths, kind

@@ -63,8 +63,8 @@ class Mesh:
         """Return the rank of the world at a place of the mesh."""
         try:
             return int(np.ravel_multi_index(coordinates, self.shape))
-        except ValueError as error:
-            raise ConfigError(f"{coordinates} is no place in a mesh of shape {self.shape}") from error
+        except ValueError:
+            raise ConfigError(f"{coordinates} is no place in a mesh of shape {self.shape}") from None
 
     def _of_two(self, axis: int) -> Group:
         if len(self.shape) != 2:
@@ -116,8 +116,8 @@ def mesh(shape: Sequence[int], names: Sequence[str] | None = None, *, timeout: f
 def _checked_shape(shape: Any, size: int) -> tuple[int, ...]:
     try:
         lengths = [int(one) for one in shape]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the shape of a mesh must be some integers, not {shape!r}") from error
+    except (TypeError, ValueError):
+        raise ConfigError(f"the shape of a mesh must be some integers, not {shape!r}") from None
     if lengths.count(-1) == 1:
         known = -int(np.prod(lengths, dtype=np.int64))
         if known > 0 and size % known == 0:

@@ -226,9 +226,9 @@ def _stacked(parts: Sequence[Any]) -> Any:
     arrays = [as_leaf(part) for part in parts]
     try:
         return np.stack(arrays)
-    except ValueError as error:
+    except ValueError:
         shapes = ", ".join(sorted({str(array.shape) for array in arrays}))
-        raise ConfigError(f"elements of shapes {shapes} cannot be one batch; pad them with dataset.map") from error
+        raise ConfigError(f"elements of shapes {shapes} cannot be one batch; pad them with dataset.map") from None
 
 
 @lru_cache(maxsize=64)

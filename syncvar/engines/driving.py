@@ -16,6 +16,7 @@ from syncvar.errors import LaunchError, RankFailed
 from syncvar.exits import INTERNAL, TIMEOUT, weight_of
 from syncvar.restarting import Ending, Restarting
 from syncvar.wire import unpack_object
+from syncvar.wire.exceptions import unpack_exception
 
 if TYPE_CHECKING:
     from syncvar.engines.base import Engine
@@ -110,7 +111,8 @@ class _Start:
         failed = [rank for rank, end in ends.items() if not end.result]
         if failed:
             rank = min(failed, key=lambda one: weight_of(ends[one].error))
-            raise self._failure(rank, hosts[rank], ends[rank])
+            failure = self._failure(rank, hosts[rank], ends[rank])
+            raise failure from failure.__cause__
         if len(ends) < workers:
             raise RankFailed(-1, socket.gethostname(), TIMEOUT, f"the time limit of {self._limit_s:g} s passed")
         return [unpack_object(ends[rank].result) for rank in range(workers)]
@@ -125,4 +127,6 @@ class _Start:
         if end.exit_code == 0:
             return LaunchError(f"rank {rank} ended without returning a result")
         self._error = end.error
-        return RankFailed(rank, host, end.exit_code, end.traceback or end.message)
+        failure = RankFailed(rank, host, end.exit_code, end.traceback or end.message)
+        failure.__cause__ = unpack_exception(end.raised) if end.raised else None
+        return failure

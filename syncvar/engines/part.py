@@ -58,6 +58,7 @@ class End(NamedTuple):
         traceback: Its traceback, as its author should see it.
         exit_code: What its process would have ended with.
         has_met: It had met the others.
+        raised: The exception, packed; empty where there was none.
     """
 
     result: bytes = b""
@@ -66,6 +67,7 @@ class End(NamedTuple):
     traceback: str = ""
     exit_code: int = 0
     has_met: bool = True
+    raised: bytes = b""
 
 
 _Carried = TypeVar("_Carried", Place, Part, End)

@@ -18,6 +18,7 @@ from syncvar.joining.meeting import leave
 from syncvar.joining.process import is_initialized, member
 from syncvar.recording.recorder import boot_identity
 from syncvar.remote_call import called
+from syncvar.wire.exceptions import pack_exception
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +81,8 @@ def play(data: bytes) -> bytes:
         end = End(result, has_met=has_met)
     except BaseException as error:  # what the engine would make of it is not what happened
         failure = failure_of(error)
-        end = End(b"", failure.error, failure.message, failure.text, failure.exit_code, has_met)
+        raised = pack_exception(error)
+        end = End(b"", failure.error, failure.message, failure.text, failure.exit_code, has_met, raised)
     leave(patience_s)
     _let_go()
     return packed(end)

@@ -237,8 +237,8 @@ def _checked_axes(axis: Any) -> tuple[int, ...] | None:
         raise ConfigError(_NO_AXIS.format(axis))
     try:
         return tuple(operator.index(one) for one in given)
-    except TypeError as error:
-        raise ConfigError(_NO_AXIS.format(axis)) from error
+    except TypeError:
+        raise ConfigError(_NO_AXIS.format(axis)) from None
 
 
 def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:

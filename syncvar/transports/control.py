@@ -14,6 +14,8 @@ from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     close_monitor,
     events_of,
+    limit_frames,
+    milliseconds,
     monitor_of,
     set_family,
     why_closed,
@@ -28,7 +30,6 @@ __all__ = ["ZeromqControl", "control_identity", "parse_control_identity"]
 
 _IDENTITY = struct.Struct("<cI8s")
 _POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
-_HANDSHAKE_MS = 10_000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSALS_MAX = 5
 
@@ -79,8 +80,8 @@ class ZeromqControl:
         self.keeper = keeper
         self._is_up = self._is_lost = self._has_told = False
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
-        self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        limit_frames(self.socket, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.rendezvous_timeout_s))
         self.socket.setsockopt(zmq.LINGER, 0)
         if endpoint.startswith("tcp://"):
             set_family(self.socket, endpoint)

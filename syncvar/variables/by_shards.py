@@ -63,8 +63,8 @@ def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
         return None
     try:
         lengths = tuple(operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,)))
-    except TypeError as error:
-        raise ConfigError(f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}") from error
+    except TypeError:
+        raise ConfigError(f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}") from None
     if any(length < 0 for length in lengths):
         raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
     return lengths

@@ -34,7 +34,7 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         made: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
-        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for instance") from error
+        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for instance") from None
     if not made.isnative:
         made = made.newbyteorder("=")
     dtype_index(made)

@@ -116,8 +116,8 @@ def checked_replica(rank: Any, count: int, what: str) -> int:
     """
     try:
         replica = operator.index(rank)
-    except TypeError as error:
-        raise ConfigError(f"{what}: rank must be an integer, not {rank!r}") from error
+    except TypeError:
+        raise ConfigError(f"{what}: rank must be an integer, not {rank!r}") from None
     if isinstance(rank, bool | np.bool_) or not 0 <= replica < count:
         raise ConfigError(f"{what}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not {rank!r}")
     return replica

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncvar.errors import ConfigError
+from syncvar.private_files import REQUESTED
 from syncvar.requested_files import AUTO_LOG, LostFile, report_lost_file, why_unwritten
 
 __all__ = ["Change", "Point", "append", "read"]
@@ -69,7 +70,7 @@ def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> 
         return True
     text = "".join(json.dumps(line) + "\n" for line in lines)
     try:  # one write to the end of the file, since several groups may have the same
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, REQUESTED)
         try:
             rest = text.encode()
             while rest:  # a disk that fills up takes a part, and raises the error for the next one

@@ -147,7 +147,7 @@ def _imported(name: str) -> Any:
             found = importlib.import_module(name)
         except ImportError as error:
             library = name.partition(".")[0]
-            raise ConfigError(f"there are tensors of {library} in it, which cannot be imported here: {error}") from error
+            raise ConfigError(f"there are tensors of {library} in it, which cannot be imported here: {error}") from None
     return found
 
 

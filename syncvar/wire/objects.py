@@ -60,13 +60,20 @@ def pack_object(value: Any, limit_nbytes: int = 1 << 31) -> bytes:
         >>> unpack_object(pack_object({"a": (1, [2.5, None])}))
         {'a': (1, [2.5, None])}
     """
-    try:
-        data = _packed(value if _is_flat(value) else _plain(value, "value", 0))
-    except (OverflowError, ValueError):  # a long integer; a text without an encoding, which `_plain` refuses by its place
+    data = _packed_flat(value) if _is_flat(value) else None
+    if data is None:
         data = _packed(_plain(value, "value", 0))
     if len(data) > limit_nbytes:
         raise ConfigError(f"the object takes {len(data)} bytes, more than the limit of {limit_nbytes}")
     return data
+
+
+def _packed_flat(value: Any) -> bytes | None:
+    """Return a flat value as bytes; None for a long integer, and for a text without an encoding."""
+    try:
+        return _packed(value)
+    except (OverflowError, ValueError):
+        return None
 
 
 def _is_flat(value: Any) -> bool:
@@ -176,7 +183,7 @@ def _plain_array(value: Any, place: str) -> Any:
     try:
         array = library.take(value)
     except Exception as error:  # whatever the library raises
-        raise ConfigError(f"{place} of type {type(value).__name__} cannot travel: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{place} of type {type(value).__name__} cannot travel: {type(error).__name__}: {error}") from None
     return msgpack.ExtType(_TENSOR, bytes([NAMED.index(library)]) + _array_bytes(array, place))
 
 

@@ -27,6 +27,20 @@ def fail(text):
     raise KeyError(text)
 
 
+class Foreign(ValueError):
+    def __init__(self, number):
+        super().__init__(f"number {number}")
+        self.number = number
+
+
+def fail_with_a_value(number):
+    raise Foreign(number)
+
+
+def returns_what_cannot_travel():
+    return object()
+
+
 def take(rows):
     return next(rows)
 
@@ -79,6 +93,12 @@ def test_functions_run_and_errors_are_told_once(workers):
             coordinator.schedule(fail, ("no such thing",))
             coordinator.join()
         coordinator.join()
+        with pytest.raises(Foreign, match="number 4") as raised:
+            coordinator.schedule(fail_with_a_value, (4,)).fetch()
+        assert raised.value.number == 4
+        if workers > 1:
+            with pytest.raises(sv.ConfigError, match="what the function returned cannot travel"):
+                coordinator.schedule(returns_what_cannot_travel).fetch()
         assert coordinator.schedule(double, (4,)).fetch() == 8
         with pytest.raises(sv.ConfigError, match="top level"):
             coordinator.schedule(lambda: 1)
@@ -88,6 +108,27 @@ def test_functions_run_and_errors_are_told_once(workers):
         taken = coordinator.fetch([coordinator.schedule(take, (dataset,)) for _ in range(6)])
         assert min(taken) == 0
         assert len(taken) == 6
+
+    job(workers, program)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_iter_of_a_per_worker_dataset_begins_anew_on_each_worker(workers):
+    def program(coordinator, _local):
+        dataset = coordinator.create_per_worker_dataset(rows)
+        for _ in range(2):
+            iterator = iter(dataset)
+            assert iter(iterator) is iterator
+            values = [coordinator.schedule(take, args=(iterator,)) for _ in range(6)]
+            values += [coordinator.schedule(take, kwargs={"rows": iterator}) for _ in range(6)]
+            taken = coordinator.fetch(values)
+            assert min(taken) == 0
+            assert max(taken) >= 12 / workers - 1
+            assert len(set(taken)) >= 12 / max(1, workers - 1)
+        with pytest.raises(sv.UsageError, match=r"schedule\(fn, args=\(iterator,\)\)"):
+            next(iterator)
+        with pytest.raises(sv.ConfigError, match="RemoteValue"):
+            coordinator.schedule(take, kwargs={"rows": values[0]})
 
     job(workers, program)
 

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import pathlib
+import stat
 import subprocess
 import sys
 
@@ -111,6 +113,56 @@ def test_logs_events_and_traces_that_are_lost_are_named(launch, disk, hosts):
     assert "all ranks succeeded, and files are lost: exit code 74" in job.report, str(job)
 
 
+EVERY_FILE = """
+import numpy as np, sys
+import probe, syncvar as sv
+from syncvar.variables import decisions
+checkpoint = sv.Checkpoint(w=sv.Variable(np.ones(3)))
+with sv.CheckpointManager(checkpoint, sys.argv[1] + "/runs/a") as manager:
+    manager.save(1)
+    manager.save(2, async_op=True)
+    if sv.rank() == 0:
+        sv.save(sys.argv[1] + "/saved/model.safetensors", {"w": 1})
+        change = decisions.Change(decisions.Point("begin", 1, "step"), "w", "a", "b", "")
+        decisions.append(sys.argv[1] + "/auto", 1, [change], begins=True)
+print("done")
+probe.note("ready")
+probe.gate("look")
+"""
+
+
+@pytest.mark.parametrize(
+    "umask", [pytest.param(0o022, marks=pytest.mark.slow), 0o027, pytest.param(0o077, marks=pytest.mark.slow)]
+)
+def test_files_that_a_user_asks_for_honour_the_umask_and_the_others_are_private(launch, tmp_path, umask):
+    place = tmp_path / "files"
+    place.mkdir()
+    options = [f"--log-dir={place}/logs", f"--events={place}/events", f"--stats={place}/stats"]
+    job = launch(
+        EVERY_FILE, arguments=[str(place)], options=options, env={"SYNCVAR_TRACE": f"{place}/a/trace"},
+        prefix=["sh", "-c", f'umask {umask:o}; exec "$0" "$@"'],
+    )  # fmt: skip
+    job.await_events("ready", 2)
+    runtime = os.environ["XDG_RUNTIME_DIR"]
+    private = [path for path in pathlib.Path(runtime).rglob("*") if not path.is_symlink()]
+    assert private
+    assert [path for path in private if path.is_file() and path.stat().st_mode & 0o077] == []
+    job.open_gate("look")
+    assert job.wait() == 0, str(job)
+    done = subprocess.run(
+        [sys.executable, "-m", "syncvar", "trace", "merge", f"{place}/a/trace", "-o", f"{place}/merged"], check=False, umask=umask
+    )
+    assert done.returncode == 0
+    found = sorted(place.rglob("*"))
+    names = {path.name for path in found}
+    assert {"rank-0.out", "events", "stats", "flight-rank0.json", "manifest.json", "model.safetensors"} <= names, names
+    assert {"auto", "merged"} <= names
+    assert not [path for path in found if "tmp" in path.name]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in found}
+    wanted = {path: (0o777 if path.is_dir() else 0o666) & ~umask for path in found}
+    assert modes == wanted
+
+
 def test_a_benchmark_tries_its_files_first_and_names_those_it_loses():
     command = [sys.executable, "-m", "syncvar", "bench", "barrier", "--no-model", "--workers", "2", "-J"]
     for path, code, why in (
@@ -167,5 +219,4 @@ def test_files_that_can_be_written_are_written_and_kept(launch, tmp_path):
     assert events[-1] == "job_end"
     assert json.loads((tmp_path / "stats").read_text())["missing"] == []
     assert len(list((tmp_path / "new/trace").glob("*.json"))) == 2
-    assert (tmp_path / "new/trace").stat().st_mode & 0o77 == 0, "records are private"
     assert not [path for path in tmp_path.rglob("*") if "probe-" in path.name]

@@ -62,6 +62,8 @@ def test_places_are_used_again_and_nothing_of_a_rank_stays_in_them(engine):
         assert (raised.value.rank, raised.value.exit_code) == (1, 1), "the cause, not who heard of it"
         assert raised.value.last_lines.startswith("Traceback"), raised.value
         assert raised.value.last_lines.strip().endswith("ValueError: of its own")
+        assert type(raised.value.__cause__) is ValueError
+        assert raised.value.__cause__.args == ("of its own",)
         assert "syncvar/engines" not in raised.value.last_lines
         with pytest.raises(sv.LaunchError, match="rank 0 ended without returning a result"):
             sv.run(leaves_early, 2, (0,), engine=kept)

@@ -6,6 +6,7 @@ tests/golden/errors.txt, commit what you can explain.
 
 import os
 import re
+import traceback
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ def text_of(refusal):
         try:
             refusal.mistake()
         except Exception as error:
+            printed = "".join(traceback.format_exception(error))
+            if printed.count("Traceback (most recent call last)") != 1:
+                return f"a chain of exceptions: {printed}"
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -4,6 +4,7 @@ import datetime as dt
 import decimal
 import enum
 import random
+import traceback
 import tracemalloc
 import zoneinfo
 from collections import Counter, OrderedDict
@@ -167,8 +168,10 @@ class Name(str):
     ],
 )  # fmt: skip
 def test_what_cannot_travel_is_refused_with_its_place(value, place):
-    with pytest.raises(ConfigError, match=place):
+    with pytest.raises(ConfigError, match=place) as raised:
         pack_object(value)
+    printed = "".join(traceback.format_exception(raised.value))
+    assert printed.count("Traceback (most recent call last)") == 1, "one exception, not a chain"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""Exceptions as data and back: classes by module and name, arguments as plain objects.
+
+Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from syncvar.errors import ConfigError
+from syncvar.wire.objects import pack_object, unpack_object
+
+__all__ = ["pack_exception", "unpack_exception"]
+
+_MAIN = "__syncvar_main__"  # as which a worker of `sv.run` imports the caller's script
+_BASES = (BaseException, Exception, object)
+
+
+def pack_exception(error: BaseException) -> bytes:
+    """Return an exception as bytes.
+
+    Example:
+        >>> unpack_exception(pack_exception(KeyError("a")))
+        KeyError('a')
+    """
+    builtin: Any = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    try:
+        _, args, *state = builtin.__reduce__(error)
+        attributes = dict(state[0]) if state and state[0] else {}
+        pack_object(args)
+    except Exception:  # arguments that cannot travel, or an exception that is not what it seems
+        args, attributes = None, {}
+    kinds = [kind for kind in type(error).__mro__ if kind not in _BASES]
+    classes = [[kind.__module__, kind.__qualname__] for kind in kinds]
+    plain = {str(name): value for name, value in attributes.items() if _travels(value)}
+    return pack_object([classes, args, plain, _text(error).encode(errors="backslashreplace")])
+
+
+def unpack_exception(data: bytes) -> BaseException:
+    """Return the exception that `pack_exception` made into `data`, or one of its name and text.
+
+    An exception comes back as its own class if that class can be imported, and shows the same text
+    without its other arguments. Else a stand-in comes back: a new class of that name, derived from
+    the first built-in class that the exception's own class is derived from.
+
+    Raises:
+        WireError: The bytes are no such object.
+    """
+    classes, args, attributes, encoded = unpack_object(data)
+    text = encoded.decode()
+    error = None if args is None or not classes else _rebuilt(classes[0], args, attributes)
+    return error if error is not None and _text(error) == text else _stand_in(classes, text)
+
+
+def _rebuilt(
+    name: list[str], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException | None:
+    kind = _class_of(*name)
+    if kind is None:
+        return None
+    try:
+        if kind.__module__ == "builtins":
+            error: BaseException = kind(*args)
+        else:  # its own __init__ may take other arguments, or do something
+            error = kind.__new__(kind, *args)
+            error.args = args
+        for attribute, value in attributes.items():
+            setattr(error, attribute, value)
+    except Exception:  # whatever a class of the user's raises
+        return None
+    return error
+
+
+def _class_of(module: str, name: str) -> type[BaseException] | None:
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if module == _MAIN or (spec is not None and spec.name in (module, f"{module}.__main__")):
+        module = "__main__"
+    try:
+        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception:  # a module may raise anything when it is imported
+        return None
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def _stand_in(classes: list[list[str]], text: str) -> BaseException:
+    builtins = (_class_of(*one) for one in classes if one[0] == "builtins")
+    base = next((kind for kind in builtins if kind is not None), RuntimeError)
+    module, name = classes[0] if classes else ("builtins", "Exception")
+    module = "__main__" if module == _MAIN else module
+    members = {"__module__": module, "__qualname__": name, "__str__": lambda _: text}
+    for one in (base, RuntimeError):
+        try:
+            kind: Any = type(name.rpartition(".")[2], (one,), members)
+            error: BaseException = kind.__new__(kind, text)
+        except TypeError:  # of a class that needs other arguments, as groups do
+            continue
+        error.args = (text,)
+        return error
+    raise AssertionError("RuntimeError takes one argument")
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pack_object(value)
+    except ConfigError:
+        return False
+    return True
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception of the user's may do anything here
+        return f"<{type(error).__name__} has no text>"
