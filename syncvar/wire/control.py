@@ -27,7 +27,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     # worker -> launcher
     "join": {"rank": int, "job": str, "generation": int, "address": str, "pid": int, "host": str, "about": dict[str, int | str]},
     "report": {
-        "group": int, "members": _Ranks, "call": int, "fingerprint": int, "what": str, "site": str,
+        "group": int, "members": _Ranks, "call": int, "ordinal": int, "fingerprint": int, "what": str, "site": str,
         "awaiting": _Ranks, "waited_s": float, "mismatch": bool, "may_move": bool, "entered": _Counts,
     },
     "resumed": {"group": int, "call": int},

@@ -243,6 +243,7 @@ class Coordinator:
             group=message["group"],
             members=tuple(message["members"]),
             call=message["call"],
+            ordinal=message["ordinal"],
             fingerprint=message["fingerprint"],
             what=message["what"][:400],
             site=message["site"][:400],

@@ -429,9 +429,9 @@ def test_a_killed_rank_is_told(start):
     for code, out in (results[0], results[2]):
         assert code == 3, out
         assert "PeerLost rank 1" in out
-    stall = re.search(r"ranks? .* since \d+ s in barrier \(call 1\) at script.py:\d+ in <module> for (.*), not there yet; (.*)", results[0][1])
+    stall = re.search(r"ranks? .* since \d+ s in barrier \(call 2\) at script.py:\d+ in <module> for (.*), not there yet; (.*)", results[0][1])
     assert stall[1] == "rank 1", results[0][1]
-    late = r"rank 1: last call all_reduce\(sum, float64\[3\]\) \(call 0\), \d+ s ago, now in user code, script.py:(\d+)"
+    late = r"rank 1: last call all_reduce\(sum, float64\[3\]\) \(call 1\), \d+ s ago, now in user code, script.py:(\d+)"
     assert SCRIPT.split("\n")[int(re.fullmatch(late, stall[2])[1]) - 1].strip().startswith(("time.sleep", "while")), stall[2]
 
 

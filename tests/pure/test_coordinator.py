@@ -44,7 +44,7 @@ def told(actions):
 
 def report(**more):
     return {
-        "group": 0, "members": [0, 1, 2], "call": 4, "fingerprint": 1, "what": "barrier", "site": "a.py:1", "awaiting": [1],
+        "group": 0, "members": [0, 1, 2], "call": 4, "ordinal": 4, "fingerprint": 1, "what": "barrier", "site": "a.py:1", "awaiting": [1],
         "waited_s": 0.1, "mismatch": False, "may_move": False, "entered": {0: 4},
     } | more  # fmt: skip
 
