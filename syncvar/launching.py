@@ -24,6 +24,7 @@ from syncvar.env import PREFIX
 from syncvar.errors import ConfigError, LaunchError, RankFailed
 from syncvar.wire import pack_object, unpack_object
 from syncvar.wire.exceptions import unpack_exception
+from syncvar.wire.objects import may_travel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ def run(
     timeout: float | None = None,
     engine: str | Engine = "local",
     max_restarts: int = 0,
+    pickle: bool = False,
     **_foreign: Never,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` as every rank of a new job and return the results by rank.
@@ -76,16 +78,20 @@ def run(
     Args:
         fn: Function to call; it may use everything of syncvar.
         workers: How many ranks.
-        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates, lists, sets, dicts, arrays, tensors).
+        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates and times of `datetime`, lists, sets,
+            dicts, arrays, tensors), or anything with `pickle=True`.
         kwargs: Keyword arguments of the same kinds.
         timeout: Seconds allowed for the whole job; None for no limit.
         engine: Where the workers run: "local" for this host; "ray" as actors of Ray, "dask" as tasks of Dask, on the cluster
             that this program is connected to, else on one of this host for the time of the call. `syncvar.engines.Ray` and
             `syncvar.engines.Dask` take options.
         max_restarts: How often all workers may be started again after a failure; see `restart_count`.
+        pickle: Let arguments and results travel by cloudpickle, as functions of notebooks do: DataFrames, models, figures,
+            instances of your own classes. It needs `pip install 'syncvar[notebook]'`.
 
     Returns:
-        For each rank what `fn` returned there, of the same kinds as arguments.
+        For each rank what `fn` returned there, of the same kinds as arguments. Without `pickle` a result that cannot travel
+        is found when the work is done, except where the annotation of `fn` says so before.
 
     Raises:
         ConfigError: A wrong argument, or an engine's packages are missing, and nothing was started; or workers came to this very call when they imported the
@@ -125,16 +131,56 @@ def run(
             (results / _UNGUARDED).write_text(sentence)
         raise ConfigError(sentence)
     is_local = engine == "local"
-    call = pack_object({"fn": _describe(fn, has_files=is_local), "args": tuple(args), "kwargs": dict(kwargs or {})})
+    call = _packed_call(fn, tuple(args), dict(kwargs or {}), has_files=is_local, pickle=pickle)
     if not is_local:
         from syncvar.engines import engine_of
         from syncvar.engines.driving import drive
 
-        return drive(engine_of(engine), call, workers, limit_s, max_restarts)
-    return _launch(call, workers, limit_s, max_restarts)
+        packed = drive(engine_of(engine), call, workers, limit_s, max_restarts)
+    else:
+        packed = _launch(call, workers, limit_s, max_restarts)
+    if not pickle:
+        return [unpack_object(one) for one in packed]
+    from syncvar.notebook import unpack_values
+
+    return [unpack_values(one, f"the result of rank {rank}") for rank, one in enumerate(packed)]
 
 
-def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> list[Any]:
+def _packed_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_files: bool, pickle: bool
+) -> bytes:
+    """Return a call as `remote_call.called` takes it; refuse what cannot travel before anything starts."""
+    where, *_ = how = _describe(fn, has_files=has_files)
+    if pickle:
+        from syncvar.notebook import pack_values
+
+        is_main = where != "copy" and fn.__module__ == "__main__"
+        names = ("__main__",) if is_main else ()
+        data = pack_values((args, kwargs), "the arguments of the function", names)
+        return pack_object({"fn": how, "is_main": is_main, "pickled": data})
+    _check_annotation(fn)
+    packed = [
+        pack_object(values, place=place, advice="sv.run(..., pickle=True)")
+        for place, values in (("args", args), ("kwargs", kwargs))
+    ]
+    return pack_object({"fn": how, "args": packed[0], "kwargs": packed[1]})
+
+
+def _check_annotation(fn: Callable[..., Any]) -> None:
+    """Refuse a function that says itself that its results cannot travel.
+
+    Raises:
+        ConfigError: It is annotated to return a class of which no instance is plain data.
+    """
+    kind = getattr(fn, "__annotations__", {}).get("return")
+    if isinstance(kind, type) and not may_travel(kind):
+        raise ConfigError(
+            f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation says, "
+            f"which cannot travel as plain data: write sv.run(..., pickle=True)"
+        )
+
+
+def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> list[bytes]:
     """Make the call as every rank of a job of syncvar-launch, on this host."""
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
@@ -262,8 +308,8 @@ def _failure(folder: Path, code: int) -> LaunchError:
     return failure
 
 
-def _result(folder: Path, rank: int) -> Any:
+def _result(folder: Path, rank: int) -> bytes:
     try:
-        return unpack_object((folder / f"result.{rank}").read_bytes())
+        return (folder / f"result.{rank}").read_bytes()
     except FileNotFoundError:
         raise LaunchError(f"rank {rank} ended without returning a result") from None

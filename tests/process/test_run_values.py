@@ -1,13 +1,18 @@
 """What goes into `sv.run` and what comes out: refusals are one exception, and come before anything starts where they can."""
 
+import datetime as dt
 import linecache
 import os
 import signal
 import subprocess
+import sys
+import textwrap
 import threading
 import traceback
+import zoneinfo
 
 import pytest
+from launching import LIMIT_S
 
 import syncvar as sv
 
@@ -101,3 +106,106 @@ def test_places_in_cells_keep_their_names(monkeypatch):
     assert f'File "{name}", line 3, in cell\n      return 1 / x  # of the cell' in raised.value.last_lines
     assert "dynamic-code" not in str(raised.value)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+class Model:
+    """A value that only cloudpickle takes: of a class of the program's own."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def fit(self, by):
+        return Model([one + by for one in self.weights])
+
+
+def fitted(model, *, by):
+    assert isinstance(model, Model)
+    return {"model": model.fit(by + sv.rank()), "rank": sv.rank()}
+
+
+def annotated() -> Model:
+    return Model([])
+
+
+def test_any_object_goes_in_and_comes_out_where_the_caller_says_so():
+    results = sv.run(fitted, workers=2, args=(Model([1, 2]),), kwargs={"by": 10}, pickle=True)
+    assert [type(one["model"]) for one in results] == [Model, Model]
+    assert [one["model"].weights for one in results] == [[11, 12], [12, 13]]
+
+
+@pytest.mark.slow
+def test_models_of_a_library_come_back():
+    linear = pytest.importorskip("sklearn.linear_model")
+
+    def train(x, y):
+        return linear.LinearRegression().fit(x, y)
+
+    (model,) = sv.run(train, workers=1, args=([[0.0], [1.0]], [1.0, 3.0]), pickle=True)
+    assert model.predict([[2.0]]).round(6).tolist() == [5.0]
+
+
+SCRIPT = """
+    import syncvar as sv
+    class Own:
+        def __init__(self, x): self.x = x
+    def work(own):
+        assert isinstance(own, Own), type(own)
+        return Own(own.x + sv.rank())
+    if __name__ == "__main__":
+        for one in sv.run(work, workers=2, args=(Own(3),), pickle=True):
+            assert isinstance(one, Own), type(one)
+            print(one.x)
+"""
+
+
+@pytest.mark.parametrize("line", [["script.py"], ["-m", "script"], ["-c"]], ids=["script", "module", "prompt"])
+def test_classes_of_the_main_program_stay_themselves(line, tmp_path):
+    text = textwrap.dedent(SCRIPT)
+    (tmp_path / "script.py").write_text(text)
+    line = [*line, text] if line == ["-c"] else line
+    ended = subprocess.run(
+        [sys.executable, *line], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "3\n4\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: sv.run(divmod, args=(1, Model(2))), r"args\[1\] is a .*Model, which cannot travel as plain data: write "),
+        (lambda: sv.run(divmod, kwargs={"x": [Model(2)]}), r"kwargs\['x'\]\[0\] is a .*Model, which cannot travel"),
+        (lambda: sv.run(annotated), "the function returns a .*Model, as its annotation says, which cannot travel"),
+    ],
+    ids=["args", "kwargs", "annotation"],
+)
+def test_the_refusal_names_the_remedy_before_anything_starts(call, words, nothing_starts):
+    with pytest.raises(sv.ConfigError, match=words) as raised:
+        call()
+    assert str(raised.value).endswith("sv.run(..., pickle=True)")
+    assert "\n" not in str(raised.value)
+
+
+def test_what_cannot_be_pickled_is_refused_before_anything_starts(nothing_starts):
+    words = "the arguments of the function cannot be pickled: TypeError: "
+    with pytest.raises(sv.ConfigError, match=words):
+        sv.run(divmod, args=(threading.Lock(), 1), pickle=True)
+
+
+def test_a_result_that_cannot_travel_names_the_remedy():
+    with pytest.raises(sv.RankFailed) as raised:
+        sv.run(Model, workers=1, args=(1,))
+    words = "the result of the function on rank 0 cannot be returned: result is a "
+    assert str(raised.value.__cause__).startswith(words)
+    assert str(raised.value.__cause__).endswith("sv.run(..., pickle=True)")
+    with pytest.raises(sv.RankFailed, match="the result of the function on rank 0 cannot be pickled"):
+        sv.run(threading.Lock, workers=1, pickle=True)
+
+
+def test_dates_and_times_travel():
+    zone = zoneinfo.ZoneInfo("Europe/Vienna")
+    values = [
+        dt.date(2024, 2, 29), dt.time(1, 2, 3, 4, dt.UTC), dt.datetime(2024, 3, 31, 2, 30, tzinfo=zone, fold=1), dt.timedelta(1, 2, 3),
+    ]  # fmt: skip
+    (back,) = sv.run(list, workers=1, args=(values,))
+    assert back == values
+    assert [type(one) for one in back] == [type(one) for one in values]
