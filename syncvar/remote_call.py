@@ -29,6 +29,7 @@ def main() -> None:
     call = unpack_call(descriptor)
     os.close(descriptor)
     (folder / f"error.{rank}").unlink(missing_ok=True)  # of a start before this one
+    (folder / f"of.{os.environ['SYNCVAR_WORLD_SIZE']}").touch()
     try:
         data = called(call, rank, folder)
     except BaseException as error:

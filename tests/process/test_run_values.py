@@ -135,10 +135,10 @@ def test_any_object_goes_in_and_comes_out_where_the_caller_says_so():
 
 @pytest.mark.slow
 def test_models_of_a_library_come_back():
-    linear = pytest.importorskip("sklearn.linear_model")
+    from sklearn.linear_model import LinearRegression
 
     def train(x, y):
-        return linear.LinearRegression().fit(x, y)
+        return LinearRegression().fit(x, y)
 
     (model,) = sv.run(train, workers=1, args=([[0.0], [1.0]], [1.0, 3.0]), pickle=True)
     assert model.predict([[2.0]]).round(6).tolist() == [5.0]
