@@ -3,6 +3,7 @@
 import os
 import subprocess
 
+import numpy as np
 import pytest
 
 import syncvar as sv
@@ -115,3 +116,31 @@ def test_hosts_are_a_list_or_a_file():
     assert named.command_line() == [
         "--workers=3", "--timeout=2.0", "--max-restarts=1", "--hostfile=hosts.txt",
     ]  # fmt: skip
+
+
+def squares(values):
+    print("on a host")
+    return sv.host_count(), sv.rank(), (values**2).sum()
+
+
+def fails_on_a_host():
+    if sv.rank() == 1:
+        raise KeyError("on a host")
+    sv.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["auto", "spawn"])
+def test_calls_go_to_agents_of_hosts_and_results_come_back(how, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("SYNCVAR_LAUNCH_START_METHOD", how)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    values = np.arange(3_000_000.0)  # of several messages
+    for hosts in (["localhost:2"], tmp_path / "hosts"):
+        results = sv.run(squares, hosts=hosts, args=(values,))
+        assert results == [(1, 0, (values**2).sum()), (1, 1, (values**2).sum())]
+    assert capsys.readouterr().out.count("on a host") == 4
+    (back, _) = sv.run(lambda: values, hosts=["localhost:2"], env={"OF_THE_CALL": "1"})
+    assert (back == values).all()
+    with pytest.raises(sv.RankFailed) as raised:
+        sv.run(fails_on_a_host, hosts=["localhost:2"])
+    assert raised.value.__cause__.args == ("on a host",)
