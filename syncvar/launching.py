@@ -127,20 +127,25 @@ def run(
     is_local = engine == "local"
     has_files = is_local and hosts is None
     call = _packed_call(fn, tuple(args), dict(kwargs or {}), has_files=has_files, pickle=pickle)
-    if not is_local:
-        from syncvar.engines import engine_of
-        from syncvar.engines.driving import drive
-
-        options.check_engine()
-        count = int(options.workers or 1)
-        packed = drive(engine_of(engine), call, count, options.limit_s, options.max_restarts)
-    else:
-        packed = _launch(call, options)
+    try:
+        packed = _launch(call, options) if is_local else _drive(engine, call, options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # the frames in which this process waited say nothing
     if not pickle:
         return [unpack_object(one) for one in packed]
     from syncvar.notebook import unpack_values
 
     return [unpack_values(one, f"the result of rank {rank}") for rank, one in enumerate(packed)]
+
+
+def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:
+    """Make the call as every rank of a job on an engine; return the packed results by rank."""
+    options.check_engine()
+    from syncvar.engines import engine_of
+    from syncvar.engines.driving import drive
+
+    workers = int(options.workers or 1)
+    return drive(engine_of(engine), call, workers, options.limit_s, options.max_restarts)
 
 
 def _check_call(fn: Any, args: Any, kwargs: Any) -> None:

@@ -41,7 +41,7 @@ def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
     try:
         data, places = _dumped(fn, pickler, ())
     except Exception as error:  # cloudpickle raises whatever the captured objects raise
-        raise ConfigError(f"{getattr(fn, '__qualname__', fn)!r} cannot be copied to the workers: {error}") from None
+        raise ConfigError(_refusal(fn, error, pickler)) from None
     cells = {place: "".join(linecache.getlines(place)) for place in places if not os.path.isfile(place)}
     return data, {place: source for place, source in cells.items() if source}
 
@@ -105,6 +105,56 @@ def loaded_main(namespace: Any) -> Iterator[None]:
         yield
     finally:
         _loaded_main.clear()
+
+
+def _refusal(fn: Any, error: Exception, pickler: Any) -> str:
+    """Return which variable of a function cannot be copied, and what to do."""
+    shown = repr(getattr(fn, "__qualname__", fn))
+    name, value, why = _found_culprit(fn, pickler, set()) or ("", None, error)
+    if not name:
+        return f"{shown} cannot be copied to the workers: {error}"
+    if type(value).__module__.partition(".")[0] == "syncvar":
+        return (
+            f"{shown} uses {name!r}, a {type(value).__name__} that was made outside of it and cannot be "
+            f"copied to the workers: make strategies and variables inside the function"
+        )
+    return (
+        f"{shown} uses {name!r}, which cannot be copied to the workers ({type(why).__name__}: {why}): "
+        f"make it inside the function, as strategies and variables"
+    )
+
+
+def _found_culprit(fn: Any, pickler: Any, seen: set[int]) -> tuple[str, Any, Exception] | None:
+    """Return the first variable that a function uses and that cannot be pickled: name, value and error."""
+    seen.add(id(fn))
+    for name, value in _used(fn):
+        try:
+            _dumped(value, pickler, ())
+        except Exception as error:  # likewise
+            inner = None
+            if isinstance(value, FunctionType) and id(value) not in seen:
+                inner = _found_culprit(value, pickler, seen)
+            return inner or (name, value, error)
+    return None
+
+
+def _used(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a function's surroundings: of its closure, defaults and module."""
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, FunctionType):
+        return
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not set yet
+            yield name, cell.cell_contents
+    parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    defaults = fn.__defaults__ or ()
+    yield from zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True)
+    yield from (fn.__kwdefaults__ or {}).items()
+    codes = [fn.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        yield from ((name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__)
 
 
 def _pickler(refusal: str) -> Any:

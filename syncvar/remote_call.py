@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import os
@@ -9,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from syncvar.begin import adopt_path, unpack_call
 from syncvar.errors import ConfigError
@@ -57,6 +58,18 @@ def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
         ConfigError: The function cannot be found, or what it returns cannot travel.
     """
     told = unpack_object(call)
+    builtins_input, builtins.input = builtins.input, _refuse_input
+    try:
+        return _called(told, rank, folder)
+    finally:
+        builtins.input = builtins_input
+
+
+def _refuse_input(_prompt: object = "", /) -> NoReturn:
+    raise EOFError("workers of sv.run have no terminal to read from: pass what input() asks for in args=")
+
+
+def _called(told: dict[str, Any], rank: int, folder: Path | None) -> bytes:
     function, module = _find(folder, *told["fn"])
     if "pickled" not in told:
         args, kwargs = unpack_object(told["args"]), unpack_object(told["kwargs"])

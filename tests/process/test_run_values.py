@@ -8,11 +8,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import traceback
+import types
 import zoneinfo
 
 import pytest
-from launching import LIMIT_S
+from launching import LIMIT_S, await_true
 
 import syncvar as sv
 
@@ -209,3 +211,81 @@ def test_dates_and_times_travel():
     (back,) = sv.run(list, workers=1, args=(values,))
     assert back == values
     assert [type(one) for one in back] == [type(one) for one in values]
+
+
+def outside(source, **variables):
+    """Functions of a cell that use what is made in another one."""
+    of_the_cell = {"__name__": "__main__", "sv": sv, **variables}
+    exec(source, of_the_cell)
+    return of_the_cell["cell"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (lambda v: outside("def cell(): return w.numpy()", w=v), "'cell' uses 'w', a Variable that was made outside of it"),
+        (lambda v: outside("def cell(): return f()\ndef f(): return [w for _ in ' ']", w=v), "'cell' uses 'w', a Variable"),
+        (lambda v: outside("def cell(x=w): return x", w=v), "'cell' uses 'x', a Variable"),
+        (lambda v: outside("def cell(): return (lambda: s.run(print))()", s=v.strategy), "'cell' uses 's', a MirroredStrategy"),
+        (lambda v: lambda: v, "uses 'v', a Variable"),
+    ],
+    ids=["global", "helper", "default", "strategy", "closure"],
+)
+def test_what_cannot_be_copied_is_named(cell, words, nothing_starts):
+    strategy = sv.MirroredStrategy()
+    with strategy.scope():
+        variable = sv.Variable([1.0])
+    variable = types.SimpleNamespace(strategy=strategy) if "'s'" in words else variable
+    with pytest.raises(sv.ConfigError) as raised:
+        sv.run(cell(variable), workers=1)
+    assert words in str(raised.value)
+    assert str(raised.value).endswith(": make strategies and variables inside the function")
+
+
+def test_a_lock_of_another_cell_is_named(nothing_starts):
+    with pytest.raises(sv.ConfigError, match="'cell' uses 'lock', which cannot be copied .*: make it inside"):
+        sv.run(outside("def cell(): return lock", lock=threading.Lock()))
+
+
+def shows_progress():
+    for percent in range(8):
+        sys.stderr.write(f"\r {percent}/8")
+        sys.stderr.flush()
+        time.sleep(0.02)
+    sys.stderr.write("\r 8/8 done\n")
+    return input("name? ")
+
+
+def test_progress_is_one_line_and_input_says_that_there_is_no_terminal(capsys):
+    with pytest.raises(sv.RankFailed) as raised:
+        sv.run(shows_progress, workers=1)
+    assert isinstance(raised.value.__cause__, EOFError)
+    assert str(raised.value.__cause__).startswith("workers of sv.run have no terminal to read from: pass ")
+    assert capsys.readouterr().err == "[0]  8/8 done\n"
+
+
+WAITS = """
+    import os, sys, time
+    import syncvar as sv
+    def work():
+        sv.all_reduce(1)
+        open(f"began-{sv.rank()}", "w").close()
+        time.sleep(600)
+    if __name__ == "__main__":
+        sv.run(work, workers=2)  # of the caller
+"""
+
+
+def test_an_interrupt_shows_the_line_of_the_caller_only(tmp_path, nothing_left_behind):
+    (tmp_path / "script.py").write_text(textwrap.dedent(WAITS))
+    process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    await_true(lambda: len(list(tmp_path.glob("began-*"))) == 2, LIMIT_S, "two ranks that have begun")
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=LIMIT_S)
+    trace = printed[printed.index("Traceback") :]
+    assert "sv.run(work, workers=2)  # of the caller" in trace
+    assert trace.rstrip().endswith("KeyboardInterrupt")
+    assert "subprocess.py" not in printed
+    assert trace.count('File "') == 2, trace
+    assert printed.count("Traceback") == 1
+    assert not nothing_left_behind.own_processes()
