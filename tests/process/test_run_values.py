@@ -243,7 +243,7 @@ def test_what_cannot_be_copied_is_named(cell, words, nothing_starts):
 
 
 def test_a_lock_of_another_cell_is_named(nothing_starts):
-    with pytest.raises(sv.ConfigError, match="'cell' uses 'lock', which cannot be copied .*: make it inside"):
+    with pytest.raises(sv.ConfigError, match=r"'cell' uses 'lock', which cannot be copied .*: make it inside"):
         sv.run(outside("def cell(): return lock", lock=threading.Lock()))
 
 
